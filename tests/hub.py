@@ -88,11 +88,10 @@ class _Answers(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
         self._answer()
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
@@ -107,7 +106,7 @@ class _Answers(BaseHTTPRequestHandler):
         if repository is None or (repository.private and not known):
             return self._error(404 if known else 401, "Repository not found", "RepoNotFound")
         if repository.status:
-            return self._error(repository.status, "The Hub is not well", "", repository.headers)
+            return self._error(repository.status, "The Hub is not well", **repository.headers)
         commit = repository.commit(rest[1] if len(rest) > 1 else "main")
         if commit is None:
             return self._error(404, f"Invalid rev id: {rest[1]}", "RevisionNotFound")
@@ -147,8 +146,7 @@ class _Answers(BaseHTTPRequestHandler):
         self, repository: Repository, commit: str, file: str, files: dict[str, bytes]
     ) -> None:
         if file not in files:
-            headers = {"X-Repo-Commit": commit}
-            self._error(404, "Entry not found", "EntryNotFound", headers)
+            self._error(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit})
             return
         content, large = files[file], file.endswith(LARGE)
         digest, size = hashlib.sha256(content).hexdigest(), len(content)
@@ -158,44 +156,32 @@ class _Answers(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{size - 1}/{size}"
         if large:
             headers |= {"X-Linked-Etag": digest, "X-Linked-Size": str(size)}
-        self.send_response(206 if first else 200)
-        self._headers(headers)
-        if self.command == "GET":
-            self._send(repository, content[first:], whole=not large)
-
-    def _send(self, repository: Repository, content: bytes, *, whole: bool) -> None:
-        half = len(content) if whole or not (repository.cut or repository.stall) else 40
-        self.wfile.write(content[:half])
-        self.wfile.flush()
-        if half == len(content):
-            return
-        self.hub.closing.wait(repository.stall)
-        if repository.cut:
-            repository.cut -= 1
+        self._head(206 if first else 200, headers)
+        if self.command == "GET" and large and (repository.cut or repository.stall):
+            self.wfile.write(content[first:][:40])
+            self.wfile.flush()
+            self.hub.closing.wait(repository.stall)
+            repository.cut = max(repository.cut - 1, 0)
             self.close_connection = True
-        else:
-            self.wfile.write(content[half:])
+        elif self.command == "GET":
+            self.wfile.write(content[first:])
 
-    def _json(
-        self, value: object, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
+    def _json(self, value: object, status: int = 200, **headers: str) -> None:
         content = json.dumps(value).encode()
-        self.send_response(status)
         facts = {"Content-Type": "application/json", "Content-Length": str(len(content))}
-        self._headers(facts | (headers or {}))
+        self._head(status, facts | headers)
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _headers(self, headers: dict[str, str]) -> None:
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 
-    def _error(
-        self, status: int, text: str, code: str = "", headers: dict[str, str] | None = None
-    ) -> None:
+    def _error(self, status: int, text: str, code: str = "", **headers: str) -> None:
         told = {"X-Error-Message": text} | ({"X-Error-Code": code} if code else {})
-        self._json({"error": text}, status, told | (headers or {}))
+        self._json({"error": text}, status, **told, **headers)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from lipaudit.data.images import resize
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError, LipauditError
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ def text_taker():
 @pytest.fixture
 def read(tmp_path, text_taker):
     """Write a file, and load it as a model of text takes it."""
-    from lipaudit.data.loading import DataOptions, load_data
 
     def load(name, content, net=None, **options):
         (tmp_path / name).write_text(content)
@@ -77,8 +78,6 @@ def token_taker():
 @pytest.fixture
 def refused():
     """Load data that must be refused, and return what the error says."""
-    from lipaudit.data.loading import DataOptions, load_data
-    from lipaudit.errors import InputError, LipauditError
 
     def check(spec, net, kind=InputError, **options):
         with pytest.raises(LipauditError) as caught:

@@ -63,11 +63,6 @@ def png(path, width, height):
     (path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + data)
 
 
-def narrow(path):
-    path.mkdir()
-    Image.new("L", (1, 60_000)).save(path / "a.png")
-
-
 def cut(write, length=None):
     """Write a file, and keep the beginning of it: half, or some bytes."""
 
@@ -79,11 +74,11 @@ def cut(write, length=None):
     return damage
 
 
-def noise(path, length):
-    """Write a folder with a picture that is cut."""
+def picture(path, size=(64, 64), length=2**30):
+    """Write a folder with a picture of noise, or its beginning (None: half of it)."""
     path.mkdir()
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    cut(image.save, length)(path / "broken.png")
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    cut(Image.fromarray(pixels).save, length)(path / "broken.png")
 
 
 FILES = {
@@ -122,13 +117,13 @@ FILES = {
     "idx negative": ("a-idx3-ubyte", lambda p: idx(p, (-1, -1, 4)), "not a readable"),
     **{
         f"image {length}": (
-            "images", lambda p, length=length: noise(p, length), "broken.png is not a readable",
+            "images", lambda p, n=length: picture(p, length=n), "broken.png is not a readable",
         )
         for length in (0, 6, None)
     },
     "image": ("images", lambda p: png(p, 2**31 - 1, 2**31 - 1), "exceeds limit"),
     "image warned of": ("images", lambda p: png(p, 10_000, 10_000), "exceeds limit"),
-    "image narrow": ("images", narrow, "too narrow"),
+    "image narrow": ("images", lambda p: picture(p, (1, 60_000)), "too narrow"),
     "json": ("a.jsonl", lambda p: p.write_text('{"text":' * 100_000), "is not JSON"),
 }  # fmt: skip
 
@@ -143,18 +138,13 @@ def test_files_that_claim_more_than_they_hold_are_refused(
     assert message in refused(tmp_path / name, taker)
 
 
-def test_a_command_ends_with_exit_code_4(tmp_path):
+def test_a_command_ends_with_exit_code_4_and_images_too_large_to_open_have_no_form(tmp_path):
     npz(tmp_path / "a.npz", npy(HUGE))
     done = invoke("bounds", "demo", "-n", "1", "--data", str(tmp_path / "a.npz"), code=4)
     assert "--batch-size" not in done.stderr
-
-
-def test_images_too_large_to_open_have_no_form(tmp_path):
     png(tmp_path / "images", 10_000, 10_000)
     assert find_data_forms(str(tmp_path / "images")) == ()
-
-
-def test_weights_that_claim_more_than_their_file_are_refused(tmp_path):
+    # Nor have weights that claim more than their file.
     tensors(tmp_path / "w.safetensors", entry([0, 2**63], 0))
     with pytest.raises(InputError, match=r"w\.safetensors is not a complete"):
         read_weights(tmp_path / "w.safetensors")

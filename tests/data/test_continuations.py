@@ -29,9 +29,8 @@ def loaded(tmp_path, text_taker):
     def load(*rows, tokenize=begun, **options):
         path = tmp_path / "t.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)))
-        found = load_data(
-            str(path), text_taker(tokenize=tokenize), DataOptions(**OPTIONS | options)
-        )
+        net = text_taker(tokenize=tokenize)
+        found = load_data(str(path), net, DataOptions(**OPTIONS | options))
         order = sorted(range(len(found.batch)), key=lambda i: found.origins[i].place)
         masks = [None] * len(found.batch) if found.batch.mask is None else found.batch.mask
         x = [found.batch.x[i] if masks[i] is None else found.batch.x[i][masks[i]] for i in order]
@@ -76,39 +75,29 @@ def test_choices_and_the_answer(loaded, row):
     found, x, y = loaded(row)
     assert (x, y) == ([ids("a b", "c", "d e")], [1])
     assert (found.task.kind, found.task.classes) == ("choices", ("A", "B"))
+    # Choices that look like answers are not taken for them.
+    for choices, answer in ((["1", "0"], 1), (["False", "True"], True)):
+        assert loaded(MAZE | {"choices": choices, "answer": answer})[2] == [1]
 
 
-def test_labels_are_words_of_the_whole_table(loaded):
+def test_labels_are_words_of_the_whole_table_but_for_rows_that_are_left_out(loaded):
     rows = [{"text": "a b", "label": "very good"}, {"text": "c", "label": "bad"}]
     for count in (1, 2):
         found, x, y = loaded(*rows, samples=count)
         assert found.task.classes == ("bad", "very good")
     assert x == [ids("a b", "bad", "very good"), ids("c", "bad", "very good")]
     assert y == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("choices", "answer", "right"),
-    [
-        (["1", "0"], 1, 1),
-        (["False", "True"], True, 1),
-    ],
-)
-def test_choices_that_look_like_answers_are_not_taken_for_them(loaded, choices, answer, right):
-    assert loaded(MAZE | {"choices": choices, "answer": answer})[2] == [right]
-
-
-def test_rows_that_are_left_out_name_no_class(loaded):
     rows = [{"text": "a b", "label": "bad"}, {"text": "c", "label": ""}, {"text": "", "label": 7}]
     found, x, _ = loaded(*rows, skip_bad=True)
-    assert found.task.classes == ("bad",)
-    assert x == [ids("a b", "bad")]
+    assert (found.task.classes, x) == (("bad",), [ids("a b", "bad")])
 
 
-def test_a_pair_of_texts_is_a_prompt_of_two_lines(loaded):
+def test_a_pair_of_texts_is_a_prompt_of_two_lines_and_a_token_that_ends_texts_left_out(loaded):
     row = {"premise": "a", "hypothesis": "b c", "label": "yes"}
     _, x, _ = loaded(row, row | {"label": "no"}, tokenize=byte)
     assert x[0] == ids("a\nb c", "no", "yes", tokenize=byte)
+    ended = loaded(MAZE, tokenize=lambda text, most: [*begun(text, most - 1), 2])
+    assert ended[1] == loaded(MAZE)[1]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +110,6 @@ def test_blanks_belong_to_what_follows(loaded, prompt, text):
     whole = prompt + text if (prompt + text) != "abcd" else "ab cd"
     start = byte(prompt.rstrip(), 99)
     assert x == [pack(start, [byte(whole, 99)[len(start) :]], V).tolist()]
-
-
-def test_a_token_that_ends_every_text_is_left_out(loaded):
-    def ended(text, most):
-        return [*begun(text, most - 1), 2]
-
-    assert loaded(MAZE, tokenize=ended)[1] == loaded(MAZE)[1]
 
 
 def test_prompts_lose_their_beginning(loaded):
@@ -156,17 +138,14 @@ def test_prompts_lose_their_beginning(loaded):
         ([MAZE | {"question": None}], {}, "has no 'question'"),
         ([MAZE, MAZE, MAZE | {"choices": ["x", "y", "d e"]}], {}, "line 3 has 3 choices, most"),
         ([{"prompt": "a", "continuation": ""}], {}, "has no 'continuation'"),
-        (
-            [{"prompt": "a", "continuation": "b c"}],
-            {"max_tokens": 2},
-            "leaves no room for the prompt",
-        ),
+        ([{"prompt": "a", "continuation": "b c"}], {"max_tokens": 2}, "leaves no room for the"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(tmp_path, text_taker, refused, rows, options, message):
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    net = text_taker(tokenize=begun)
-    assert message in refused(tmp_path / "t.jsonl", net, **OPTIONS | options)
+    for tokenize, says in ((begun, message), (None, "has no tokenizer")):
+        net = text_taker(tokenize=tokenize)
+        assert says in refused(tmp_path / "t.jsonl", net, **OPTIONS | options)
 
 
 def test_rows_of_another_number_of_choices_can_be_left_out(loaded):
@@ -176,9 +155,3 @@ def test_rows_of_another_number_of_choices_can_be_left_out(loaded):
     assert y == [1, 0]
     left_out = [note.text for note in found.notes if note.code == "skipped-bad"]
     assert [text.partition(":")[2][:2] for text in left_out] == [" 2"]
-
-
-def test_models_without_a_tokenizer_are_refused(tmp_path, text_taker, refused):
-    (tmp_path / "t.jsonl").write_text(json.dumps(MAZE))
-    net = text_taker(tokenize=None)
-    assert "has no tokenizer" in refused(tmp_path / "t.jsonl", net, **OPTIONS)

@@ -1,25 +1,28 @@
-"""Which source --data names, made-up samples, and what every source shares."""
+"""Which source --data names, made-up samples, and where each sample is found again."""
 
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, draw_tensors, load_data
 from lipaudit.errors import UsageError
 
 
-def test_without_data_a_demo_takes_its_own_and_others_noise(image_taker):
-    from dataclasses import replace
-
+def test_without_data_a_demo_takes_its_labelled_digits_and_others_noise(image_taker):
     net = image_taker((1, 8, 8), classes=10)
-    demo = replace(net, source="demo")
-    assert load_data(None, demo).spec == "demo"
     assert load_data(None, net).spec == "random"
-
-
-def test_the_demo_data_are_labelled_digits(image_taker):
-    samples = load_data("demo", image_taker((1, 8, 8), classes=10), DataOptions(samples=360))
-    assert samples.notes == ()
+    samples = load_data(None, replace(net, source="demo"), DataOptions(samples=360))
+    assert (samples.spec, samples.notes) == ("demo", ())
     assert samples.batch.x.shape == (360, 1, 8, 8)
     assert samples.batch.y.bincount().min() > 30
+    more = load_data("demo", net, DataOptions(samples=361))
+    (note,) = more.notes
+    assert note.text == "demo has 360 samples, fewer than the 361 requested"
 
 
 def test_random_samples_warn_whatever_the_kind(image_taker, text_taker, token_taker):
@@ -29,6 +32,8 @@ def test_random_samples_warn_whatever_the_kind(image_taker, text_taker, token_ta
         assert len(samples.batch) == 3
         assert samples.batch.y is None
         assert samples.batch.x.shape[1:] == (net.input_shape if net.kind != "text" else (6,))
+    long = load_data("random", text_taker(64), DataOptions(samples=50, max_tokens=64)).batch
+    assert (long.x.shape, long.mask, len(set(long.ids))) == ((50, 64), None, 50)
 
 
 def test_noise_falls_with_frequency_as_one_over_f(image_taker):
@@ -57,30 +62,13 @@ def test_random_samples_depend_on_the_seed_alone(image_taker, token_taker):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_random_text_is_never_short(text_taker):
-    samples = load_data("random", text_taker(64), DataOptions(samples=50, max_tokens=64))
-    assert samples.batch.x.shape == (50, 64)
-    assert samples.batch.mask is None
-    assert len(set(samples.batch.ids)) == 50
-
-
-def test_the_suite_is_its_samples_whatever_their_order(image_taker):
+def test_the_suite_is_its_samples_whatever_their_order(image_taker, read):
     net = image_taker((1, 8, 8), classes=10)
     whole = [load_data("demo", net, DataOptions(samples=360, seed=s)) for s in (0, 1)]
     part = load_data("demo", net, DataOptions(samples=359))
     assert whole[0].batch.ids != whole[1].batch.ids
     assert whole[0].suite_id == whole[1].suite_id != part.suite_id
-
-
-def test_fewer_samples_than_asked_for_are_noted(image_taker):
-    net = image_taker((1, 8, 8), classes=10)
-    samples = load_data("demo", net, DataOptions(samples=361))
-    assert [n.text for n in samples.notes] == [
-        "demo has 360 samples, fewer than the 361 requested"
-    ]
-
-
-def test_repeated_samples_have_ids_of_their_own(read):
+    # Repeated samples have ids of their own.
     assert len(set(read("t.csv", "text\nsame\nsame\nsame\n", samples=3).batch.ids)) == 3
 
 
@@ -92,3 +80,65 @@ def test_data_that_are_not_there_or_not_known(tmp_path, image_taker, refused):
     (tmp_path / "a.xlsx").write_text("x")
     assert "has an unsupported format" in refused(tmp_path / "a.xlsx", image_taker())
     assert "1x8x8" in refused("demo", image_taker())
+
+
+SOME = DataOptions(samples=3, seed=5)
+TEXTS = [f"text number {i} of several" for i in range(9)]
+
+
+def test_a_picture_by_its_file_and_a_sample_of_an_array_by_its_index(tmp_path, image_taker):
+    for shade, name in ((50, "cat"), (200, "dog")):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.new("RGB", (8, 8), (shade + i, 0, 0)).save(tmp_path / name / f"{i}.png")
+    net = image_taker(classes=2)
+    samples = load_data(str(tmp_path), net, SOME)
+    assert len(samples.origins) == 3
+    for origin, x in zip(samples.origins, samples.batch.x, strict=True):
+        with Image.open(tmp_path / origin.place) as image:
+            assert torch.equal(net.prepare(image), x)
+    x = np.random.default_rng(0).random((9, 3, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=x)
+    samples = [load_data(str(tmp_path / "a.npz"), image_taker(), SOME)]
+    samples.append(draw_tensors(torch.from_numpy(x), None, image_taker(), SOME))
+    for each in samples:
+        for origin, values in zip(each.origins, each.batch.x, strict=True):
+            index = int(origin.place.removeprefix("index "))
+            assert np.array_equal(x[index], values)
+    assert load_data("random", image_taker(), SOME).origins == ()  # made up: found nowhere
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_row_of_a_table_by_its_line_its_id_and_its_text(tmp_path, text_taker, suffix):
+    path = tmp_path / f"t.{suffix}"
+    rows = [{"id": f"no-{i}", "text": text} for i, text in enumerate(TEXTS)]
+    with path.open("w", newline="") as file:
+        if suffix == "csv":
+            table = csv.DictWriter(file, ["id", "text"])
+            table.writeheader()
+            table.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    samples = load_data(str(path), text_taker(), SOME)
+    lines = path.read_text().splitlines()
+    for origin, x in zip(samples.origins, samples.batch.x, strict=True):
+        place, name = origin.place.split(", id ")
+        line = lines[int(place.removeprefix("line ")) - 1]
+        assert origin.text in line
+        assert name in line
+        assert x.tolist() == text_taker().tokenize(origin.text, 128)
+
+
+def test_a_window_of_a_text_by_its_first_character_and_long_texts_cut_to_one_line(
+    read, text_taker
+):
+    text = " ".join(TEXTS)
+    samples = read("t.txt", text, samples=4, max_tokens=5)
+    for origin, x in zip(samples.origins, samples.batch.x, strict=True):
+        start = int(origin.place.removeprefix("character ")) - 1
+        assert x.tolist() == text_taker().tokenize(text[start:], 5)
+        assert text[start:].startswith(origin.text.removesuffix("..."))
+    (origin,) = read("t.jsonl", json.dumps({"text": "some\n words " * 50}) + "\n").origins
+    assert origin.text.startswith("some words some words")
+    assert origin.text.endswith("...")
+    assert len(origin.text) < 130

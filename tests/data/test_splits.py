@@ -1,7 +1,16 @@
-"""Data sets of the Hub, through its real clients: one split of one configuration at one commit."""
+"""Data sets of the Hub, through its real clients, and what commands say and keep of the Hub."""
 
 import io
+import json
+import os
+import pty
+import subprocess
 import sys
+import termios
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -10,7 +19,10 @@ from PIL import Image
 
 from lipaudit.data.hub import Repository, parse_reference
 from lipaudit.data.loading import DataOptions, load_data
+from tests.commands import invoke, refuse
+from tests.hub import files_of
 from tests.hub import hub as hub
+from tests.models.sources.cases import bert, save
 
 CARD = b"""---
 configs:
@@ -91,14 +103,21 @@ def test_references(text, name, config, split, revision):
     assert parse_reference(text) == (Repository(name, "dataset", revision), config, split)
 
 
-def test_only_the_split_asked_for_is_downloaded(sets, read):
-    sha = sets.add("datasets/org/two", FILES)
+def test_only_the_split_asked_for_is_downloaded_whole_or_in_part_at_a_revision(sets, read, says):
+    sha = sets.add("datasets/org/two", FILES, {"v1": FILES | {"plain/train.csv": ROWS[:23]}})
     samples = read("hf:org/two/plain[test]")
     assert sets.downloads() == ["README.md", "plain/test-0.csv", "plain/test-1.csv"]
     # features of the card: 0 is neg, which the model calls 1
     assert sorted(samples.batch.y.tolist()) == [0] * 6 + [1] * 2
     assert (samples.commit.sha, samples.commit.repository.revision) == (sha, "main")
     assert [n.code for n in samples.notes] == ["hub-commit"]
+    assert len(read("hf:org/two/plain[test[:3]]").batch) == 3
+    assert len(read("hf:org/two/plain[test[50%:]]").batch) == 4
+    assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
+    assert len(read("hf:org/two/plain[train]").batch) == 4
+    for spec in ("hf:org/two/plain[train]@v1", "hf:org/two/plain@v1[train]"):
+        old = read(spec)
+        assert (len(old.batch), old.commit.repository.revision) == (2, "v1")
 
 
 def test_a_split_is_fetched_once_and_there_offline(sets, read, says):
@@ -124,28 +143,7 @@ def test_a_split_is_fetched_once_and_there_offline(sets, read, says):
     assert "datasets--org--two cannot be read (UnicodeDecodeError" in text
 
 
-def test_revisions(sets, read):
-    sets.add("datasets/org/two", FILES, {"v1": FILES | {"plain/train.csv": ROWS[:23]}})
-    assert len(read("hf:org/two/plain[train]").batch) == 4
-    for spec in ("hf:org/two/plain[train]@v1", "hf:org/two/plain@v1[train]"):
-        old = read(spec)
-        assert (len(old.batch), old.commit.repository.revision) == (2, "v1")
-
-
-def test_parts_of_splits(sets, read, says):
-    sets.add("datasets/org/two", FILES)
-    assert len(read("hf:org/two/plain[test[:3]]").batch) == 3
-    assert len(read("hf:org/two/plain[test[50%:]]").batch) == 4
-    assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
-
-
-def test_without_a_card_the_names_of_files_tell_the_splits(sets, read):
-    sets.add("datasets/org/one", {"train.csv": b"text,label\na,pos\n", "test.csv": ROWS})
-    assert len(read("hf:org/one").batch) == 4
-    assert sets.downloads() == ["test.csv"]
-
-
-def test_unknown_splits_and_configurations(sets, says):
+def test_unknown_splits_and_configurations(sets, read, says):
     sets.add("datasets/org/two", FILES)
     text = says("hf:org/two/plain[tset]")
     assert "org/two has no split 'tset' (it has: train, test)" in text
@@ -158,26 +156,25 @@ def test_unknown_splits_and_configurations(sets, says):
     assert sets.downloads() == ["README.md"]
     sets.add("datasets/org/one", {"train.csv": ROWS})  # without a card, files name the splits
     assert "no split 'test' (it has: train)" in says("hf:org/one")
+    sets.add("datasets/org/both", {"train.csv": b"text,label\na,pos\n", "test.csv": ROWS})
+    assert len(read("hf:org/both").batch) == 4
+    assert sets.downloads() == ["README.md", "test.csv"]
 
 
-def test_without_names_in_the_model_the_order_of_the_data_set_counts(sets, text_taker):
+def test_a_model_without_names_takes_the_order_of_the_data_set_or_scores_its_names(
+    sets, text_taker
+):
     sets.add("datasets/org/two", FILES)
-    samples = load_data("hf:org/two/plain[train]", text_taker(classes=2), DataOptions(samples=4))
+    spec, few = "hf:org/two/plain[train]", DataOptions(samples=4)
+    samples = load_data(spec, text_taker(classes=2), few)
     assert sorted(samples.batch.y.tolist()) == [0, 1, 1, 1]
     assert "'neg' is class 0" in samples.notes[0].text
     texts = [["a b", "c d", "e f", "g h"][int(o.place.split()[1])] for o in samples.origins]
     assert texts == [origin.text for origin in samples.origins]
-
-
-def test_language_models_score_the_names_of_the_data_set(sets, text_taker):
-    sets.add("datasets/org/two", FILES)
     net = text_taker(tokenize=lambda text, most: [ord(letter) % 50 for letter in text][:most])
-    options = DataOptions(samples=4, scored=True)
-    samples = load_data("hf:org/two/plain[train]", net, options)
+    samples = load_data(spec, net, replace(few, scored=True))
     assert samples.task.classes == ("neg", "pos")
-    right = {
-        origin.text: int(y) for origin, y in zip(samples.origins, samples.batch.y, strict=True)
-    }
+    right = dict(zip((o.text for o in samples.origins), samples.batch.y.tolist(), strict=True))
     assert right == {"a b": 0, "c d": 1, "e f": 1, "g h": 1}
     names = [[ord(letter) % 50 for letter in f" {name}"] for name in ("neg", "pos")]
     expected = {tuple(100 * i + token for token in ids) for i, ids in enumerate(names, 1)}
@@ -221,21 +218,73 @@ def test_what_the_hub_refuses(sets, says):
     assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
     sets.add("datasets/org/ill", FILES, files_status=503)
     assert "cannot be downloaded" in says("hf:org/ill/plain")
-
-
-def test_data_that_cannot_be_read_say_why(sets, says):
     sets.add("datasets/org/bad", {"test.parquet": b"not parquet"})
     text = says("hf:org/bad")
     assert "org/bad cannot be downloaded" in text
     assert "Parquet" in text
 
 
-def test_bars_follow_those_of_the_hub(sets, read, capfd):
-    from lipaudit.data.hub import silence_clients
+DATA = ("--data", "hf:org/two/plain[test]@main", "-n", "2")
 
-    sets.add("datasets/org/two", FILES)
-    with silence_clients():
-        read("hf:org/two/plain")
-    assert capfd.readouterr().err == ""
-    read("hf:org/two/plain[train]")
-    assert "Generating train split" in capfd.readouterr().err
+
+@pytest.fixture
+def tiny(hub, tmp_path) -> str:
+    """A text classifier on the Hub; its commit."""
+    module = bert(id2label={0: "neg", 1: "pos", 2: "other"})
+    save(module, tmp_path / "model")
+    return hub.add("org/tiny", files_of(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_report_says_which_commits_it_is_of_and_quiet_silences_clients(
+    tiny, sets, capfd, elsewhere, quiet
+):
+    """Bars and complaints go past what a runner catches: to the file descriptor."""
+    data = sets.add("datasets/org/two", FILES)
+    sets.repositories["org/tiny"].cut = 1
+    silent = ["-q"] * quiet
+    done = invoke("jacobian", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md", *silent)
+    facts, page = json.loads(done.stdout)["run"], Path("r.md").read_text()
+    for kind, commit in (("model", tiny), ("data", data)):
+        assert (facts[kind]["revision"], facts[kind]["commit"]) == ("main", commit)
+        assert commit[:12] in page
+    notes = json.loads(done.stdout)["sections"][0]["notes"]
+    assert [n["code"] for n in notes if n["code"].startswith("hub")] == ["hub-commit"] * 2
+    said = done.stderr + capfd.readouterr().err
+    assert (said == "") == quiet
+    for text in ("Fetching", "Generating test split", "org/tiny is read at commit"):
+        assert (text in said) != quiet
+
+
+def test_what_cannot_be_had_ends_every_command_alike(hub, elsewhere):
+    hub.add("org/shut", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
+    for command in (["bounds", "hf:org/shut"], ["train", "hf:org/shut", "--data", "demo:train"]):
+        said = refuse(4, "error: the model org/shut is gated", *command)
+        assert "hint: Request access on" in said
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_terminal_shows_what_is_downloaded(tiny, hub, elsewhere, tmp_path):
+    """A process of its own, as a user has it: nothing of it is patched but the address."""
+    home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (40, 120))
+    pieces = []
+
+    def listen():
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(terminal, 1 << 16):
+                pieces.append(piece)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    command = [sys.executable, "-m", "lipaudit", "bounds", "hf:org/tiny", "-n", "1", "-f", "json"]
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "120"}
+    env = os.environ | home | variables
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=other_end, check=False)
+    os.close(other_end)
+    listener.join()
+    said = b"".join(pieces).decode()
+    assert done.returncode == 0, said
+    assert json.loads(done.stdout)["run"]["model"]["commit"] == tiny
+    assert "Fetching 4 files: 100%" in said

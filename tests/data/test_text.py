@@ -1,4 +1,4 @@
-"""Text: tables, plain files, cutting and padding."""
+"""Text: tables, plain files, cutting and padding; labels: names first, numbers second."""
 
 import json
 import sys
@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lipaudit.data.batch import LabelError
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import UsageError
+from lipaudit.errors import InputError, UsageError
 
 ROWS = [("a b c", "bad"), ("d e", "good"), ("f g h i", "good"), ("j", "bad")]
 ALL = DataOptions(samples=4)
@@ -34,30 +35,22 @@ def test_tables_are_read_alike(tmp_path, text_taker, suffix):
     assert batch.y.tolist() == [int(ROWS[i][1] == "good") for i in order]
 
 
-def test_padding_fills_with_the_padding_id_behind_the_mask(tmp_path, text_taker):
+def test_padding_fills_with_the_padding_id_behind_the_mask_and_changes_no_id(tmp_path, text_taker):
     batch = load_data(table(tmp_path / "t.csv"), text_taker(), ALL).batch
     assert batch.x.shape == batch.mask.shape == (4, 6)
     assert batch.x[~batch.mask].unique().tolist() == [0]
     assert (batch.x[batch.mask] > 0).all()
-
-
-def test_ids_do_not_depend_on_the_padding(tmp_path, text_taker):
     short = table(tmp_path / "s.csv", ROWS[1:2])
-    longer = table(tmp_path / "l.csv")
     alone = load_data(short, text_taker(), DataOptions(samples=1)).batch
-    among = load_data(longer, text_taker(), ALL).batch
-    assert alone.ids[0] in among.ids
+    assert alone.ids[0] in batch.ids
+    assert alone.mask is None  # texts of one length
 
 
-def test_texts_of_one_length_need_no_mask(read):
-    assert read("t.csv", "text\na b\nc d\n", samples=2).batch.mask is None
-
-
-def test_columns_can_be_named(read, text_taker):
-    columns = {"text_column": "body", "label_column": "stars"}
-    batch = read(
-        "t.csv", "body,text,stars\na b,x,1\nc,y,0\n", text_taker(classes=2), samples=2, **columns
-    ).batch
+@pytest.mark.parametrize("body", ["body", "What did you think of the film?"])
+def test_columns_can_be_named(read, text_taker, body):
+    columns = {"text_column": body, "label_column": "stars"}
+    rows = f"{body},x,stars\na b,x,1\nc,y,0\n"
+    batch = read("t.csv", rows, text_taker(classes=2), samples=2, **columns).batch
     found = zip(batch.mask.sum(1).tolist(), batch.y.tolist(), strict=True)
     assert sorted(found) == [(3, 0), (4, 1)]
 
@@ -83,18 +76,16 @@ def test_classes_are_counted_over_the_whole_table(read, text_taker):
         assert samples.batch.y.tolist() == [1 if text == ord("a") % 97 else 0]
 
 
-def test_long_texts_are_cut_with_a_note(read):
+def test_long_texts_are_cut_with_a_note_and_so_are_more_tokens_than_the_model_takes(
+    read, text_taker
+):
     samples = read("t.csv", "text\na b c d e f\na b c\n", samples=2, max_tokens=5)
     assert samples.batch.x.shape == (2, 5)
     assert samples.batch.x[:, -1].tolist() == [2, 2]
     assert [(n.level, n.code) for n in samples.notes] == [("warning", "text-cut")]
     assert samples.notes[0].text.startswith("1 of 2 texts were cut to 5 tokens")
-
-
-def test_more_tokens_than_the_model_takes_are_noted(read, text_taker):
     samples = read("t.csv", "text\na b c d e f\n", text_taker(4), max_tokens=9)
-    assert samples.batch.x.shape[1] == 4
-    assert samples.notes[0].code == "max-tokens"
+    assert (samples.batch.x.shape[1], samples.notes[0].code) == (4, "max-tokens")
 
 
 def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
@@ -106,11 +97,8 @@ def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
     assert batch.mask is None
     assert len(set(batch.ids)) == 4
     assert "one long text and cut into 4 windows" in note.text
-
-
-def test_windows_begin_with_whole_words(read):
-    batch = read("t.txt", "lighthouse " * 50, samples=7, max_tokens=3).batch
-    assert torch.equal(batch.x, batch.x[:1].expand(7, -1))
+    whole = read("t.txt", "lighthouse " * 50, samples=7, max_tokens=3).batch
+    assert torch.equal(whole.x, whole.x[:1].expand(7, -1))  # they begin with whole words
 
 
 @pytest.mark.parametrize(
@@ -139,16 +127,20 @@ def test_requests_that_are_refused(tmp_path, text_taker, image_taker, refused):
     assert "leaves nothing" in refused(path, text_taker(), UsageError, max_tokens=0)
     assert "has no tokenizer" in refused(path, text_taker(tokenize=None))
     assert "the model takes image" in refused(path, image_taker())
+    (tmp_path / "t.csv").write_text("great,positive\nawful,negative\n")
+    said = refused(path, text_taker(classes=2))
+    assert "(columns: great, positive)" in said
+    assert "add a line with column names above it: text,label" in said
+    # Nobody knows how to join pairs.
+    path = table(tmp_path / "t.csv", [("a", "b")], ("premise", "hypothesis"))
+    assert "--text-column" in refused(path, text_taker())
+    assert "no column 'c'" in refused(path, text_taker(), text_column="premise,c")
+    three = "premise,hypothesis,premise"
+    assert "names 3 columns" in refused(path, text_taker(), text_column=three)
 
 
-BAD_LINES = [
-    '{"text": "a", "label": 0}',
-    "",
-    "{broken",
-    '{"text": "b"}',
-    '{"text": "", "label": 1}',
-]
-BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
+BAD_LINES = ['{"text": "a", "label": 0}', "", "{broken", '{"text": "b"}']
+BAD_LINES += ['{"text": "", "label": 1}', '{"text": "c d", "label": 1}', "[1]"]
 
 
 def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(
@@ -206,16 +198,7 @@ def test_pairs_of_texts_are_read_together(read, joiner, columns, asked, first, s
     assert batch.x.tolist() == [expected]
 
 
-def test_pairs_are_refused_where_nobody_knows_how_to_join_them(tmp_path, text_taker, refused):
-    path = table(tmp_path / "t.csv", [("a", "b")], ("premise", "hypothesis"))
-    assert "--text-column" in refused(path, text_taker())
-    assert "no column 'c'" in refused(path, text_taker(), text_column="premise,c")
-    assert "names 3 columns" in refused(
-        path, text_taker(), text_column="premise,hypothesis,premise"
-    )
-
-
-def test_parquet_is_read_like_any_table(tmp_path, text_taker):
+def test_parquet_is_read_like_any_table(tmp_path, text_taker, refused, monkeypatch):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is optional")
     library = pytest.importorskip("pyarrow.parquet", reason="pyarrow is optional")
     rows = [{"text": text, "label": label} for text, label in ROWS]
@@ -223,23 +206,118 @@ def test_parquet_is_read_like_any_table(tmp_path, text_taker):
     net = text_taker(classes=2, labels=("BAD", "GOOD"))
     parquet = load_data(str(tmp_path / "t.parquet"), net, ALL)
     assert parquet.suite_id == load_data(table(tmp_path / "t.csv"), net, ALL).suite_id
-
-
-def test_parquet_without_its_library_says_what_to_do(tmp_path, text_taker, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    assert "pip install pyarrow" in refused(tmp_path / "t.parquet", text_taker())
+    assert "pip install pyarrow" in refused(tmp_path / "t.parquet", net)
 
 
-def test_a_table_without_names_is_refused_and_how_to_mend_it(tmp_path, text_taker, refused):
-    (tmp_path / "t.csv").write_text("great,positive\nawful,negative\n")
-    said = refused(tmp_path / "t.csv", text_taker(classes=2))
-    assert "(columns: great, positive)" in said
-    assert "add a line with column names above it: text,label" in said
+STARS = ("1", "2", "3", "4", "5")
 
 
-def test_a_long_name_that_was_asked_for_is_a_name(read, text_taker):
-    question = "What did you think of the film?"
-    columns = {"text_column": question, "label_column": "stars"}
-    rows = f"{question},stars\nfine,1\nbad,0\n"
-    assert len(read("t.csv", rows, text_taker(classes=2), samples=2, **columns).batch) == 2
+def loaded(path, net, labels, suffix=".jsonl"):
+    """Load a table with these labels; return the class of each, by row, and the notes."""
+    rows = [{"text": f"w{i}", "label": label} for i, label in enumerate(labels)]
+    path = path / f"t{suffix}"
+    lines = [json.dumps(row) for row in rows]
+    if suffix == ".csv":
+        lines = ["text,label", *(f"{row['text']},{row['label']}" for row in rows)]
+    path.write_text("\n".join(lines))
+    samples = load_data(str(path), net, DataOptions(samples=len(labels)))
+    order = [int(origin.place.split()[1]) for origin in samples.origins]
+    by_line = dict(zip(order, samples.batch.y.tolist(), strict=True))
+    return [by_line[line] for line in sorted(by_line)], samples.notes
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize(
+    ("names", "labels", "truth"),
+    [
+        (("1", "0"), [1, 0, 1], [0, 1, 0]),
+        (("1", "0"), ["1", "0", "0"], [0, 1, 1]),
+        (STARS, ["1", "4", "2"], [0, 3, 1]),
+        (STARS, [5, 1.0, "3.0"], [4, 0, 2]),
+        (("blame", "praise"), ["Praise", "blame", "praise"], [1, 0, 1]),
+        (("blame", "praise"), [1, 0, 1.0], [1, 0, 1]),
+        (("False", "True"), [True, False], [1, 0]),
+        (None, ["LABEL_1", "LABEL_0"], [1, 0]),
+        (None, ["1.0", "0.0"], [1, 0]),
+    ],
+)
+def test_labels_are_names_first_and_numbers_second(
+    tmp_path, text_taker, names, labels, truth, suffix
+):
+    net = text_taker(classes=len(names or labels), labels=names)
+    assert loaded(tmp_path, net, labels, suffix) == (truth, ())
+
+
+def test_an_order_lists_the_whole_map_and_puts_two_digits_behind_one(tmp_path, text_taker):
+    net = text_taker(classes=3, labels=("x", "y", "z"))
+    numbers, (note,) = loaded(tmp_path, net, ["gut", "arm", "ohr"])
+    assert numbers == [1, 0, 2]
+    assert (note.level, note.code) == ("warning", "labels-by-order")
+    said = "'arm' is class 0 ('x'), 'gut' is class 1 ('y'), 'ohr' is class 2 ('z')"
+    assert note.text.endswith(said)
+    truth, net = list(range(12)), text_taker(classes=12)
+    assert loaded(tmp_path, net, [f"{i}.0" for i in truth]) == (truth, ())
+    assert loaded(tmp_path, net, [f"{i}.5" for i in truth])[0] == truth
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "message"),
+    [
+        (("blame", "praise"), ["blame", "bad"], "line 2: the class 'bad' is not one of"),
+        (STARS, ["1", "2", "0"], "line 3: the class '0' is not one of"),
+        (("no", "yes"), ["yes", "no", "perhaps"], "line 3: the class 'perhaps' is not"),
+        (None, [0, 1, 2], "line 3: the class '2' is not one of the model's 2 classes"),
+        (None, [1, 0, -1], "line 3: the class '-1' is not one of the model's 2 classes"),
+        (("no", "yes"), ["yes", "", "no"], "line 2 has no 'label'"),
+        (("no", "yes"), ["yes", None, "no"], "line 2 has no 'label'"),
+        (("no", "yes"), [0, float("nan"), 1], "line 2 has no 'label'"),
+        (("no", "yes"), [[0, 1], [1]], "line 1 has a list in 'label', and a sample has only one"),
+    ],
+)
+def test_labels_that_are_missing_or_unknown_are_errors_with_their_line(
+    tmp_path, text_taker, names, labels, message
+):
+    net = text_taker(classes=len(names or (0, 1)), labels=names)
+    with pytest.raises(InputError) as error:
+        loaded(tmp_path, net, labels)
+    assert message in error.value.message
+    assert isinstance(error.value, LabelError) == (" has " not in message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "\n\ntext,label\na b,0\nc, d,1\n", "line 5 has 1 more than the columns' 2 "),
+        ("t.csv", "text,label\na b,0\nc, d,1\n", "line 3 has 1 more than the columns' 2 fields"),
+        ("t.tsv", "text\tlabel\na\t0\nb\tc\t1\n", "line 3 has 1 more than the columns' 2 fields"),
+        ("t.jsonl", '{"text": ["a", "b"], "label": 0}', "line 1 has a list in 'text', not a text"),
+        ("t.jsonl", '{"text": {"a": 1}, "label": 0}', "line 1 has a dict in 'text', not a text"),
+        ("t.jsonl", '{"label": 0}\n{"text": "a", "label": 0}', "line 1 has no 'text'"),
+        ("t.jsonl", '{"text": "a"}\n{"text": "b", "label": 0}', "line 1 has no 'label'"),
+        ("t.jsonl", '{"text": "a", "label": 0}\n\n{"text": "b"}\n[1]', "line 4 is not a {...}"),
+        ("t.csv", "label,text\n1\n0,a\n", "line 2 has no 'text'"),
+        ("t.csv", 'text,label\n"two\nlines",1\n\nx\ny,0\n', "line 5 has no 'label'"),
+        ("t.jsonl", '{"text": "a", "label": 0}\n\n{broken', "line 3 is not JSON"),
+    ],
+)
+def test_rows_that_are_not_what_they_seem_are_errors_with_their_line(
+    tmp_path, text_taker, refused, name, content, message
+):
+    (tmp_path / name).write_text(content)
+    assert message in refused(tmp_path / name, text_taker(classes=2))
+    # Labels and rows are checked before the draw; texts only of the rows that are drawn.
+    for seed in range(1 if "'text'" in message else 4):
+        assert message in refused(tmp_path / name, text_taker(classes=2), samples=1, seed=seed)
+
+
+def test_folders_that_are_numbers_are_numbers(tmp_path, image_taker):
+    from PIL import Image
+
+    for i in range(11):
+        (tmp_path / str(i)).mkdir()
+        Image.new("RGB", (4, 4), (i, i, i)).save(tmp_path / str(i) / "a.png")
+    samples = load_data(str(tmp_path), image_taker(classes=11), DataOptions(samples=11))
+    places = [int(origin.place.split("/")[0]) for origin in samples.origins]
+    assert samples.batch.y.tolist() == places
+    assert "labels-by-order" not in {note.code for note in samples.notes}

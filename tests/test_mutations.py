@@ -1,6 +1,7 @@
 """Every guard taken away once: some test must fail. Minutes: `pytest -m slow FILE`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,150 +18,97 @@ class Mutation(NamedTuple):
 
     guard: str
     file: str
+    tests: str
     code: str
     without: str
-    tests: str
 
 
-MUTATIONS = (
-    Mutation(
-        "g_k is never below p_(k+1), so that ties keep their row",
-        "theory/softmax.py",
-        "return torch.maximum(kth * (others + following), following)",
-        "return kth * (others + following)",
-        "tests/theory/test_softmax.py",
-    ),
-    Mutation(
-        "||M|| is never above g_1",
-        "theory/softmax.py",
-        "return torch.minimum(root, rows.g1)",
-        "return root",
-        "tests/theory/test_softmax.py",
-    ),
-    Mutation(
-        "values are of size one",
-        "theory/heads.py",
-        "exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent",
-        "exponents = 0 * torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent",
-        "tests/theory/test_scale.py",
-    ),
-    Mutation(
-        "values are computed again where their bias swamps them",
-        "theory/heads.py",
-        "v = source[:, None] @ unit.weight",
-        "pass",
-        "tests/theory/test_scale.py",
-    ),
-    Mutation(
-        "exact norms are met in double precision",
-        "theory/head_norms.py",
-        "norms = replace(norms, norm=norm,",
-        "norms = replace(norms, norm=rough,",
-        "tests/theory/bounds/test_every_bound.py",
-    ),
-    Mutation(
-        "where the two precisions disagree the norm is met again",
-        "theory/head_norms.py",
-        "if len(again):",
-        "if False:",
-        "tests/theory/test_condition.py",
-    ),
-    Mutation(
-        "a norm has converged only within its proven limit",
-        "theory/spectral.py",
-        "for share in (within, tol)",
-        "for share in (1e9, tol)",
-        "tests/theory/spectral/test_lanczos.py",
-    ),
-    Mutation(
-        "masks are told by the bias, not by P",
-        "theory/heads.py",
-        "later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())",
-        "later = [self.attention().triu(1).any()]",
-        "tests/theory/test_heads.py",
-    ),
-    Mutation(
-        "values are not centred beside a sink",
-        "theory/ingredients.py",
-        "free = heads.sink is None",
-        "free = True",
-        "tests/theory/bounds/test_head_bounds.py",
-    ),
-    Mutation(
-        "a bound below the norm ends the run",
-        "measures/layers.py",
-        "if not len(below):",
-        "if True:",
-        "tests/measures/test_guard.py",
-    ),
-    Mutation(
-        "what a layer is, is decided at generic points",
-        "models/attention/survey.py",
-        "samples[seed] = 0.5 * (t + noise)",
-        "samples[seed] = t",
-        "tests/models/attention/test_generic.py",
-    ),
-    Mutation(
-        "a map is affine only by its ops",
-        "models/graph.py",
-        'if not affine and not hasattr(node, "variable"):',
-        "if False:",
-        "tests/models/attention/test_generic.py",
-    ),
-    Mutation(
-        "a bias is judged by its row, and kept where it moves P",
-        "models/attention/logits.py",
-        "absent = ~(bias.abs() > rounding)",
-        "absent = ~(bias.abs() > 1e-5 * linear.abs().amax())",
-        "tests/models/attention/test_tolerances.py",
-    ),
-    Mutation(
-        "one input is one tensor of the graph",
-        "models/attention/calls.py",
-        "self.root is not other.root",
-        "False",
-        "tests/models/attention/test_inputs.py",
-    ),
-    Mutation(
-        "the closed form is compared with autograd",
-        "models/attention/surveyor.py",
-        "if not capture.matches_autograd(heads, parts, call):",
-        "if False:",
-        "tests/models/attention/test_survey.py",
-    ),
-    Mutation(
-        "the comparison allows for what rounding has lost",
-        "models/attention/capture.py",
-        "1 / (1 + forward_error(heads).to(u) / AGREES)",
-        "torch.ones_like(forward_error(heads)).to(u)",
-        "tests/models/attention/test_large_logits.py",
-    ),
-    Mutation(
-        "logits beyond single precision are refused with what helps",
-        "models/attention/surveyor.py",
-        "if forward_error(heads).amax() > capture.HOPELESS:",
-        "if False:",
-        "tests/models/attention/test_large_logits.py",
-    ),
-    Mutation(
-        "rivals are looked at until no other can be nearer",
-        "models/model_norms.py",
-        "complete |= (later >= 0) & (later >= radius * most) | later.isinf()",
-        "complete |= True",
-        "tests/models/test_model_norms.py",
-    ),
-    Mutation(
-        "only a weight's own standardisation may use batch statistics",
-        "models/linearize.py",
-        "if training and (running_mean is not None or mixes):",
-        "if False:",
-        "tests/models/test_linear_mode.py",
-    ),
-)
+TABLE = """
+g_k is never below p_(k+1), so that ties keep their row
+  theory/softmax.py tests/theory/test_softmax.py
+- return torch.maximum(kth * (others + following), following)
++ return kth * (others + following)
+||M|| is never above g_1
+  theory/softmax.py tests/theory/test_softmax.py
+- return torch.minimum(root, rows.g1)
++ return root
+values are of size one
+  theory/heads.py tests/theory/test_scale.py
+- exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
++ exponents = 0 * torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
+values are computed again where their bias swamps them
+  theory/heads.py tests/theory/test_scale.py
+- v = source[:, None] @ unit.weight
++ pass
+exact norms are met in double precision
+  theory/head_norms.py tests/theory/bounds/test_every_bound.py
+- norms = replace(norms, norm=norm,
++ norms = replace(norms, norm=rough,
+where the two precisions disagree the norm is met again
+  theory/head_norms.py tests/theory/test_condition.py
+- if len(again):
++ if False:
+a norm has converged only within its proven limit
+  theory/spectral.py tests/theory/spectral/test_lanczos.py
+- for share in (within, tol)
++ for share in (1e9, tol)
+masks are told by the bias, not by P
+  theory/heads.py tests/theory/test_heads.py
+- later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
++ later = [self.attention().triu(1).any()]
+values are not centred beside a sink
+  theory/ingredients.py tests/theory/bounds/test_head_bounds.py
+- free = heads.sink is None
++ free = True
+a bound below the norm ends the run
+  measures/layers.py tests/measures/test_guard.py
+- if not len(below):
++ if True:
+what a layer is, is decided at generic points
+  models/attention/survey.py tests/models/attention/test_generic.py
+- samples[seed] = 0.5 * (t + noise)
++ samples[seed] = t
+a map is affine only by its ops
+  models/graph.py tests/models/attention/test_generic.py
+- if not affine and not hasattr(node, "variable"):
++ if False:
+a bias is judged by its row, and kept where it moves P
+  models/attention/logits.py tests/models/attention/test_tolerances.py
+- absent = ~(bias.abs() > rounding)
++ absent = ~(bias.abs() > 1e-5 * linear.abs().amax())
+one input is one tensor of the graph
+  models/attention/calls.py tests/models/attention/test_inputs.py
+- self.root is not other.root
++ False
+the closed form is compared with autograd
+  models/attention/surveyor.py tests/models/attention/test_survey.py
+- if not capture.matches_autograd(heads, parts, call):
++ if False:
+the comparison allows for what rounding has lost
+  models/attention/capture.py tests/models/attention/test_large_logits.py
+- 1 / (1 + forward_error(heads).to(u) / AGREES)
++ torch.ones_like(forward_error(heads)).to(u)
+logits beyond single precision are refused with what helps
+  models/attention/surveyor.py tests/models/attention/test_large_logits.py
+- if forward_error(heads).amax() > capture.HOPELESS:
++ if False:
+rivals are looked at until no other can be nearer
+  models/model_norms.py tests/models/test_model_norms.py
+- complete |= (later >= 0) & (later >= radius * most) | later.isinf()
++ complete |= True
+only a weight's own standardisation may use batch statistics
+  models/linearize.py tests/models/test_linear_mode.py
+- if training and (running_mean is not None or mixes):
++ if False:
+"""
+"""The guard; its file and the tests; its code, and what stands there without it."""
+ENTRY = re.compile(r"^(\S.*)\n  (\S+) (\S+)\n- (.*)\n\+ (.*)$", re.MULTILINE)
+MUTATIONS = [Mutation(*parts) for parts in ENTRY.findall(TABLE)]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.guard)
 def test_the_guard_stands_once_where_it_is_taken_away(mutation):
+    assert len(MUTATIONS) == TABLE.count("\n- ")
     source = (ROOT / "lipaudit" / mutation.file).read_text(encoding="utf-8")
     assert source.count(mutation.code) == 1, "the guard has moved: mend its mutation"
     assert (ROOT / mutation.tests).exists()

@@ -1,16 +1,21 @@
-"""Texts for users are short sentences in plain words: help, glossary, columns, notes, errors."""
+"""Texts for users are short and plain, and what they name can be typed."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
-import typer
+from typer.main import get_command
 
 from lipaudit.cli.app import app
+from lipaudit.errors import UsageError
+from lipaudit.measures import AuditOptions, option_types
 from lipaudit.report.topics import list_topics
+from lipaudit.settings import Recipe, RunOptions
 
 PACKAGE = Path(__file__).parents[1] / "lipaudit"
+COMMANDS = get_command(app)
 LONGEST = 25
 """Largest number of words of a sentence."""
 RIDDLES = re.compile(
@@ -56,9 +61,7 @@ def helps(group, name="lipaudit"):
     """Yield the help of every command and of its options."""
     for each, command in group.commands.items():
         yield f"{name} {each}", command.help or ""
-        yield from (
-            (f"{name} {each} {p.name}", getattr(p, "help", "") or "") for p in command.params
-        )
+        yield from ((f"{name} {each} {p.name}", p.help or "") for p in command.params)
         if hasattr(command, "commands"):
             yield from helps(command, f"{name} {each}")
 
@@ -75,7 +78,7 @@ def notes_and_errors():
 
 
 SOURCES = {
-    "help": lambda: helps(typer.main.get_command(app)),
+    "help": lambda: helps(COMMANDS),
     "explain": explanations,
     "code": notes_and_errors,
 }
@@ -95,3 +98,86 @@ def test_a_long_sentence_and_a_riddle_are_found():
     assert find_faults("An exact norm is met from below.") == ["met"]
     (node,) = ast.parse("f'a {b} ' + 'met c d'").body
     assert spell(node.value) == "a 1 met c d"
+
+
+OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*\b")
+TYPED = re.compile(r"(?:^|[`\]:] ?|bin/)lipaudit ([a-z]+)(?: ([a-z]+))?([^`\[;]*)")
+"""A command line in a page or a text; what stands behind it up to the next quotation."""
+
+EXAMPLE = "confidence"
+"""The command of the plug-in of docs/extending.md."""
+
+
+def flags(command) -> set[str]:
+    own = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    return own.union({"--help"}, *map(flags, getattr(command, "commands", {}).values()))
+
+
+FLAGS = flags(COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs", "lipaudit"])
+def test_every_command_that_is_named_exists_and_has_the_options_beside_it(name):
+    root, found = PACKAGE.parent / name, 0
+    pages = [root] if root.is_file() else [*root.rglob("*.md"), *root.rglob("*.py")]
+    for path in pages:
+        for line in path.read_text().splitlines():
+            for match in TYPED.finditer(line):
+                if match[1] not in COMMANDS.commands:
+                    # Prose: "the names: lipaudit has two", never what is quoted to be typed.
+                    quoted = line[: match.start() + 1][-1:] == "`"
+                    assert not quoted or match[1] == EXAMPLE, (path.name, line)
+                    continue
+                command = COMMANDS.commands[match[1]]
+                command = getattr(command, "commands", {}).get(match[2], command)
+                typed = OPTION.findall(match[3].partition(" | ")[0].partition("#")[0])
+                assert [f for f in typed if f not in flags(command)] == [], (path.name, line)
+                found += 1
+    assert found > 5
+
+
+@functools.cache
+def list_texts() -> list[tuple[str, str]]:
+    """Return every text of the package, with f-strings cut where values go in."""
+    texts = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+        texts += [(path.name, value) for value in constants if isinstance(value, str)]
+    return texts
+
+
+OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"}
+"""Options of other programs, and a property of a page, that a text names."""
+
+
+def test_every_option_that_a_text_names_is_one():
+    long = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    texts = [(flag, name) for name, text in list_texts() for flag in long.findall(text)]
+    assert [each for each in texts if each[0] not in FLAGS | OTHERS] == []
+
+
+def test_every_value_that_a_text_names_is_taken():
+    groups = {g: g.options() for g in (*option_types().values(), Recipe, RunOptions, AuditOptions)}
+    pattern = r"(--[a-z][a-z-]+)[ =]([a-z0-9][^\s)'\"|;]*)"
+    tried = 0
+    for name, text in list_texts():
+        for flag, value in re.findall(pattern, text):
+            value = value.rstrip(".,:")
+            owners = [(g, f) for g, options in groups.items() for f, option in options.items()
+                      if flag in option.flags]  # fmt: skip
+            if not owners or not re.fullmatch(r"[\d.,/-]+|[a-z-]+(,[a-z-]+)+|[a-z_]+=\w+", value):
+                continue
+            results = [takes(group, field, value) for group, field in owners]
+            assert any(results), f"{name}: {flag} {value}"
+            tried += 1
+    assert tried >= 5
+
+
+def takes(group, field: str, value: str) -> bool:
+    least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
+    try:
+        group.parse(least | {field: value})
+    except UsageError as error:
+        return "needs" in error.message
+    return True

@@ -18,6 +18,6 @@ def audited(tmp_path_factory) -> tuple[Path, Result]:
     folder = tmp_path_factory.mktemp("audited")
     with chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        done = invoke("audit", "demo", "-n", 8, "--run-dir", "run", "-o", "run.md", columns=80)
+        done = invoke("audit", "demo", "-n", 4, "--run-dir", "run", "-o", "run.md", columns=80)
         invoke("baseline", "save", "run/report.json")
     return folder, done

@@ -1,4 +1,4 @@
-"""`lipaudit attack` from end to end: the paper's preset, several radii, a text classifier."""
+"""`lipaudit attack` of a text classifier, from end to end."""
 
 import json
 import shutil
@@ -33,15 +33,6 @@ def robust(rows: list[dict]) -> dict[tuple[str, str], float]:
     return {(row["attack"], row["eps_text"]): row["robust"] for row in rows}
 
 
-def test_the_preset_of_the_paper():
-    found = attack("demo", "--attack", "paper", "--queries", "99", "-n", "1")
-    rows = robust(found["rows"])
-    names = {(name, eps) for name in ("fgsm", "pgd") for eps in ("2/255", "4/255")}
-    assert names <= rows.keys()
-    assert any(name not in ("fgsm", "pgd", "worst") and eps == "2/255" for name, eps in rows)
-    assert rows["worst", "4/255"] <= rows["worst", "2/255"]
-
-
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory) -> tuple[str, str]:
     """A directory with a tiny BERT that tells good from bad, and a table of labelled texts."""
@@ -49,23 +40,17 @@ def reviews(tmp_path_factory) -> tuple[str, str]:
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        id2label={0: "no", 1: "yes"},
-        label2id={"no": 0, "yes": 1},
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1},
         max_position_embeddings=16,
-    )
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.BertForSequenceClassification(config)
         _train(model, transformers.BertTokenizerFast(str(folder / "vocab.txt")))
     model.save_pretrained(folder)
     table = folder / "reviews.csv"
-    lines = [f"{text},{label}" for text, label in TEXTS]
-    table.write_text("text,label\n" + "\n".join(lines) + "\n")
+    table.write_text("\n".join(["text,label", *map(",".join, TEXTS)]) + "\n")
     return str(folder), str(table)
 
 
@@ -85,24 +70,18 @@ def _train(model, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("norm", ["l2", "token-l2"])
-def test_a_text_classifier_is_attacked_in_its_embeddings(reviews, norm):
-    model, table = reviews
-    args = ("--data", table, "--attack", "fgsm,pgd", "--norm", norm, "--eps", "0.01,100")
-    found = attack(model, *args)
-    rows = robust(found["rows"])
-    assert found["rows"][0]["clean"] == 1.0
-    assert found["rows"][0]["samples"] == len(TEXTS)
-    assert rows["worst", "0.01"] == 1.0
-    assert rows["worst", "100"] == 0.0
-    assert {row["norm"] for row in found["rows"]} == {norm}
-
-
-def test_a_text_classifier_has_no_image_attacks(reviews):
-    """The refusal comes before the data are looked for, and its advice works."""
+def test_a_text_classifier_is_attacked_in_its_embeddings_by_what_a_refusal_advises(reviews, norm):
+    """The refusal of attacks on images comes before the data are looked for."""
     model, table = reviews
     how = ("attack", model, "--data", "nowhere.csv", "--attack", "standard", "--eps", "0.1")
     advised = refuse(2, "--attack", *how).strip().removesuffix(".").rpartition("--attack ")[2]
-    attack(model, "--data", table, "--attack", advised, "--eps", "0.1")
+    args = ("--data", table, "--attack", advised, "--norm", norm, "--eps", "0.01,100")
+    found = attack(model, *args)
+    rows = robust(found["rows"])
+    assert (found["rows"][0]["clean"], found["rows"][0]["samples"]) == (1.0, len(TEXTS))
+    assert (rows["worst", "0.01"], rows["worst", "100"]) == (1.0, 0.0)
+    embedded = [row["norm"] for row in found["rows"] if row["attack"] in ("fgsm", "pgd")]
+    assert embedded == [norm] * 4
 
 
 def test_a_text_classifier_is_attacked_by_default(reviews):
@@ -142,36 +121,26 @@ def test_an_audit_of_a_text_classifier_finishes(reviews):
     assert {row["norm"] for row in attacked["rows"]} == {"words", "characters"}
 
 
-def test_changed_texts_are_written_as_they_are_read(reviews):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_changed_texts_are_written_as_they_are_read(reviews, pairs):
     """What a line says of the model is what the model says of the line, read by --data."""
-    model, table = reviews
-    options = ("--attack", "words,characters", "--eps", "1")
-    found = attack(model, "--data", table, *options, "--save-adv", "adv.jsonl")
+    net = load_net(reviews[0])
+    rows = [(a, b) for a, _ in TEXTS for b in ("good", "bad film")] if pairs else TEXTS
+    texts = [dict(zip(("premise", "hypothesis"), r, strict=True)) if pairs else {"text": r[0]}
+             for r in rows]  # fmt: skip
+    original = {" | ".join(text.values()) for text in texts}
+    for text in texts:
+        ids = (net.tokenize_pair if pairs else net.tokenize)(*text.values(), 16)
+        text["label"] = int(net.output(Batch(torch.tensor([ids]), None, ("",))).argmax())
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    options = ("--attack", "words,characters", "--eps", "1", "--save-adv", "adv.jsonl")
+    found = attack(reviews[0], "--data", "t.jsonl", *options)
     lines = [json.loads(line) for line in Path("adv.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 * len(TEXTS)
-    assert {line["original"] for line in lines} == {text for text, _ in TEXTS}
-    again = attack(model, "--data", "adv.jsonl", "--attack", "fgsm", "--eps", "0")
+    assert (len(lines), {line["original"] for line in lines}) == (2 * len(texts), original)
+    again = attack(reviews[0], "--data", "adv.jsonl", "--attack", "fgsm", "--eps", "0")
     standing = sum(line["robust"] for line in lines) / len(lines)
-    assert again["rows"][0]["clean"] == standing
+    assert again["rows"][0]["clean"] == standing < found["rows"][0]["clean"] == 1.0
     assert standing == sum(row["robust"] for row in found["rows"][:2]) / 2
-
-
-def test_changed_pairs_are_read_back_as_pairs(reviews):
-    model, _ = reviews
-    pairs = [{"premise": a, "hypothesis": b} for a, _ in TEXTS for b in ("good", "bad film")]
-    net = load_net(model)
-    for pair in pairs:
-        ids = torch.tensor([net.tokenize_pair(*pair.values(), 16)])
-        pair["label"] = int(net.output(Batch(ids, None, ("",))).argmax())
-    Path("p.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    options = ("--attack", "characters", "--eps", "2", "--save-adv", "adv.jsonl")
-    found = attack(model, "--data", "p.jsonl", *options)
-    lines = [json.loads(line) for line in Path("adv.jsonl").read_text().splitlines()]
-    shown = {f"{pair['premise']} | {pair['hypothesis']}" for pair in pairs}
-    assert {line["original"] for line in lines} == shown
-    again = attack(model, "--data", "adv.jsonl", "--attack", "fgsm", "--eps", "0")
-    assert found["rows"][0]["clean"] == 1.0 > found["rows"][0]["robust"]
-    assert again["rows"][0]["clean"] == found["rows"][0]["robust"]
 
 
 def test_a_gate_judges_what_counts_words(reviews):
@@ -182,15 +151,6 @@ def test_a_gate_judges_what_counts_words(reviews):
     for rule, code in (("words,words,1 >= -2pp", 0), ("words,words,1 >= 0.9", 1)):
         ruled = ["gate", model, "-b", "base.json", "--fail-on", f"attack.robust@{rule}", "-q"]
         invoke(*ruled, code=code)
-
-
-@pytest.mark.parametrize("attacks", ["pgd", "words"])
-def test_models_whose_embeddings_are_not_known_are_refused(reviews, attacks):
-    net = replace(load_net(reviews[0]), entry=None)
-    labelled = Batch(torch.tensor([[2, 5, 3]]), torch.tensor([0]), ("a",))
-    with pytest.raises(InputError, match="the embedding layer of") as caught:
-        check(net, labelled, AttackOptions(attack=attacks, eps="1"))
-    assert caught.value.advice
 
 
 @pytest.mark.parametrize("kind", ["ByteLevel", "Metaspace"])
@@ -218,13 +178,17 @@ def test_words_of_other_tokenizers(tmp_path, kind):
     assert known.is_fixed([len(fast) + 2])  # the model has room for more ids than the tokenizer
 
 
-def test_special_and_reserved_tokens_are_no_words(reviews):
+def test_special_and_reserved_tokens_are_no_words_and_unknown_embeddings_refused(reviews):
     net = load_net(reviews[0])
     assert net.changes == ("words", "characters")
     assert replace(net, entry=torch.nn.Identity()).changes == ()
     known = net.lexicon()
-    fixed = [token for i, token in enumerate(WORDS) if known.is_fixed([i])]
-    assert fixed == WORDS[:5]
+    assert [token for i, token in enumerate(WORDS) if known.is_fixed([i])] == WORDS[:5]
+    labelled = Batch(torch.tensor([[2, 5, 3]]), torch.tensor([0]), ("a",))
+    for attacks in ("pgd", "words"):
+        with pytest.raises(InputError, match="the embedding layer of") as caught:
+            check(replace(net, entry=None), labelled, AttackOptions(attack=attacks, eps="1"))
+        assert caught.value.advice
 
 
 CORNERS = ["", "good", "...", "zebra", "good zebra", "bad " * 40, "a good film . a bad one ?"]
@@ -265,7 +229,6 @@ LENGTHS = [3, 4, 4, 6, 9]
         ("words", "2,3", None),
         ("words", "1,4", "4 words can replace whole texts: 3 of 5 have no more (median 4)"),
         ("words", "50", "50 words can replace whole texts: 5 of 5 have no more"),
-        ("characters", "4", None),
         ("characters", "19", "19 characters can replace whole texts: 3 of 5 have no more"),
     ],
 )
@@ -281,12 +244,10 @@ def test_a_budget_as_large_as_the_texts_is_said_so(reviews, attacks, eps, whole)
         assert f"--attack {attacks} --eps 1,2" in text
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--attack", "words", "--eps", "2/255"), "To attack embeddings, use --attack pgd"),
-        (("--attack", "fgsm", "--eps", "2words"), "For texts, use --attack fgsm,words"),
-    ],
-)
-def test_a_radius_of_another_unit_is_answered(reviews, options, says):
-    refuse(2, says, "attack", reviews[0], "--data", reviews[1], *options)
+def test_a_radius_of_another_unit_is_answered(reviews):
+    for attacks, eps, says in (
+        ("words", "2/255", "To attack embeddings, use --attack pgd"),
+        ("fgsm", "2words", "For texts, use --attack fgsm,words"),
+    ):
+        how = ("--data", reviews[1], "--attack", attacks, "--eps", eps)
+        refuse(2, says, "attack", reviews[0], *how)

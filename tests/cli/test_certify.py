@@ -14,56 +14,30 @@ from tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
-FILE = """
-import torch
-from torch import nn
-from lipaudit.models.net import ModelSpec
-
-
-class Small(nn.Module):
-    def __init__(self, other=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.head, self.other = nn.Linear(12, 6), nn.Linear(6, 3), other
-
-    def forward(self, x):
-        h = torch.relu(self.up(x.flatten(1)))
-        return self.head(h if self.other is None else self.other(h))
-
-
-class Sorting(nn.Module):
-    def forward(self, h):
-        return h.sort(-1).values
-
-
-def load():
-    return ModelSpec(Small(), (1, 3, 4), classifier=True)
-
-
-def sorting():
-    return ModelSpec(Small(Sorting()), (1, 3, 4), classifier=True)
-"""
-RADII = ("--eps", "0.005,0.05,0.5", "--radius", "--tol", "0.3")
+OWN = "py:tests.cli.own:"
 
 
 @pytest.fixture(autouse=True)
 def _own(_elsewhere, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    Path("model.py").write_text(FILE)
     x = torch.rand(6, 1, 3, 4, generator=torch.Generator().manual_seed(0))
-    y = load_net("py:model.py:load").module(x).argmax(1)
+    y = load_net(f"{OWN}dense").module(x).argmax(1)
     np.savez("data.npz", x=x.numpy(), y=y.numpy())
 
 
-def certify(*args: str, model: str = "load", command: str = "certify", code: int = 0):
-    asked = [command, f"py:model.py:{model}", "--data", "data.npz", *args]
+def certify(*args: str, model: str = "dense", command: str = "certify", code: int = 0):
+    asked = [command, f"{OWN}{model}", "--data", "data.npz", *args]
     return invoke(*asked, code=code)
 
 
 def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
-    done = certify(*RADII, "-o", "page.html", "-o", "page.md", "-o", "report.json")
+    radii = certify("--radius", "--tol", "0.5", "-n", "2").stdout  # no rows of balls
+    assert "nothing was measured" not in radii
+    assert "certified radius" in radii
+    files = ("-o", "page.html", "-o", "page.md", "-o", "report.json")
+    done = certify("--eps", "0.005,0.5", "--radius", "--tol", "0.5", *files)
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, [*lines, *radii.splitlines()])) <= 80
     assert "norm  eps    cleanᵃ " in done.stdout
     assert "How far around a sample is its class proven?" in lines
     page = Path("page.html").read_text()
@@ -76,12 +50,6 @@ def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
     assert section["samples"]["verdict@linf,0.5"].count("broken") > 0
     again = invoke("report", "report.json")
     assert "How far around a sample is its class proven?" in again.stdout
-
-
-def test_only_radii_have_no_rows_of_balls():
-    done = certify("--radius", "--tol", "0.5", "-n", "2")
-    assert "nothing was measured" not in done.stdout
-    assert "certified radius" in done.stdout
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -110,9 +78,9 @@ def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_figures():
     stopping.advances, done.begins = stop, lambda _, samples: begun.append(samples)
     options = {"data": "data.npz", "eps": "0.05,0.2", "samples": 5}
     with pytest.raises(KeyboardInterrupt):
-        lipaudit.measure("py:model.py:load", "certify", observer=stopping, **options)
+        lipaudit.measure(f"{OWN}dense", "certify", observer=stopping, **options)
     runs = [
-        lipaudit.measure("py:model.py:load", "certify", observer=done, resume=resume, **options)
+        lipaudit.measure(f"{OWN}dense", "certify", observer=done, resume=resume, **options)
         for resume in (True, False)
     ]
     assert begun == [3, 5]
@@ -120,30 +88,26 @@ def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_figures():
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
 
 
-def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():
+def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
     done = certify("--eps", "0.1", "-q", model="sorting", code=4)
     assert "no rule for the operation sort (in other)" in done.stderr
     assert "works on any model" in done.stderr
-
-
-def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
     asked = ("--only", "jacobian", "--eps", "0.01", "--certify", "-n", "2", "-f", "json")
     done = certify(*asked, command="audit")
     report = json.loads(done.stdout)
     measured = {s["measure"]: s for s in report["sections"]}
     assert measured.keys() == {"jacobian", "certify"}
     assert measured["certify"]["settings"]["eps"] == ["0.01"]
-    told = [(a["kind"], a["eps"]) for a in report["summary"]["accuracy"]]
-    assert told[-1] == ("certified", "0.01")
+    proven = report["summary"]["accuracy"][-1]
+    assert (proven["kind"], proven["eps"]) == ("certified", "0.01")
     done = certify(*asked, command="audit", model="sorting")
-    report = json.loads(done.stdout)
-    assert {s["measure"] for s in report["sections"]} == {"jacobian"}
+    assert {s["measure"] for s in json.loads(done.stdout)["sections"]} == {"jacobian"}
     assert "certify was left out: no certificate for this model" in done.stderr
 
 
 def test_from_python_an_audit_certifies_what_it_attacks():
     plan = {"attack": {"attack": "fgsm"}, "certify": {"order": "1"}}
-    report = lipaudit.audit("py:model.py:load", plan, data="data.npz", eps="0.01", samples=3)
+    report = lipaudit.audit(f"{OWN}dense", plan, data="data.npz", eps="0.01", samples=3)
     attack, certify = report.section("attack"), report.section("certify")
     assert attack.settings["eps"] == certify.settings["eps"] == ["0.01"]
     assert certify.rows[0].certified <= attack.rows[-1].robust

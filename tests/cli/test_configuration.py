@@ -31,6 +31,8 @@ def test_every_shared_option_takes_its_default_from_the_file(lipaudit):
     report = json.loads(done.stdout)
     assert report["run"]["seed"] == report["sections"][0]["settings"]["seed"] == 7
     assert report["run"]["data"]["samples"] == 3
+    # Nothing of it is on the Hub.
+    assert report["run"]["model"]["commit"] == report["run"]["data"]["commit"] == ""
 
 
 def test_what_is_typed_wins(lipaudit, monkeypatch):
@@ -42,7 +44,7 @@ def test_what_is_typed_wins(lipaudit, monkeypatch):
 
 
 def test_a_gated_model_follows_the_baseline_alone(lipaudit):
-    lipaudit("bounds", "demo", "-n", "4", "-o", "base.json", config="")
+    lipaudit("bounds", "demo", "-n", "4", "--layers", "0", "-o", "base.json", config="")
     done = lipaudit("gate", "demo", "-b", "base.json", "-q")
     assert "pass:" in done.stdout  # with 3 of its 4 samples nothing could be judged
 

@@ -1,4 +1,4 @@
-"""An audit of several models: the same samples, one model at a time, a report of each."""
+"""Audits that finish, of one model or of several: what fails costs its own figures alone."""
 
 import csv
 import gc
@@ -8,23 +8,132 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import lipaudit
 from lipaudit import api
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, InputError
+from lipaudit.measures import load_measures
+from lipaudit.report import render
 from lipaudit.schema import load
 from tests.commands import break_measure, invoke, refuse
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
+AUDIT = ("audit", "demo", "-n", "1", "--run-dir", "run")
+
+
+def audit_demo(*args: str, code: int | None = 0):
+    return invoke(*AUDIT, *args, code=code)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (EvaluationError("values are not finite", "Try float64."), 3, "values are not finite"),
+        (InputError("there is no such thing"), 4, "no such thing"),
+        (ZeroDivisionError("by zero"), 3, "internal error: ZeroDivisionError: by zero"),
+        (RuntimeError("CUDA error: device-side assert triggered"), 3, "the device failed"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 3, "out of memory"),
+    ],
+)
+def test_a_measure_that_fails_leaves_its_reason_in_its_place(monkeypatch, error, code, says):
+    break_measure(monkeypatch, "attention", error)
+    done = audit_demo("--only", "attention,jacobian", code=None)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr.splitlines()[-2]
+    assert "--resume" in done.stderr.splitlines()[-1]
+    report = load("run/report.json")
+    assert report.status == "partial"
+    lost, kept = report.sections
+    assert (lost.measure, kept.measure) == ("attention", "jacobian")
+    assert says in lost.failure.reason
+    assert lost.failure.exit_code == code
+    assert kept.failure is None
+    assert kept.rows
+    assert "failure" not in kept.model_dump()
+    for format in ("table", "markdown", "html"):
+        page = render(report, format).decode()
+        assert "attention failed: " in page
+        assert "The other measures are complete." in " ".join(page.split())
+        assert page.index("FAILED: ") < page.rindex("Jacobian norm")
+
+
+def test_the_last_hope_ends_the_run_with_its_own_error_and_a_stop_keeps_what_there_is(monkeypatch):
+    with monkeypatch.context() as broken:
+        break_measure(broken, "jacobian", EvaluationError("values are not finite"))
+        done = audit_demo("--only", "jacobian", code=3)
+    assert "error: values are not finite" in done.stderr
+    assert not Path("run").exists()
+    break_measure(monkeypatch, "jacobian", KeyboardInterrupt())
+    done = audit_demo("--only", "attention,jacobian", code=130)
+    assert "run the same command with --resume to continue" in done.stderr
+    assert list(Path("cache").rglob("*.npz"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--only bounds,atention", "no measure 'atention'"),
+        ("--skip scaling", "--skip scaling: an audit does not run it"),
+        ("--skip bounds,attention,jacobian,attack", "no measure is left"),
+        ("--only bounds --attack pgd", "--attack needs a measure attack"),
+        ("--only bounds,bounds", "bounds is named twice"),
+        ("--attack nope", "unknown attack"),
+        ("--norm l3", "--norm"),
+        ("--norm token-l2 --attack pgd", "token-l2 is a norm for token embeddings"),
+        ("--eps 2", "larger than the range of the data"),
+        ("--attack pgd --data random", "attack needs labelled samples"),
+        ("--attack pgd --data random", "name the label column with --label-column"),
+        ("--run-dir file", "file is a file"),
+        ("--run-dir file/inside", "file is a file"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_the_first_measurement(monkeypatch, line, says):
+    Path("file").touch()
+    for name in load_measures():
+        break_measure(monkeypatch, name, AssertionError("something was measured"))
+    refuse(2, says, *AUDIT, *line.split())
+    assert sorted(p.name for p in Path().iterdir()) == ["file"]
+    Path("file").rename("lipaudit-runs")  # the folder of runs
+    refuse(2, "lipaudit-runs is a file", "audit", "demo", "-n", "1")
+
+
+def test_attacks_of_an_audit_are_those_that_are_named():
+    audit_demo("--only", "attack", "--attack", "fgsm", "--norm", "l2", "--eps", "1/2")
+    rows = load("run/report.json").section("attack").rows
+    found = {(row.attack, row.norm, row.eps_text) for row in rows}
+    assert found == {("fgsm", "l2", "1/2"), ("worst", "l2", "1/2")}
+
+
+def test_what_the_data_do_not_allow_is_left_out_with_a_note():
+    report = lipaudit.audit("demo", ["attack", "jacobian"], data="random", samples=1)
+    assert [section.measure for section in report.sections] == ["jacobian"]
+    note = next(note for note in report.sections[0].notes if note.code == "left-out")
+    assert "attack was left out: attack needs labelled samples" in note.text
+
+
+def test_a_partial_report_is_no_baseline_passes_no_gate_and_is_completed(monkeypatch):
+    args = ("--only", "attention,jacobian")
+    audit_demo(*args)
+    invoke("baseline", "save", "run/report.json")
+    with monkeypatch.context() as broken:
+        break_measure(broken, "attention", EvaluationError("values are not finite"))
+        audit_demo(*args, code=3)
+    refused = invoke("baseline", "save", "run/report.json", "-o", "b.json", code=5)
+    assert "attention failed: values are not finite" in refused.stderr
+    rule = ("--fail-on", "jacobian.norm:median <= +5%")
+    judged = invoke("gate", "run/report.json", *rule, code=3)
+    assert "partial: attention failed" in " ".join(judged.stdout.split())
+    # A journal that holds every sample leaves nothing to measure: the generator is never asked.
+    break_measure(monkeypatch, "jacobian", AssertionError("it is measured again"))
+    audit_demo(*args, "--resume", "--run-dir", "again")
+    assert load("again/report.json").status == "complete"
+
+
 THREE = ("demo", "demo:jasmin", "demo:robust")
 PLACES = ("1-demo", "2-demo-jasmin", "3-demo-robust")
-
-
-@pytest.fixture(autouse=True)
-def _narrow(_elsewhere, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,8 +144,8 @@ def _own_garbage():
     gc.unfreeze()
 
 
-def audit(*args: str, models=THREE, code: int | None = 0):
-    return invoke("audit", *models, *args, code=code)
+def audit(*args: str, models=THREE, **how):
+    return invoke("audit", *models, *args, **how)
 
 
 def written(folder: str = "run"):
@@ -45,7 +154,7 @@ def written(folder: str = "run"):
 
 def test_three_models_are_ranked_on_one_screen():
     files = ("-o", "models.csv", "-o", "all.json", "-f", "table")
-    done = audit("-n", "4", "--attack", "pgd", "--run-dir", "run", *files)
+    done = audit("-n", "2", "--attack", "pgd", "--run-dir", "run", *files, columns=80)
     shown = done.stdout.splitlines()
     assert len(shown) <= 40
     assert max(map(len, shown)) <= 80
@@ -76,20 +185,19 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch, broken):
     monkeypatch.setattr(api, "load_net", counted)
     for name in broken:
         break_measure(monkeypatch, name, EvaluationError("out of luck"))
-    only = ",".join(("jacobian", *broken))
-    audit("-n", "1", "--only", only, "--run-dir", "run", code=3 if broken else 0)
+    audit("-n", "1", "--only", ",".join(("jacobian", *broken)), code=3 if broken else 0)
     assert alive == [0] * 6
 
 
 def test_where_one_model_fails_the_others_go_on(monkeypatch):
-    break_measure(monkeypatch, "jacobian", EvaluationError("values are not finite"), "demo:jasmin")
-    done = audit(
-        "-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md", code=3
-    )
+    why = EvaluationError("values are not finite")
+    break_measure(monkeypatch, "jacobian", why, "demo:jasmin")
+    only = ("-n", "2", "--only", "jacobian,attention")
+    done = audit(*only, "--run-dir", "run", "-o", "all.md", code=3)
     assert "demo:jasmin: jacobian failed: values are not finite" in " ".join(done.stderr.split())
     assert "--resume to measure only what is missing" in done.stderr
-    reports = written()
-    assert [report.status for report in reports.values()] == ["complete", "partial", "complete"]
+    statuses = [report.status for report in written().values()]
+    assert statuses == ["complete", "partial", "complete"]
     for text in (Path("run/report.html").read_text(), Path("all.md").read_text(), done.stdout):
         said = " ".join(text.rpartition("</nav>")[2].split())
         assert "demo:jasmin: jacobian failed: values are not finite" in said
@@ -156,52 +264,8 @@ def test_quiet_says_nothing_but_the_result():
     assert again.stdout == done.stdout
 
 
-OWN = """
-import torch
-from torch import nn
-from lipaudit import ModelSpec
-
-class Conv(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.patch, self.head = nn.Conv2d(3, 6, 4, 4), nn.Linear(6, 2)
-    def forward(self, x):
-        return self.head(self.patch(x).flatten(2).mean(2).tanh())
-
-class Words(nn.Module):
-    def __init__(self, vocabulary):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 2)
-    def forward(self, ids, mask=None):
-        return self.head(self.embed(ids).mean(1))
-
-def small():
-    return ModelSpec(Conv(0), (3, 8, 8), labels=("cat", "dog"))
-
-def large():
-    return ModelSpec(Conv(1), (3, 16, 16), labels=("cat", "dog"))
-
-def turned():
-    return ModelSpec(Conv(0), (3, 8, 8), labels=("dog", "cat"))
-
-def other():
-    return ModelSpec(Conv(0), (3, 8, 8), labels=("church", "truck"))
-
-def words(size=3, vocabulary=40):
-    cut = lambda text, most: [1 + sum(map(ord, text[i : i + size])) % (vocabulary - 1)
-                              for i in range(0, len(text), size)][:most]
-    return ModelSpec(Words(vocabulary), (32,), kind="text", vocabulary=vocabulary, tokenize=cut)
-
-def letters():
-    return words(1, 30)
-"""
-
-
 @pytest.fixture
 def pictures():
-    Path("own.py").write_text(OWN)
     rng = np.random.default_rng(0)
     for i, name in enumerate(("cat", "dog") * 4):
         Path("val", name).mkdir(parents=True, exist_ok=True)
@@ -210,7 +274,7 @@ def pictures():
 
 
 def ranked(*names: str, data: str) -> tuple[dict, list[lipaudit.Report]]:
-    models = [f"py:own.py:{name}" for name in names]
+    models = [f"py:tests.cli.own:{name}" for name in names]
     few = ("-n", "8", "--only", "jacobian", "--data", data, "-q", "-f", "json", "--run-dir", "run")
     done = audit(*few, models=models)
     return json.loads(done.stdout), list(written().values())
@@ -218,22 +282,21 @@ def ranked(*names: str, data: str) -> tuple[dict, list[lipaudit.Report]]:
 
 @pytest.mark.parametrize("second", ["large", "turned"])
 def test_the_same_pictures_are_paired_in_every_size_and_order_of_classes(pictures, second):
-    ranking, reports = ranked("small", second, data="val")
+    ranking, reports = ranked("animals", second, data="val")
     ids = [set(report.samples["ids"]) for report in reports]
     assert not ids[0] & ids[1]
     assert reports[0].samples["place"] == reports[1].samples["place"]
     assert [note["code"] for note in ranking["notes"]] == ["paired-by-place"]
     assert ranking["compared"] == 1
     (difference,) = (model["difference"] for model in ranking["models"] if model["difference"])
-    norms = [np.array(report.section("jacobian").samples["norm"]) for report in reports]
     if second == "turned":  # the order of the classes changes no norm
         assert difference["status"] == "unchanged"
         return
+    norms = [np.array(report.section("jacobian").samples["norm"]) for report in reports]
     best, other = sorted(norms, key=np.median)
+    truth = np.expm1(np.median(np.log(other / best)))
     assert difference["samples"] == 8
-    assert difference["paired"] == pytest.approx(
-        np.expm1(np.median(np.log(other / best))), abs=1e-12
-    )
+    assert difference["paired"] == pytest.approx(truth, abs=1e-12)
 
 
 def test_the_same_texts_are_paired_by_every_tokenizer(pictures):
@@ -241,10 +304,3 @@ def test_the_same_texts_are_paired_by_every_tokenizer(pictures):
     ranking, reports = ranked("words", "letters", data="texts.csv")
     assert not {*reports[0].samples["ids"]} & {*reports[1].samples["ids"]}
     assert ranking["compared"] == 1
-
-
-def test_labels_of_other_classes_are_refused(pictures):
-    np.savez("x.npz", x=np.zeros((2, 3, 8, 8), np.float32), y=np.array([0, 1]))
-    models = ("py:own.py:small", "py:own.py:other")
-    done = audit("--data", "x.npz", "-n", "2", models=models, code=4)
-    assert "the class 'cat' of py:own.py:small is 'church' in py:own.py:other" in done.stderr

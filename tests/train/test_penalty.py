@@ -270,8 +270,7 @@ def test_specformer_takes_each_head_its_own_columns(zoo, name):
 
 def test_specformer_takes_heads_of_a_loop():
     """Each head has a matrix of its own for q, k and v."""
-    own_modules.load_cases()
-    module, x = own_modules.model("own_weight_loop", beside=False)
+    module, x = own_modules.model("a loop over a ParameterList: three matrices per head")
     spec = ModelSpec(module, (own_modules.TOKENS, own_modules.WIDTH), kind="tokens")
     net = assemble(spec, LoadOptions(dtype="float64"), name="own", source="own")
     read = SpecformerPenalty(net, Batch(x, None, ("a", "b")))

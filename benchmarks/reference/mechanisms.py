@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,8 +248,12 @@ def row(name: str) -> str:
     case, net = MECHANISMS[name], load(name)
     batch = texts(net)
     sites = survey(net, batch).sites
-    (line,) = capture(net, sites, batch, lambda layer: _cells(case, layer), layers=[case.layer])
-    return f"| {' | '.join(line)} |"
+    return capture(net, sites, batch, partial(describe, case), layers=[case.layer])[0]
+
+
+def describe(case: Mechanism, layer: Layer) -> str:
+    """Return the line of the table for a mechanism, from the layer of a model."""
+    return f"| {' | '.join(_cells(case, layer))} |"
 
 
 def _cells(case: Mechanism, layer: Layer) -> tuple[str, ...]:
@@ -334,5 +339,4 @@ layers, and a warning names the module and its line of code (`attention-unread`)
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    own_modules.load_cases()
-    print(page() + own_modules.section(own_modules.read_outcome), end="")
+    print(page() + "\n" + own_modules.section(own_modules.read), end="")

@@ -67,19 +67,15 @@ class Handwritten(nn.Module):
         return self.head(o.mean(1))
 
 
+SAM = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "neck_chans": 8,
+    "window_size": 3, "global_attn_indexes": (1,),
+}  # fmt: skip
+
+
 def sam(*, fused: bool) -> ModelSpec:
     """SAM's image encoder: windows, then global attention, with decomposed relative positions."""
-    spec = timm_model(
-        "samvit_base_patch16",
-        img_size=32,
-        patch_size=8,
-        embed_dim=16,
-        depth=2,
-        num_heads=2,
-        window_size=3,
-        global_attn_indexes=(1,),
-        neck_chans=8,
-    )
+    spec = timm_model("samvit_base_patch16", **SAM)
     for part in spec.module.modules():
         if hasattr(part, "fused_attn"):
             part.fused_attn = fused
@@ -105,17 +101,43 @@ def torch_encoder() -> nn.Module:
 
 
 VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 32, "patch_size": 8}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
-T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0}
-SWIN = {"embed_dim": 16, "depths": [2], "num_heads": [2], "image_size": 24, "patch_size": 2}
-SWIN |= {"window_size": 4, "num_labels": 5}
-MLA = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-MLA |= {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 2}
-MLA |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
-TIMM_SWIN = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (2, 1)}
-TIMM_SWIN |= {"num_heads": (2, 4), "window_size": 4}
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4,
+    "vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+SWIN = {
+    "embed_dim": 16, "depths": [2], "num_heads": [2], "image_size": 24, "patch_size": 2,
+    "window_size": 4, "num_labels": 5,
+}  # fmt: skip
+MLA = {
+    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 2,
+    "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+TIMM_SWIN = {
+    "img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4),
+    "window_size": 4,
+}  # fmt: skip
+TWINS = {
+    "img_size": 64, "depths": (2, 1, 1, 1), "embed_dims": (16, 16, 16, 32),
+    "num_heads": (2, 2, 2, 4), "wss": (8, 8, 4, 2),
+}  # fmt: skip
+CVT = {
+    "embed_dim": [16, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3],
+    "drop_path_rate": [0.0, 0.0, 0.0], "image_size": 32, "num_labels": 5,
+}  # fmt: skip
 DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+DEBERTA_V3 = {"position_buckets": 4, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
 ROPE = {"head_dim": 8, "num_key_value_heads": 2}
+GPT_OSS = {
+    "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8,
+    "experts_implementation": "eager",
+}  # fmt: skip
+MOBILE = {
+    "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16,
+    "num_feedforward_networks": 1,
+}  # fmt: skip
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 
 BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "timm-vit": lambda: timm_model("vit_tiny_patch16_224", **VIT),
@@ -124,25 +146,14 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "timm-qk-norm": lambda: timm_model("vit_tiny_patch16_224", **VIT, qk_norm=True),
     "timm-swin": lambda: timm_model("swin_tiny_patch4_window7_224", **TIMM_SWIN),
     "timm-swinv2": lambda: timm_model("swinv2_tiny_window8_256", **TIMM_SWIN),
-    "timm-cait": lambda: timm_model(
-        "cait_xxs24_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4
-    ),
-    "timm-twins": lambda: timm_model(
-        "twins_svt_small",
-        img_size=64,
-        depths=(2, 1, 1, 1),
-        embed_dims=(16, 16, 16, 32),
-        num_heads=(2, 2, 2, 4),
-        wss=(8, 8, 4, 2),
-    ),
+    "timm-cait": lambda: timm_model("cait_xxs24_224", **VIT | {"depth": 1}),
+    "timm-twins": lambda: timm_model("twins_svt_small", **TWINS),
     "hf-vit": lambda: vision("ViTConfig"),
     "hf-dinov2": lambda: vision("Dinov2Config"),
     "hf-swin": lambda: hf_model("SwinConfig", "AutoModelForImageClassification", **SWIN),
     "bert": lambda: encoder("BertConfig"),
     "bert-eager": lambda: encoder("BertConfig", "eager"),
-    "distilbert": lambda: encoder(
-        "DistilBertConfig", dim=32, n_layers=2, n_heads=4, hidden_dim=48
-    ),
+    "distilbert": lambda: encoder("DistilBertConfig", **DISTIL),
     "albert": lambda: encoder("AlbertConfig", embedding_size=16),
     "gpt2": lambda: decoder("GPT2Config", n_embd=32, n_layer=2, n_head=4, n_positions=MOST_TOKENS),
     "gptj": lambda: decoder("GPTJConfig", "eager", rotary_dim=4),
@@ -152,44 +163,13 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "t5": lambda: hf_model("T5Config", "AutoModel", **T5),
     "gemma2": lambda: decoder("Gemma2Config", "eager", **ROPE, query_pre_attn_scalar=8),
     "deberta": lambda: encoder("DebertaV2Config", "eager", **DEBERTA),
-    "deberta-v3": lambda: encoder(
-        "DebertaV2Config",
-        "eager",
-        **DEBERTA,
-        position_buckets=4,
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-    ),
+    "deberta-v3": lambda: encoder("DebertaV2Config", "eager", **DEBERTA, **DEBERTA_V3),
     "deberta-v1": lambda: encoder("DebertaConfig", "eager", **DEBERTA),
-    "gpt-oss": lambda: decoder(
-        "GptOssConfig",
-        "eager",
-        **ROPE,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        sliding_window=8,
-        experts_implementation="eager",
-    ),
+    "gpt-oss": lambda: decoder("GptOssConfig", "eager", **ROPE, **GPT_OSS),
     "deepseek-v3": lambda: decoder("DeepseekV3Config", **MLA, q_lora_rank=12),
     "deepseek-v2": lambda: decoder("DeepseekV2Config", **MLA, q_lora_rank=None),
-    "mobilebert": lambda: encoder(
-        "MobileBertConfig",
-        embedding_size=16,
-        intra_bottleneck_size=16,
-        true_hidden_size=16,
-        num_feedforward_networks=1,
-    ),
-    "cvt": lambda: hf_model(
-        "CvtConfig",
-        "AutoModelForImageClassification",
-        "eager",
-        embed_dim=[16, 16, 16],
-        num_heads=[1, 2, 2],
-        depth=[1, 2, 3],
-        drop_path_rate=[0.0, 0.0, 0.0],
-        image_size=32,
-        num_labels=5,
-    ),
+    "mobilebert": lambda: encoder("MobileBertConfig", **MOBILE),
+    "cvt": lambda: hf_model("CvtConfig", "AutoModelForImageClassification", "eager", **CVT),
     "timm-sam": lambda: sam(fused=True),
     "timm-sam-eager": lambda: sam(fused=False),
     "timm-mvit": mvit,

@@ -1,5 +1,7 @@
 """Nets and batches of modules that tests write themselves."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -41,3 +43,15 @@ def own_batch(x: Tensor, mask: Tensor | None = None, y: Tensor | None = None) ->
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return normal numbers of a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Calls(nn.Module):
+    """A function of parts and inputs, as a module."""
+
+    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return what the function makes of the parts and the inputs."""
+        return self.function(*self.parts, *inputs)

@@ -7,19 +7,14 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
-from tests.models.attention.tiny import WIDTH, Tiny, norms
-from tests.nets import draw, own_batch, own_net
+from tests.models.attention.tiny import WIDTH, Tiny, norms, tiny_net
+from tests.nets import Calls, draw, own_batch
 
 TOKENS = 8
 
 
 def reading(inputs=lambda _m, x, y=None: (x, x if y is None else y), **parts) -> Tiny:
-    """Return an attention module of one argument, or of two.
-
-    Args:
-        inputs: of the module and its arguments: what queries, and what keys and values read.
-        parts: further makers of parts.
-    """
+    """Return an attention module of one argument, or of two, and what its parts read of them."""
 
     def read(*given):
         x, y = inputs(*given)
@@ -61,25 +56,16 @@ MADE_OF_ONE = ("reduced, as in PVTv2", "class, as in CaiT", "two norms")
 """Kinds whose two inputs depend on one input of the module."""
 
 
-class Whole(nn.Module):
-    """The module in a model: behind a layer of its own, which is none of its business."""
-
-    def __init__(self, attention: Tiny, *, cross: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.before, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attention, self.cross = attention, cross
-
-    def forward(self, x):
-        given = [self.before(x).tanh()]
-        if self.cross:
-            given.append(self.memory(x)[:, :5].tanh())
-        return self.attention(*given)
-
-
 def net_of(attention: Tiny, *, cross: bool = False):
-    whole = Whole(attention, cross=cross).double()
-    return own_net(whole, (TOKENS, WIDTH), "float64", classifier=False)
+    """Return a model of the module behind a layer of its own, which is none of its business."""
+
+    def run(before, memory, attention, x):
+        given = [before(x).tanh(), memory(x)[:, :5].tanh()]
+        return attention(*given[: 1 + cross])
+
+    torch.manual_seed(1)
+    linears = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    return tiny_net(Calls(run, *linears, attention), TOKENS)
 
 
 def batch() -> Batch:

@@ -13,6 +13,7 @@ PATHS = {
     "llama": "model.layers.{}",
     "t5": "encoder.block.{}.layer.0",
     "torch-encoder": "0.layers.{}",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",  # called twice
 }
 
 
@@ -21,13 +22,7 @@ def test_the_smallest_module_with_a_skip_path_is_found(zoo, name, path):
     net, sites, batch = zoo(name)
     blocks = find_residuals(net, batch, sites)
     assert [block.module for block in blocks[:2]] == [path.format(0), path.format(1)]
-
-
-def test_calls_of_a_shared_module_are_told_apart(zoo):
-    net, sites, batch = zoo("albert")
-    first, second = find_residuals(net, batch, sites)
-    assert (first.module, first.call) == (second.module, 0)
-    assert second.call == 1
+    assert [block.call for block in blocks[:2]] == [0, int("{}" not in path)]
 
 
 def test_attention_without_a_skip_path_has_no_block(zoo):
@@ -55,7 +50,7 @@ def alone(net, batch, sample, block):
         y = module(z, *args, **kwargs)
         return y if isinstance(y, torch.Tensor) else y[0]
 
-    jacobian = torch.autograd.functional.jacobian(run, x)
+    jacobian = torch.autograd.functional.jacobian(run, x, vectorize=True)
     return torch.linalg.matrix_norm(jacobian.reshape(x.numel(), x.numel()), 2)
 
 
@@ -68,12 +63,5 @@ def test_norms_are_those_of_the_module_without_padding(zoo, name):
     assert norms.converged.all()
     truth = alone(net, batch, 1, block)  # the second sentence is padded
     torch.testing.assert_close(norms.norm[1], truth, rtol=1e-8, atol=0)
-
-
-def test_the_model_is_left_as_it_was(zoo):
-    net, sites, batch = zoo("timm-vit")
-    for _ in compute_residual_norms(net, batch, find_residuals(net, batch, sites)):
-        pass
-    for module in net.module.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in net.module.modules()]
+    assert not any(before or behind for before, behind in hooks)

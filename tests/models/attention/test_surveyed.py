@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures import attention, bounds, jacobian
-from lipaudit.models.attention import survey as surveys
 from lipaudit.models.attention.survey import find_layers, survey
 from lipaudit.models.net import Net
-from tests.models.attention.tiny import WIDTH, Tiny, norms
-from tests.nets import draw, own_batch, own_net
+from tests.models.attention.tiny import WIDTH, Tiny, norms, tiny_net
+from tests.nets import Calls, draw, own_batch, own_net
 
 
 class Gain(nn.Linear):
@@ -34,23 +34,15 @@ def branching(queries=lambda _m, q, _x: q, **parts) -> Tiny:
     return Tiny(change=lambda m, x, q, k, v: (queries(m, q, x), k, v), out=Gain, **parts)
 
 
-def mixing_short() -> Tiny:
-    """Short samples have no closed form: a query depends on several tokens."""
-    return branching(lambda _m, q, _x: q.cumsum(2) if q.shape[2] < 7 else q)
+def other_queries(m, q, x):
+    """Make queries of short samples by another linear map."""
+    return m.other(x).unflatten(2, (2, -1)).transpose(1, 2) if q.shape[2] < 7 else q
 
 
-def mixing_long() -> Tiny:
-    """Long samples have no closed form."""
-    return branching(lambda _m, q, _x: q.cumsum(2) if q.shape[2] >= 7 else q)
-
-
-def other_short() -> Tiny:
-    """Short samples have their queries from another linear map."""
-
-    def queries(m, q, x):
-        return m.other(x).unflatten(2, (2, -1)).transpose(1, 2) if q.shape[2] < 7 else q
-
-    return branching(queries, other=lambda: nn.Linear(WIDTH, WIDTH))
+# Short or long samples have no closed form: a query depends on several tokens.
+mixing_short = partial(branching, lambda _m, q, _x: q.cumsum(2) if q.shape[2] < 7 else q)
+mixing_long = partial(branching, lambda _m, q, _x: q.cumsum(2) if q.shape[2] >= 7 else q)
+other_short = partial(branching, other_queries, other=lambda: nn.Linear(WIDTH, WIDTH))
 
 
 class TwiceShort(Tiny):
@@ -61,64 +53,65 @@ class TwiceShort(Tiny):
 
 
 def net_of(module: nn.Module) -> Net:
-    return own_net(module, (9, WIDTH), "float64", classifier=False)
+    return tiny_net(module, 9)
 
 
 def batch_of(tokens: int, samples: int = 4) -> Batch:
     return own_batch(draw(tokens, samples, tokens, WIDTH, dtype=torch.float64))
 
 
-@pytest.fixture
-def count(monkeypatch) -> list[int]:
-    """Lengths of the samples on which a model was surveyed."""
-    lengths, real = [], surveys.survey
+def count_passes(net: Net) -> list[int]:
+    """Return a list that gets the length of the samples of every forward pass."""
+    passes: list[int] = []
+    net.module.register_forward_pre_hook(lambda _m, args: passes.append(args[0].shape[1]))
+    return passes
 
-    def counted(net, batch):
-        lengths.append(batch.x.shape[1])
-        return real(net, batch)
 
-    monkeypatch.setattr(surveys, "survey", counted)
-    return lengths
+SURVEY = 3
+"""Forward passes of a survey."""
 
 
 def test_measures_after_the_first_run_a_model_once_per_batch():
     """Nothing but the pass that is measured: no survey, whatever the batch."""
-    net, batch, forwards = net_of(branching()), batch_of(9), []
-    net.module.register_forward_pre_hook(lambda *_: forwards.append(1))  # some end early
+    net, batch = net_of(branching()), batch_of(9)
+    passes = count_passes(net)
     list(attention.measure(net, [batch], attention.AttentionOptions()))
-    assert len(forwards) > 1
-    forwards.clear()
+    assert len(passes) == SURVEY + 1
     list(bounds.measure(net, batch.split(2), bounds.BoundsOptions()))
-    assert len(forwards) == 2
+    assert len(passes) == SURVEY + 3
 
 
-def test_residuals_need_no_survey_of_their_own(count):
+def test_residuals_need_no_survey_of_their_own():
     net, options = net_of(branching()), jacobian.JacobianOptions(per_layer=True)
-    find_layers(net, batch_of(9))
-    list(jacobian.measure(net, [batch_of(9)], options))
-    assert count == [9]
+    passes = count_passes(net)
+    spent = []
+    for _ in range(2):
+        list(jacobian.measure(net, [batch_of(9)], options))
+        spent.append(len(passes) - sum(spent))
+    assert spent[0] == spent[1] + SURVEY
 
 
-def test_a_survey_serves_every_length_of_closed_layers(count):
+def test_a_survey_serves_every_length_of_closed_layers():
     net = net_of(branching())
-    assert (
-        find_layers(net, batch_of(9))
-        is find_layers(net, batch_of(5))
-        is find_layers(net, batch_of(7))
-    )
-    assert count == [9]
+    passes = count_passes(net)
+    first, *others = [find_layers(net, batch_of(length)) for length in (9, 5, 7)]
+    assert all(other is first for other in others)
+    assert passes == [9] * SURVEY + [5, 7]  # whose calls are counted
 
 
 @pytest.mark.parametrize("model", [mixing_long, TwiceShort])
-def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
+def test_other_lengths_are_surveyed_where_layers_may_be_others(model):
     """A closed form that was not found at 9 tokens, or a call; each length once."""
     net = net_of(model())
+    passes = count_passes(net)
     long, short = find_layers(net, batch_of(9)), find_layers(net, batch_of(5))
     assert [site.closed_form for site in long] == [model is TwiceShort]
     assert [site.closed_form for site in short] == [True] * (2 if model is TwiceShort else 1)
+    assert set(passes) == {9, 5}
+    spent = len(passes)
     assert find_layers(net, batch_of(9)) is long
     assert find_layers(net, batch_of(5)) is short
-    assert count == [9, 5]
+    assert len(passes) < spent + SURVEY
 
 
 @pytest.mark.parametrize(
@@ -139,11 +132,12 @@ def test_written_weights_are_surveyed_again(write):
     torch.testing.assert_close(after.structure.out.gain, 2.0 * before.structure.out.gain)
 
 
-def test_a_changed_copy_of_a_net_is_another_model(count):
+def test_a_changed_copy_of_a_net_is_another_model():
     net = net_of(branching())
-    find_layers(net, batch_of(9))
-    find_layers(replace(net, read=lambda y: -net.read(y)), batch_of(9))
-    assert count == [9, 9]
+    passes = count_passes(net)
+    for each in (net, replace(net, read=lambda y: -net.read(y))):
+        find_layers(each, batch_of(9))
+    assert passes == [9] * 2 * SURVEY
 
 
 @pytest.mark.parametrize("model", [mixing_short, other_short])
@@ -186,25 +180,17 @@ def test_a_survey_leaves_no_tensor_of_a_pass_behind():
         gc.enable()
 
 
-class Beforehand(nn.Module):
-    """Keys and values of all layers are made, and meet in a sum, before the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.kv = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
-        self.q, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        pairs = [kv(x) for kv in self.kv]
-        x = x + self.mix(pairs[0] + pairs[1] + pairs[2])
+def test_keys_that_were_made_beforehand_are_known_in_every_layer():
+    def run(q, mix, first, second, third, x):
+        pairs = [kv(x) for kv in (first, second, third)]
+        x = x + mix(pairs[0] + pairs[1] + pairs[2])  # where all of them meet
         for pair in pairs:
-            tensors = self.q(x), *pair.chunk(2, 2)
-            heads = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in tensors)
+            heads = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in (q(x), *pair.chunk(2, 2)))
             x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         return x
 
-
-def test_keys_that_were_made_beforehand_are_known_in_every_layer():
-    sites = find_layers(net_of(Beforehand()), batch_of(9))
+    torch.manual_seed(0)
+    widths = [(WIDTH, WIDTH), (2 * WIDTH, WIDTH), *[(WIDTH, 2 * WIDTH)] * 3]
+    module = Calls(run, *(nn.Linear(*width) for width in widths))
+    sites = find_layers(net_of(module), batch_of(9))
     assert [site.closed_form for site in sites] == [True] * 3

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipaudit.models.net import Net
+from tests.nets import own_net
+
 WIDTH, HEADS = 8, 2
 
 
 class Tiny(nn.Module):
     """Attention of two heads, by three linear layers, and an output projection.
 
-    Args:
-        read: of the module and its inputs: what queries, keys and values read.
-        change: of the module, its first input, q, k and v: those that meet.
-        attend: O of q, k and v.
-        parts: makers of further modules and parameters.
+    `read` makes what queries, keys and values read of the module and its inputs; `change` is of
+    the module, its first input, q, k and v; `attend` makes O of these; `parts` make further parts.
     """
 
     def __init__(
@@ -51,12 +51,15 @@ class Tiny(nn.Module):
         return self.out(self.heads(*given).transpose(1, 2).flatten(2))
 
 
+def tiny_net(module: nn.Module, tokens: int, dtype: str = "float64") -> Net:
+    """Return the net of a module of this width, without classes."""
+    return own_net(module, (tokens, WIDTH), dtype, classifier=False)
+
+
 def norms(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return ||J|| of every head in all inputs together, at one sample, by plain autograd.
 
-    Args:
-        function: takes batches of one, returns O, (1, heads, tokens, width).
-        given: the inputs, without an axis of samples.
+    The function takes batches of one and returns O, (1, heads, tokens, width).
     """
 
     def whole(*xs: Tensor) -> Tensor:

@@ -1,23 +1,123 @@
+"""Rules, and their verdicts on pairs of reports."""
+
+import re
+from contextlib import suppress
+from fractions import Fraction
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.gate import judge
-from lipaudit.gate.rules import parse_rule
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import Limit, configure, parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.bounds import BALLS_TABLE
 from lipaudit.tables import Note
+from tests.gate.cases import (
+    EXACT,
+    NORMS,
+    attack,
+    bounds,
+    certify,
+    flags,
+    jacobian,
+    new,
+    report,
+    rules,
+    sample_ids,
+    with_samples,
+)
 
-RNG = np.random.default_rng(11)
-EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "known"),
+    [
+        ("jacobian.norm:median", " <= +5%", ("relative", "1/20", "%")),
+        ("jacobian.norm", "<=+5%", ("relative", "1/20", "%")),
+        ("attack.robust@linf,2/255", " >= -2pp", ("difference", "-1/50", "pp")),
+        ("bounds.exact:max", " <= 40", ("absolute", "40", "")),
+        ("attention.intermediate:mean", " <= +0.05", ("difference", "1/20", "")),
+        ("bounds.exact@layer=3,head=1", " <= +20%", ("relative", "1/5", "%")),
+        ("bounds.layers.exact_out:each", " <= -1.5e-1%", ("relative", "-3/2000", "%")),
+        ("jacobian.margin", " >= -.1", ("difference", "-1/10", "")),
+        ("bounds.exact_max:each", " <= 2", ("absolute", "2", "")),
+    ],
+)
+def test_grammar(metric, limit, known):
+    rule = parse_rule(metric + limit)
+    usual = {"jacobian": "median", "attack": "mean", "bounds": "each"}
+    stated = metric if ":" in metric else f"{metric}:{usual[rule.measure]}"
+    assert (rule.metric, rule.op) == (stated, limit.strip()[:2])
+    kind, value, unit = known
+    assert rule.limit == Limit(kind, Fraction(value), unit)
 
 
-def rules(*texts):
-    return tuple(map(parse_rule, texts))
+@pytest.mark.parametrize(
+    ("text", "message", "advice"),
+    [
+        ("jacobian.norms <= +5%", "unknown metric", "jacobian.norm"),
+        ("jacobian.norm:medain <= +5%", "unknown statistic", "median"),
+        ("jacobian.norm < +5%", "not a rule", "jacobian.norm:median <= +5%"),
+        ("jacobian.norm == 5", "not a rule", "attack.robust"),
+        ("jacobian.norm <= 5%", "not a limit", "+5%"),
+        ("attack.robust >= 2pp", "not a limit", "-2pp"),
+        ("jacobian.norm <= 1.05x", "not a limit", "+5%"),
+        ("jacobian.norm <= -100%", "not a limit", "+5%"),
+        ("jacobian.norm <= five", "not a limit", "+5%"),
+        ("jacobian.norm:each <= +5%", "one value per sample", "median"),
+        ("attack.robust:each >= -2pp", "one value per sample", "mean"),
+        ("bounds.module <= 3", "unknown metric", "bounds"),
+        ("", "not a rule", "jacobian.norm"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(text, message, advice):
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_rule(text)
+    assert advice in caught.value.advice
+    assert caught.value.exit_code == 2
 
 
-def statuses(judgement):
-    return {(v.metric, v.name): v.status for v in judgement.verdicts}
+@given(
+    st.decimals("-99", "1000", places=4).filter(lambda d: d == d), st.sampled_from(["%", "pp", ""])
+)
+@settings(deadline=None, max_examples=60)
+def test_limits_are_exact(number, unit):
+    text = f"{number:+f}{unit}"
+    value = parse_rule(f"jacobian.norm <= {text}").limit.value
+    assert value == Fraction(number) / (100 if unit else 1)
+
+
+@given(st.text(max_size=40))
+@settings(deadline=None, max_examples=40)
+def test_any_text_is_a_rule_or_a_usage_error(text):
+    with suppress(UsageError):
+        assert parse_rule(text).text
+
+
+def test_configuration():
+    table = {"rules": ["jacobian.norm <= 40"], "alpha": 0.01, "strict": True}
+    assert configure(table)["rules"][0].text == "jacobian.norm <= 40"
+    assert configure(table)["alpha"] == 0.01
+    texts = ["bounds.exact <= +1%", "bounds.exact:max <= 4"]
+    assert [rule.text for rule in configure(table, texts)["rules"]] == texts
+    assert configure({}) == {"rules": (), "alpha": 0.05, "strict": False}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"rule": []}, "unknown key 'rule'.*Did you mean 'rules'"),
+        ({"rules": "jacobian.norm <= 40"}, "not of type list"),
+        ({"alpha": "small"}, "not of type float"),
+        ({"rules": ["nothing"]}, "not a rule"),
+    ],
+)
+def test_a_broken_configuration_is_refused(table, message):
+    with pytest.raises(UsageError) as refused:
+        configure(table)
+    assert re.search(message, f"{refused.value.message} {refused.value.advice}")
 
 
 def only(judgement):
@@ -25,41 +125,51 @@ def only(judgement):
     return verdict
 
 
-def flags(ones, count=128):
-    return np.r_[np.ones(ones, int), np.zeros(count - ones, int)]
+BASELINE = report(bounds(EXACT), jacobian(), attack(flags(90)))
 
 
-@pytest.fixture
-def pair(report, bounds, jacobian, attack, norms):
-    """Two reports out of one set of figures, the second changed by the test."""
-
-    def build(*, head=None, factor=1.0, scale=1.0, lost=0, weights="b", noise=0.0, **run):
-        exact = EXACT * np.exp(noise * np.random.default_rng(1).normal(size=EXACT.shape))
-        if head is not None:
-            exact[head] *= factor
-        changed = norms * scale * np.exp(noise * np.random.default_rng(2).normal(size=norms.size))
-        return report(
-            bounds(exact), jacobian(changed), attack(flags(90 - lost)), weights=weights, **run
-        )
-
-    return build, report(bounds(EXACT), jacobian(norms), attack(flags(90)), weights="a")
+def build(*, head=None, factor=1.0, scale=1.0, lost=0, noise=0.0, **run):
+    """The report of a model like the baseline's, but for what is said."""
+    exact = EXACT * np.exp(noise * np.random.default_rng(1).normal(size=EXACT.shape))
+    if head is not None:
+        exact[head] *= factor
+    norms = NORMS * scale * np.exp(noise * np.random.default_rng(2).normal(size=NORMS.size))
+    return new(bounds(exact), jacobian(norms), attack(flags(90 - lost)), **run)
 
 
-def test_every_default_rule_can_fail(pair):
-    build, baseline = pair
-    judgement = judge(build(head=0, factor=2, scale=1.3, lost=40), baseline)
-    broken = {v.metric for v in judgement.verdicts if v.status == "regressed"}
-    assert broken == {
-        "jacobian.norm:median",
-        "bounds.exact:each",
-        "attack.robust:mean",
-    }
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"head": slice(None), "factor": 2, "scale": 1.3, "lost": 40}, "regressed"),
+        ({"head": slice(None), "factor": 0.5, "scale": 0.7, "lost": -30}, "improved"),
+        ({"weights": "a", "noise": 1e-6}, "unchanged"),  # measured again, to its accuracy
+    ],
+)
+def test_every_default_rule_can_fail_and_improve(changes, status):
+    judged = judge(build(**changes), BASELINE).verdicts
+    metrics = "jacobian.norm:median", "bounds.exact:each", "attack.robust:mean"
+    assert {(v.metric, v.status) for v in judged} == {(metric, status) for metric in metrics}
 
 
-def test_limits_p_values_and_statuses_agree(pair):
-    build, baseline = pair
-    for lost in range(0, 45, 3):
-        judgement = judge(build(head=3, factor=1.3, noise=0.1, lost=lost, scale=1.06), baseline)
+def test_fewer_certificates_are_a_regression_and_weaker_attacks_no_comparison():
+    old, current = report(certify(["certified"] * 24)), new(certify(["certified", "broken"] * 12))
+    judgement = judge(current, old)
+    verdict = only(judgement)
+    assert (verdict.metric, verdict.name) == ("certify.certified:mean", "linf,0.01")
+    assert (verdict.status, judgement.exit_code) == ("regressed", 1)
+    assert judge(old, old).exit_code == 0
+    compared = {v.metric: v.status for v in compare([old, current]).pairs[0].verdicts}
+    assert compared["certify.certified:mean"] == "regressed"
+    skipped = Note(level="info", code="attack-skipped", text="apgd-t did not run")
+    weaker = old.sections[0].model_copy(update={"notes": (skipped,)})
+    judgement = judge(report(weaker), old)
+    assert judgement.exit_code == 5
+    assert "certify: weaker than the baseline: apgd-t did not run" in judgement.reason
+
+
+def test_limits_p_values_and_statuses_agree():
+    for lost in range(0, 45, 6):
+        judgement = judge(build(head=3, factor=1.3, noise=0.1, lost=lost, scale=1.06), BASELINE)
         for v in judgement.verdicts:
             worse = v.low > 0.2 if v.metric == "bounds.exact:each" else None
             if v.metric == "attack.robust:mean":
@@ -70,18 +180,14 @@ def test_limits_p_values_and_statuses_agree(pair):
             assert (v.status == "regressed") == (v.p <= v.level)
 
 
-def test_holm_over_rules_then_rows(pair):
-    build, baseline = pair
-    judgement = judge(build(head=7, factor=1.5, noise=0.02), baseline)
+def test_holm_over_rules_then_rows():
+    judgement = judge(build(head=7, factor=1.5, noise=0.02), BASELINE)
     (broken,) = (v for v in judgement.verdicts if v.status == "regressed")
     assert (broken.name, judgement.exit_code) == ("layer 3 head 1", 1)
-    by_metric = {}
-    for v in judgement.verdicts:
-        by_metric.setdefault(v.metric, []).append(v)
     # The head's rule has the smallest p-value: tested at .05/3, its 12 rows at .05/3/12.
-    head = next(v for v in by_metric["bounds.exact:each"] if v.name == "layer 3 head 1")
-    assert head.level == pytest.approx(0.05 / 3 / 12)
-    assert by_metric["jacobian.norm:median"][0].level == pytest.approx(0.05 / 2)
+    assert broken.level == pytest.approx(0.05 / 3 / 12)
+    (norm,) = (v for v in judgement.verdicts if v.metric == "jacobian.norm:median")
+    assert norm.level == pytest.approx(0.05 / 2)
 
 
 @pytest.mark.parametrize(
@@ -94,25 +200,19 @@ def test_holm_over_rules_then_rows(pair):
         (-20, "improved", 0),
     ],
 )
-def test_verdicts_on_accuracy(pair, lost, status, code):
-    build, baseline = pair
+def test_verdicts_on_accuracy(lost, status, code):
     chosen = rules("attack.robust >= -2pp")
-    judgement = judge(build(lost=lost), baseline, chosen, strict=True)
-    assert only(judgement).status == status
-    assert judgement.exit_code == code
-    lenient = judge(build(lost=lost), baseline, chosen)
+    judgement = judge(build(lost=lost), BASELINE, chosen, strict=True)
+    verdict = only(judgement)
+    assert (verdict.status, judgement.exit_code) == (status, code)
+    lenient = judge(build(lost=lost), BASELINE, chosen)
     assert lenient.exit_code == (code if code != 6 else 0)
-
-
-def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
-    build, baseline = pair
-    verdict = only(judge(build(lost=6), baseline, rules("attack.robust >= -2pp")))
-    assert verdict.status == "inconclusive"
-    assert verdict.samples_needed > verdict.samples == 128
-    needed = f"about {verdict.samples_needed} samples would decide it (this run has 128)"
-    assert f"{needed}, or a limit beyond {100 * verdict.low:+.3g}pp" in verdict.line
-    wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
-    assert only(judge(build(lost=6), baseline, wider)).status == "pass"
+    if status == "inconclusive":  # and says what would settle it
+        assert verdict.samples_needed > verdict.samples == 128
+        needed = f"about {verdict.samples_needed} samples would decide it (this run has 128)"
+        assert f"{needed}, or a limit beyond {100 * verdict.low:+.3g}pp" in verdict.line
+        wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
+        assert only(judge(build(lost=lost), BASELINE, wider)).status == "pass"
 
 
 @pytest.mark.parametrize(
@@ -126,15 +226,13 @@ def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
         ("attack.robust >= 0.71", "regressed"),
     ],
 )
-def test_absolute_limits_judge_the_current_run_even_of_the_same_model(pair, rule, status):
-    build, baseline = pair
-    verdict = only(judge(build(weights="a"), baseline, rules(rule)))
-    assert verdict.status == status
-    assert verdict.old is None
+def test_absolute_limits_judge_the_current_run_even_of_the_same_model(rule, status):
+    verdict = only(judge(build(weights="a"), BASELINE, rules(rule)))
+    assert (verdict.status, verdict.old) == (status, None)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "rule", "status"),
+    ("old", "current", "rule", "status"),
     [
         (0.73, 0.73, "bounds.exact:max >= 0.73", "pass"),
         (1.1, 1.1 * 1.05, "bounds.exact:max <= +5%", "pass"),
@@ -148,206 +246,167 @@ def test_absolute_limits_judge_the_current_run_even_of_the_same_model(pair, rule
         (2.0, 1.9, "bounds.exact:max <= -10%", "regressed"),
     ],
 )
-def test_figures_compared_as_they_are_meet_their_limit_exactly(
-    report, bounds, old, new, rule, status
-):
-    before, now = (bounds([[v] * 8], heads=1) for v in (old, new))
-    row = now.rows[0].replace(exact=new)
-    now = now.model_copy(update={"rows": (row,)})
-    assert only(judge(report(now, weights="b"), report(before), rules(rule))).status == status
+def test_figures_compared_as_they_are_meet_their_limit_exactly(old, current, rule, status):
+    before, now = (bounds([[v] * 8], heads=1) for v in (old, current))
+    now = now.model_copy(update={"rows": (now.rows[0].replace(exact=current),)})
+    assert only(judge(new(now), report(before), rules(rule))).status == status
 
 
 @pytest.mark.parametrize(
     ("factor", "status"), [(1.2, "pass"), (1.2001, "regressed"), (1 / 1.2001, "improved")]
 )
-def test_a_ratio_exactly_at_its_limit_passes(report, bounds, factor, status):
+def test_a_ratio_exactly_at_its_limit_passes(factor, status):
     exact = np.array([[1.0, 1.1, 1.25, 1.3, 1.45, 1.6, 1.75, 2.0]])
-    judgement = judge(
-        report(bounds(exact * factor, heads=1), weights="b"),
-        report(bounds(exact, heads=1)),
-    )
+    judgement = judge(new(bounds(exact * factor, heads=1)), report(bounds(exact, heads=1)))
     assert only(judgement).status == status
 
 
-def test_selectors_pick_rows_and_columns(pair, report, attack):
-    build, baseline = pair
-    judgement = judge(build(), baseline, rules("bounds.exact@layer=3 <= +20%"))
-    assert [v.name for v in judgement.verdicts] == ["layer 3 head 0", "layer 3 head 1"]
-    radii = report(
-        attack([flags(90), flags(40)], eps=("2/255", "4/255"), attacks=("apgd-ce", "square"))
+RADII = report(
+    attack([flags(90), flags(40)], eps=("2/255", "4/255"), attacks=("apgd-ce", "square"))
+)
+BALLS = report(
+    layouts()["bounds.ball"].section(
+        rows=[
+            BALLS_TABLE.row(layer=2, head=head, r=r, ball_sharp=1.0 + r)
+            for head in (0, 1)
+            for r in (1 / 255, 0.03)
+        ]
     )
-    names = {
-        rule: [v.name for v in judge(radii, radii, rules(rule)).verdicts]
-        for rule in (
-            "attack.robust >= -2pp",
-            "attack.robust@linf,4/255 >= -2pp",
-            "attack.robust@eps=4/255,attack=square >= -2pp",
-        )
-    }
-    assert list(names.values()) == [
-        ["worst,linf,2/255", "worst,linf,4/255"],
-        ["worst,linf,4/255"],
-        ["square,linf,4/255"],
-    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("measured", "rule", "names"),
+    [
+        (BASELINE, "bounds.exact@layer=3 <= +20%", ["layer 3 head 0", "layer 3 head 1"]),
+        (RADII, "attack.robust >= -2pp", ["worst,linf,2/255", "worst,linf,4/255"]),
+        (RADII, "attack.robust@linf,4/255 >= -2pp", ["worst,linf,4/255"]),
+        (RADII, "attack.robust@eps=4/255,attack=square >= -2pp", ["square,linf,4/255"]),
+        # a radius, however it is written
+        *(
+            (RADII, f"attack.{metric}", ["worst,linf,4/255"])
+            for word in ("8/510", "eps=8/510", "eps=4 / 255")
+            for metric in (f"robust@{word}:mean >= 0.1", f"eps@{word}:each >= 0")
+        ),
+        (
+            BALLS,
+            "bounds.ball.ball_sharp@r=1/255 <= +5%",
+            [f"layer 2 head {head} r {1 / 255}" for head in (0, 1)],
+        ),
+        (BALLS, "bounds.ball.ball_sharp@r=0.030,head=1 <= +5%", ["layer 2 head 1 r 0.03"]),
+    ],
+)
+def test_selectors_pick_rows_and_columns(measured, rule, names):
+    judged = judge(measured, measured, rules(rule)).verdicts
+    assert [v.name for v in judged] == names
+    if "8/510" in rule:
+        assert judged[0].new == pytest.approx(40 / 128 if "robust" in rule else 4 / 255)
 
 
 @pytest.mark.parametrize("selector", ["", "@linf,2/255"])
-def test_a_report_without_the_worst_case_pairs_with_one_that_has_it(report, attack, selector):
-    whole = report(attack([flags(90)], attacks=("apgd-ce", "square")))
-    section = whole.section("attack")
+def test_a_report_without_the_worst_case_pairs_with_one_that_has_it(selector):
+    section = attack([flags(90)], attacks=("apgd-ce", "square"))
     old = section.model_copy(update={
         "rows": tuple(row for row in section.rows if row.attack != "worst"),
         "samples": {n: v for n, v in section.samples.items() if "worst" not in n},
     })  # fmt: skip
     old.samples["robust@square,linf,2/255"] = tuple(reversed(flags(90)))
-    verdict = only(judge(whole, report(old), rules(f"attack.robust{selector} >= -2pp")))
-    both = sum(a and b for a, b in zip(flags(90), reversed(flags(90)), strict=True))
+    verdict = only(judge(report(section), report(old), rules(f"attack.robust{selector} >= -2pp")))
+    both = sum(flags(90) & flags(90)[::-1])
     assert verdict.name == "worst,linf,2/255"
     assert (verdict.old, verdict.new, verdict.samples) == (both / 128, 90 / 128, 128)
 
 
-@pytest.mark.parametrize("word", ["8/510", "eps=8/510", "eps=4 / 255"])
-@pytest.mark.parametrize("metric", ["robust@{}:mean >= 0.1", "eps@{}:each >= 0"])
-def test_selectors_know_a_radius_however_it_is_written(report, attack, word, metric):
-    radii = report(attack([flags(90), flags(40)], eps=("2/255", "4/255")))
-    verdict = only(judge(radii, radii, rules("attack." + metric.format(word))))
-    assert verdict.name == "worst,linf,4/255"
-    assert verdict.new == pytest.approx(40 / 128 if "robust" in metric else 4 / 255)
-
-
-def test_row_columns_without_samples_are_compared_as_they_are(pair):
-    build, baseline = pair
+def test_row_columns_without_samples_are_compared_as_they_are():
     louder = build(head=2, factor=3.0)
-    verdict = only(judge(louder, baseline, rules("bounds.exact:mean <= +5%")))
-    old, new = (np.mean([r.exact for r in x.section("bounds").rows]) for x in (baseline, louder))
-    assert (verdict.old, verdict.new) == pytest.approx((old, new))
-    assert verdict.status == "regressed"
-    assert verdict.samples == 0
+    verdict = only(judge(louder, BASELINE, rules("bounds.exact:mean <= +5%")))
+    old, now = (np.mean([r.exact for r in x.section("bounds").rows]) for x in (BASELINE, louder))
+    assert (verdict.old, verdict.new) == pytest.approx((old, now))
+    assert (verdict.status, verdict.samples) == ("regressed", 0)
+
+
+NEGATIVE = report(with_samples(jacobian(), margin=-NORMS))
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("rule", "message", "measured"),
     [
-        ("bounds.exact@layer=99 <= +20%", "matches nothing"),
-        ("bounds.exact@color=red <= +20%", "no column 'color'"),
-        ("scaling.norm:max <= 3", "matches nothing"),
-        ("attack.robust@l2 >= -2pp", "matches nothing"),
-        ("bounds.castin:each <= 3", "matches nothing"),
-        ("jacobian.norm:max <= +5%", "variation of a maximum is unknown"),
-        ("attack.robust >= -2%", "percentage points"),
+        ("bounds.exact@layer=99 <= +20%", "matches nothing", BASELINE),
+        ("bounds.exact@color=red <= +20%", "no column 'color'", BASELINE),
+        ("scaling.norm:max <= 3", "matches nothing", BASELINE),
+        ("attack.robust@l2 >= -2pp", "matches nothing", BASELINE),
+        ("bounds.castin:each <= 3", "matches nothing", BASELINE),
+        ("jacobian.norm:max <= +5%", "variation of a maximum is unknown", BASELINE),
+        ("attack.robust >= -2%", "percentage points", BASELINE),
+        ("jacobian.margin >= -5%", "negative", NEGATIVE),
+        ("bounds.ball.ball_sharp@r=wide <= +5%", "'wide' is not a radius", BALLS),
     ],
 )
-def test_a_rule_without_a_meaning_here_is_a_usage_error(pair, rule, message):
-    build, baseline = pair
+def test_a_rule_without_a_meaning_here_is_a_usage_error(rule, message, measured):
+    current = measured.model_copy(update={"run": new().run})
     with pytest.raises(UsageError, match=message):
-        judge(build(), baseline, rules(rule))
-    for alpha in (0.0, 1.0, -1.0):
-        with pytest.raises(UsageError, match="alpha"):
-            judge(build(), baseline, alpha=alpha)
+        judge(current, measured, rules(rule))
 
 
-def test_negative_values_have_no_relative_change(report, jacobian, norms):
-    section = jacobian(norms)
-    section = section.model_copy(update={"samples": {**section.samples, "margin": tuple(-norms)}})
-    with pytest.raises(UsageError, match="negative"):
-        judge(report(section, weights="b"), report(section), rules("jacobian.margin >= -5%"))
-    lower = section.model_copy(
-        update={"samples": {**section.samples, "margin": tuple(-norms - 0.5)}}
-    )
-    judgement = judge(
-        report(lower, weights="b"), report(section), rules("jacobian.margin >= -0.1")
-    )
-    assert only(judgement).status == "regressed"
-    assert only(judgement).change == pytest.approx(-0.5)
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0])
+def test_a_level_is_a_share(alpha):
+    with pytest.raises(UsageError, match="alpha"):
+        judge(build(), BASELINE, alpha=alpha)
 
 
-def test_a_default_rule_without_its_section_is_dropped_and_named(report, bounds):
-    section = report(bounds(EXACT))
-    judgement = judge(section, section)
+def test_negative_values_change_by_a_difference():
+    lower = new(with_samples(jacobian(), margin=-NORMS - 0.5))
+    verdict = only(judge(lower, NEGATIVE, rules("jacobian.margin >= -0.1")))
+    assert verdict.status == "regressed"
+    assert verdict.change == pytest.approx(-0.5)
+
+
+def test_notes_name_what_is_not_judged_and_what_differs_without_harm():
+    heads = report(bounds(EXACT))
+    judgement = judge(heads, heads)
     assert {v.metric for v in judgement.verdicts} == {"bounds.exact:each"}
     assert sum("not judged" in note for note in judgement.notes) == 2
-
-
-def test_clean_accuracy_is_shown_but_never_fails(report, attack):
-    worse = report(attack(flags(60), correct=flags(64)), weights="b")
+    worse = new(attack(flags(60), correct=flags(64)))
     judgement = judge(worse, report(attack(flags(60), correct=flags(120))))
-    assert judgement.notes[-1].startswith(
-        "clean accuracy, which never fails: 0.9375 -> 0.5 (-43.8pp, limits "
-    )
+    clean = "clean accuracy, which never fails: 0.9375 -> 0.5 (-43.8pp, limits "
+    assert judgement.notes[-1].startswith(clean)
     assert judgement.exit_code == 0
-
-
-def test_what_differs_without_harm_is_noted(pair):
-    build, baseline = pair
     current = build(seed=1, device="cuda:0", versions={"torch": "2.7.0"})
     warning = Note(level="warning", code="zero-gradients", text="3 samples have no gradient")
-    sections = [s.model_copy(update={"notes": (warning,)}) for s in current.sections[-1:]]
-    current = current.model_copy(update={"sections": (*current.sections[:-1], *sections)})
-    judgement = judge(current, baseline)
+    *others, last = current.sections
+    sections = (*others, last.model_copy(update={"notes": (warning,)}))
+    judgement = judge(current.model_copy(update={"sections": sections}), BASELINE)
     assert judgement.exit_code == 0
-    assert judgement.notes[1:] == (
-        "seed: 0 became 1",
-        "device: cpu became cuda",
-        "torch: 2.6.0 became 2.7.0",
-    )
+    changes = "seed: 0 became 1", "device: cpu became cuda", "torch: 2.6.0 became 2.7.0"
+    assert judgement.notes[1:] == changes
     assert judgement.warnings == ("attack: 3 samples have no gradient",)
 
 
-def test_the_same_weights_measured_again_to_their_accuracy_are_unchanged(pair):
-    build, baseline = pair
-    judgement = judge(build(weights="a", noise=1e-6), baseline)
-    assert set(statuses(judgement).values()) == {"unchanged"}
-
-
-def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights(report, attack):
-    old, new = report(attack(flags(90))), report(attack(flags(80), seed=1))
-    judgement = judge(new, old)
+def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights():
+    old, again = report(attack(flags(90))), report(attack(flags(80), seed=1))
+    judgement = judge(again, old)
     assert only(judgement).status == "unchanged"
     assert any("random starts" in note for note in judgement.notes)
     clean = report(attack(flags(80), correct=flags(100), seed=1))
     assert only(judge(clean, old, rules("attack.correct >= -1pp"))).status == "regressed"
-    again = judge(report(attack(flags(80))), old)
-    assert only(again).status != "unchanged"
-    other = judge(report(attack(flags(40), seed=1), weights="b"), old)
+    assert only(judge(report(attack(flags(80))), old)).status != "unchanged"
+    other = judge(new(attack(flags(40), seed=1)), old)
     assert only(other).status == "regressed"
     assert not any("random starts" in note for note in other.notes)
 
 
-def test_norms_of_another_map_are_not_judged(report, jacobian, norms):
-    section = jacobian(norms)
-    row = section.rows[0].replace(to="features")
-    encoder = section.model_copy(update={"rows": (row,)})
-    judgement = judge(report(encoder, weights="b"), report(section))
+def test_norms_of_another_map_are_not_judged():
+    section = jacobian()
+    encoder = section.model_copy(update={"rows": (section.rows[0].replace(to="features"),)})
+    judgement = judge(new(encoder), report(section))
     assert {v.status for v in judgement.verdicts} == {"not comparable"}
     assert "pixels to logits are now norms of pixels to features" in judgement.reason
 
 
-def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report, bounds, ids):
-    more = report(bounds(np.c_[EXACT, EXACT[:, :2]], ids=ids(10)), weights="b")
+def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples():
+    more = new(bounds(np.c_[EXACT, EXACT[:, :2]], ids=sample_ids(10)))
     judged = judge(more, report(bounds(EXACT)), rules("bounds.tokens:each <= +1%"))
     assert {v.status for v in judged.verdicts} == {"not comparable"}
     assert judged.exit_code == 5
     kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
     assert only(kept).status == "pass"
-
-
-def test_a_radius_picks_balls_by_its_value(report):
-    rows = tuple(
-        BALLS_TABLE.row(layer=2, head=head, r=r, ball_sharp=1.0 + r)
-        for head in (0, 1)
-        for r in (1 / 255, 0.03)
-    )
-    balls = report(layouts()["bounds.ball"].section(rows=rows))
-    names = {
-        rule: [v.name for v in judge(balls, balls, rules(rule)).verdicts]
-        for rule in (
-            "bounds.ball.ball_sharp@r=1/255 <= +5%",
-            "bounds.ball.ball_sharp@r=0.030,head=1 <= +5%",
-        )
-    }
-    assert list(names.values()) == [
-        [f"layer 2 head {head} r {1 / 255}" for head in (0, 1)],
-        ["layer 2 head 1 r 0.03"],
-    ]
-    with pytest.raises(UsageError, match="'wide' is not a radius"):
-        judge(balls, balls, rules("bounds.ball.ball_sharp@r=wide <= +5%"))

@@ -12,47 +12,31 @@ from lipaudit.gate.statistics import judge_share
 from lipaudit.measures import layouts
 from lipaudit.tables.columns import wilson
 from lipaudit.tables.report import Failure
+from tests.gate.cases import NORMS, attack, flags, jacobian, new, report, sample_ids, with_samples
 
-RNG = np.random.default_rng(5)
-HALF = np.r_[np.ones(64, int), np.zeros(64, int)]
-
-
-def flipped(flags, up, down):
-    """Flags of which so many zeros became one and so many ones zero."""
-    flags = flags.copy()
-    flags[np.flatnonzero(HALF == 0)[:up]] = 1
-    flags[np.flatnonzero(HALF == 1)[:down]] = 0
-    return flags
+HALF = flags(64)
 
 
-@pytest.fixture
-def attacked(report, attack):
-    def one(name, flags, **options):
-        return report(attack(flags, **options), spec=name, weights=name[0])
-
-    return one
+def flipped(up=0, down=0):
+    """Half of the samples, of which so many zeros became one and so many ones zero."""
+    return np.r_[1 - flags(down, 64), flags(up, 64)]
 
 
-@pytest.fixture
-def steep(report, jacobian):
-    def one(name, norms, **options):
-        return report(jacobian(norms, **options), spec=name, weights=name[0])
+def attacked(name, robust, **options):
+    return report(attack(robust, **options), spec=name, weights=name[0])
 
-    return one
+
+def steep(name, norms=NORMS, **options):
+    return report(jacobian(norms, **options), spec=name, weights=name[0])
 
 
 def outcomes(ranking):
     return {model.model: (model.rank, model.outcome) for model in ranking.models}
 
 
-def test_the_best_is_first_and_ties_are_called_ties(attacked):
-    ranking = rank(
-        [
-            attacked("a", HALF),
-            attacked("b", flipped(HALF, up=40, down=2)),
-            attacked("c", flipped(HALF, up=39, down=5)),
-        ]
-    )
+def test_the_best_is_first_and_ties_are_called_ties():
+    given = {"a": HALF, "b": flipped(40, 2), "c": flipped(39, 5)}
+    ranking = rank([attacked(name, robust) for name, robust in given.items()])
     assert (ranking.criterion, ranking.ball) == ("attack.robust@linf,2/255:mean", "linf 2/255")
     assert (ranking.better, ranking.compared) == ("higher", 2)
     assert list(outcomes(ranking).items()) == [
@@ -68,36 +52,34 @@ def test_the_best_is_first_and_ties_are_called_ties(attacked):
     assert (tied.unit, tied.samples) == ("pp", 128)
 
 
-def test_samples_are_paired_so_that_small_differences_show(attacked):
+def test_samples_are_paired_so_that_small_differences_show():
     # 12 of 128 better and none worse: McNemar's p is 0.0005; independent limits overlap widely.
-    ranking = rank([attacked("a", HALF), attacked("b", flipped(HALF, up=12, down=0))])
+    ranking = rank([attacked("a", HALF), attacked("b", flipped(12))])
     assert wilson(76, 128)[0] < wilson(64, 128)[1]
     assert outcomes(ranking)["a"] == (2, "behind the best")
     (difference,) = (m.difference for m in ranking.models if m.difference)
     limits = judge_share(12, 0, 128).limits(0.025)
     assert (-difference.high, -difference.low) == pytest.approx(limits)
     # Unpaired disagreement of the same net size is no difference.
-    noisy = rank([attacked("a", HALF), attacked("b", flipped(HALF, up=40, down=28))])
+    noisy = rank([attacked("a", HALF), attacked("b", flipped(40, 28))])
     assert outcomes(noisy)["a"] == (1, "not distinguishable from the best")
 
 
-def test_without_attacks_the_smaller_median_norm_is_better(steep, norms):
-    other = norms * RNG.lognormal(0, 0.02, norms.size)
-    ranking = rank([steep("a", 1.5 * norms), steep("b", norms), steep("c", other)])
+def test_without_attacks_the_smaller_median_norm_is_better():
+    other = NORMS * np.random.default_rng(5).lognormal(0, 0.02, NORMS.size)
+    ranking = rank([steep("a", 1.5 * NORMS), steep("b"), steep("c", other)])
     assert (ranking.criterion, ranking.better) == ("jacobian.norm:median", "lower")
     assert ranking.models[-1].model == "a"
     assert outcomes(ranking)["a"] == (3, "behind the best")
-    assert {m.outcome for m in ranking.models[:2]} == {
-        "best",
-        "not distinguishable from the best",
-    }
+    words = ["best", "not distinguishable from the best"]
+    assert [m.outcome for m in ranking.models[:2]] == words
     difference = ranking.models[-1].difference
     assert difference.unit == "%"
-    best = norms if ranking.models[0].model == "b" else other
-    assert difference.paired == pytest.approx(np.median(1.5 * norms / best) - 1)
+    best = NORMS if ranking.models[0].model == "b" else other
+    assert difference.paired == pytest.approx(np.median(1.5 * NORMS / best) - 1)
 
 
-def test_limits_are_corrected_for_the_models_compared_with_the_best(steep):
+def test_limits_are_corrected_for_the_models_compared_with_the_best():
     """Two models against the best: each limit is one-sided at half of 2.5 %."""
     i, grow = np.arange(60), 1 + np.arange(60) / 1000
     c = grow * np.where(i < 41, 0.1, -0.1)
@@ -116,7 +98,7 @@ def test_limits_are_corrected_for_the_models_compared_with_the_best(steep):
         assert (model.outcome == "behind the best") == (line[k - 1] > 0)
 
 
-def test_the_smallest_ball_that_most_have_decides(attacked):
+def test_the_smallest_ball_that_most_have_decides():
     both = np.stack([HALF, 0 * HALF])
     reports = [
         attacked("a", both, eps=("4/255", "8/255")),
@@ -128,54 +110,48 @@ def test_the_smallest_ball_that_most_have_decides(attacked):
     assert outcomes(rank(reports))["c"][1] == "not comparable"
 
 
-def test_what_cannot_be_compared_is_not_ranked(attacked, steep, report, norms):
+def test_what_cannot_be_compared_is_not_ranked():
     weak = attacked("weak", np.ones(128, int), attacks=("pgd",))
-    ranking = rank([weak, attacked("a", HALF), attacked("b", flipped(HALF, up=30, down=0))])
+    ranking = rank([weak, attacked("a", HALF), attacked("b", flipped(30))])
     assert outcomes(ranking)["b"] == (1, "best")
     assert outcomes(ranking)["weak"] == (None, "not comparable")
     assert "weaker than" in ranking.models[-1].reason
     assert ranking.compared == 1
-    alone = rank([attacked("a", HALF), steep("j", norms), steep("k", 2 * norms)])
+    alone = rank([attacked("a", HALF), steep("j"), steep("k", 2 * NORMS)])
     assert outcomes(alone)["a"] == (None, "not measured")
-    others = steep("other", norms, ids=tuple(f"{i:04x}" for i in range(norms.size)))
-    apart = rank([steep("j", norms), steep("k", 2 * norms), others])
+    others = steep("other", ids=sample_ids(64, 500))
+    apart = rank([steep("j"), steep("k", 2 * NORMS), others])
     assert "only 0 of the baseline" in apart.models[-1].reason
-    nothing = rank([report(spec="a"), report(spec="b", weights="b")])
+    nothing = rank([report(spec="a"), new(spec="b")])
     assert (nothing.criterion, nothing.compared) == ("", 0)
     assert set(outcomes(nothing).values()) == {(None, "")}
     with pytest.raises(UsageError, match="no reports were given to rank"):
         rank([])
 
 
-def test_what_is_not_ranked_widens_no_limits(steep, norms, ids):
+def test_what_is_not_ranked_widens_no_limits():
     """Two models on other samples are compared with each other, and with none that is ranked."""
-    ranked = [steep(n, f * norms) for n, f in zip("abc", (1.0, 1.1, 1.3), strict=True)]
-    others = [steep(n, f * norms, ids=ids(64, 500)) for n, f in zip("de", (1, 2), strict=True)]
-    alone, among = rank(ranked), rank([*ranked, *others])
+    ranked = [steep(n, f * NORMS) for n, f in zip("abc", (1.0, 1.1, 1.3), strict=True)]
+    ids = sample_ids(64, 500)
+    alone = rank(ranked)
+    among = rank([*ranked, steep("d", ids=ids), steep("e", 2 * NORMS, ids=ids)])
     assert among.models[:3] == alone.models
     assert (among.compared, alone.compared) == (2, 2)
     assert {model.outcome for model in among.models[3:]} == {"not comparable"}
 
 
-def test_a_measure_that_failed_spoils_its_own_figures_alone(attacked, steep, norms):
+def test_a_measure_that_failed_spoils_its_own_figures_alone():
     failed = layouts()["attention"].section(failure=Failure(reason="no", exit_code=3))
-    partial = attacked("a", HALF)
-    partial = partial.model_copy(
-        update={"status": "partial", "sections": (*partial.sections, failed)}
-    )
-    ranking = rank([partial, attacked("b", flipped(HALF, up=30, down=0))])
+    partial = report(attack(HALF), failed, spec="a", status="partial")
+    ranking = rank([partial, attacked("b", flipped(30))])
     assert outcomes(ranking)["a"] == (2, "behind the best")
 
 
-def test_a_model_is_never_told_apart_from_itself(attacked):
+def test_a_model_is_never_told_apart_from_itself_but_from_one_of_equal_median():
     """Not where its attack began elsewhere, and broke others."""
-    again = attacked("also", flipped(HALF, up=40, down=0), seed=1)
-    ranking = rank([attacked("as", HALF), again])
+    ranking = rank([attacked("as", HALF), attacked("also", flipped(40), seed=1)])
     assert outcomes(ranking)["as"] == (1, "not distinguishable from the best")
-
-
-def test_equal_medians_are_not_equal_models(steep):
-    """All samples but that of the median are a little worse: they are told apart, unlike ties."""
+    # All samples but that of the median are a little worse.
     norms = np.arange(1.0, 32.0)
     worse = np.where(norms == 16.0, 1.0, 1.01) * norms
     ranking = rank([steep("b", worse), steep("a", norms)])
@@ -183,7 +159,7 @@ def test_equal_medians_are_not_equal_models(steep):
     assert outcomes(ranking) == {"a": (1, "best"), "b": (2, "behind the best")}
 
 
-def test_equal_models_are_seldom_told_apart(steep):
+def test_equal_models_are_seldom_told_apart():
     """Of five models that do not differ any is called behind in about 5 % of trials.
 
     At 2.5 % for each comparison with the best it would be about 17 %.
@@ -203,8 +179,8 @@ def test_equal_models_are_seldom_told_apart(steep):
 def moved(report, places, start=0, **run):
     """The report of a model that sees the same inputs in another form, under other ids."""
     (section,) = report.sections
-    ids = tuple(f"{start + i:05x}" for i in range(len(section.samples["ids"])))
-    section = section.model_copy(update={"samples": section.samples | {"ids": ids}})
+    ids = sample_ids(len(section.ids), start)
+    section = with_samples(section, ids=ids)
     changed = report.run.model_copy(update=run)
     return report.model_copy(
         update={"run": changed, "sections": (section,), "samples": {"ids": ids, **places}}
@@ -223,18 +199,16 @@ FORM = {"preprocess": {"size": [3, 384, 384]}}
         ("cat/{}.png", "ends {}", FORM, False),
     ],
 )
-def test_inputs_in_another_form_are_paired_by_their_place(steep, norms, place, text, run, paired):
+def test_inputs_in_another_form_are_paired_by_their_place(place, text, run, paired):
     def name(**patterns):
-        count = range(norms.size)
+        count = range(64)
         return {key: tuple(map(p.format, count)) for key, p in patterns.items() if p}
 
     line = "lipaudit jacobian"
-    first = moved(
-        steep("a", norms), name(place="cat/{}.png", text=text and "begins {}"), command=f"{line} a"
-    )
-    other = moved(
-        steep("b", 2 * norms), name(place=place, text=text), 500, command=f"{line} b", **run
-    )
+    places = name(place="cat/{}.png", text=text and "begins {}")
+    first = moved(steep("a"), places, command=f"{line} a")
+    places = name(place=place, text=text)
+    other = moved(steep("b", 2 * NORMS), places, 500, command=f"{line} b", **run)
     ranking = rank([first, other])
     assert ("paired-by-place" in {note.code for note in ranking.notes}) == paired
     assert math.isfinite(ranking.models[0].summary.norms.median)
@@ -246,11 +220,11 @@ def test_inputs_in_another_form_are_paired_by_their_place(steep, norms, place, t
         assert "only 0 of the baseline" in ranking.models[-1].reason
 
 
-def test_models_are_ranked_by_what_is_asked_for(report, jacobian, attack, norms):
-    both = np.stack([HALF, flipped(HALF, up=0, down=30)])
+def test_models_are_ranked_by_what_is_asked_for():
+    both = np.stack([HALF, flipped(down=30)])
     eps = ("4/255", "8/255")
-    first = report(attack(both, eps=eps), jacobian(norms), spec="a")
-    second = report(attack(both[::-1], eps=eps), jacobian(2 * norms), spec="b", weights="b")
+    first = report(attack(both, eps=eps), jacobian(), spec="a")
+    second = new(attack(both[::-1], eps=eps), jacobian(2 * NORMS), spec="b")
     reports = [first, second]
     assert outcomes(rank(reports))["b"] == (2, "behind the best")
     ranking = rank(reports, "attack.robust@linf,8/255")
@@ -276,7 +250,7 @@ def test_models_are_ranked_by_what_is_asked_for(report, jacobian, attack, norms)
         ("certify.certified", "no report has certify.certified"),
     ],
 )
-def test_what_models_cannot_be_ranked_by_is_refused(attacked, by, says):
+def test_what_models_cannot_be_ranked_by_is_refused(by, says):
     reports = [attacked(n, np.stack([HALF, HALF]), eps=("4/255", "8/255")) for n in "ab"]
     with pytest.raises(UsageError, match=says) as refused:
         rank(reports, by)

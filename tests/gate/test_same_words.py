@@ -1,16 +1,34 @@
-"""Gate, comparison and `inspect` have one word, one interval and one share for the same pair."""
+"""A pair has one word, one interval and one share in every command, and over other samples."""
+
+from contextlib import suppress
+from importlib.resources import files
 
 import numpy as np
 import pytest
 from scipy import stats
 
+import lipaudit
+from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge
-from lipaudit.gate.rules import parse_rule
+from lipaudit.gate.conditions import promote
+from lipaudit.gate.rules import STATS, list_metrics, parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.attention import ATTENTION_TABLE
 from lipaudit.report import of_sample
 from lipaudit.tables import Array
 from lipaudit.tables.columns import wilson
+from lipaudit.tables.trials import FLAGS
+from tests.gate.cases import (
+    attack,
+    bounds,
+    flags,
+    jacobian,
+    new,
+    report,
+    rules,
+    sample_ids,
+    with_samples,
+)
 
 NORMS = np.random.default_rng(5).lognormal(0, 0.4, 64)
 NOISE = np.random.default_rng(6).normal(0, 0.05, 64)
@@ -22,46 +40,32 @@ CHANGES = {
     "a little steeper": (NORMS * np.exp(0.03 + NOISE), 64),
     "few samples": (NORMS * np.exp(0.03 + NOISE), 5),
 }
-RULES = ("jacobian.norm:median <= +5%", "jacobian.norm:p95 <= +5%", "attack.robust >= -2pp")
-
-
-def both(report, jacobian, attack, norms, count, rule):
-    before = np.r_[np.ones(count - count // 4, int), np.zeros(count // 4, int)]
-    after = np.where(norms[:count] > 1.05 * NORMS[:count], 0, before)
-    old = report(jacobian(NORMS[:count]), attack(before), spec="old")
-    new = report(jacobian(norms[:count]), attack(after), spec="new", weights="b")
-    first, *rest = rule.split(" ")
-    metric = first if ":" in first else f"{first}:mean"
-    gate = [
-        v
-        for v in judge(new, old, (parse_rule(rule), parse_rule("jacobian.norm <= +50%"))).verdicts
-        if v.rule == rule
-    ]
-    (pair,) = compare([old, new]).pairs
-    found = {v.name: v for v in pair.verdicts if v.metric == metric}
-    return gate, found
+RULES = ("jacobian.norm:median <= +5%", "jacobian.norm:p95 <= +5%", "attack.robust:mean >= -2pp")
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_same_change_has_one_word_and_one_interval(report, jacobian, attack, change, rule):
-    gate, found = both(report, jacobian, attack, *CHANGES[change], rule)
+def test_the_same_change_has_one_word_and_one_interval(change, rule):
+    norms, count = CHANGES[change]
+    before = flags(count - count // 4, count)
+    after = np.where(norms[:count] > 1.05 * NORMS[:count], 0, before)
+    old = report(jacobian(NORMS[:count]), attack(before))
+    current = new(jacobian(norms[:count]), attack(after))
+    judged = judge(current, old, rules(rule, "jacobian.norm <= +50%")).verdicts
+    found = {(v.metric, v.name): v for v in compare([old, current]).pairs[0].verdicts}
+    gate = [v for v in judged if v.rule == rule]
     assert gate
     for verdict in gate:
-        other = found[verdict.name]
+        other = found[verdict.metric, verdict.name]
         if verdict.status == "unchanged":
             assert other.status == "unchanged"
             continue
-        assert (verdict.change_status, other.status) == (other.status, verdict.change_status)
+        assert verdict.change_status == other.status
         assert (verdict.change_low, verdict.change_high) == (other.low, other.high)
-
-
-def test_a_rule_that_is_left_open_names_the_change(report, jacobian, attack):
-    gate, _ = both(report, jacobian, attack, *CHANGES["a little steeper"], RULES[0])
-    (verdict,) = gate
-    assert verdict.status != "regressed"
-    assert verdict.change_status == "regressed"
-    assert "; the change alone: regressed, 95 % limits +" in verdict.line
+    if (change, rule) == ("a little steeper", RULES[0]):  # what is left open names the change
+        assert verdict.status != "regressed"
+        assert verdict.change_status == "regressed"
+        assert "; the change alone: regressed, 95 % limits +" in verdict.line
 
 
 HEADS = np.random.default_rng(7).lognormal(0, 0.3, (4, 12))
@@ -86,22 +90,21 @@ def attention(values):
         )
         for i, line in enumerate(values)
     )
-    ids = tuple(f"{i:016x}" for i in range(values.shape[1]))
-    kept = {"softmax_norm": Array.of(values)}
-    return layouts()["attention"].section(rows=rows, samples={"ids": ids}, arrays=kept)
+    kept, samples = {"softmax_norm": Array.of(values)}, {"ids": sample_ids(values.shape[1])}
+    return layouts()["attention"].section(rows=rows, samples=samples, arrays=kept)
 
 
 @pytest.mark.parametrize("metric", ["bounds.exact", "attention.softmax_norm"])
 @pytest.mark.parametrize("change", OVER_HEADS)
-def test_the_median_over_heads_has_one_word_and_one_interval(report, bounds, metric, change):
+def test_heads_and_their_median_have_one_word_and_one_interval(metric, change):
     after = OVER_HEADS[change]
     before = HEADS[:, : after.shape[1]]
     kept = after if metric.startswith("attention") else np.nan_to_num(after, nan=1.0)
     make = attention if metric.startswith("attention") else bounds
-    old, new = report(make(before)), report(make(kept), weights="b")
-    rule = parse_rule(f"{metric}:median <= +5%")
-    (gate,) = judge(new, old, (rule, parse_rule(f"{metric}:max <= 1e9"))).verdicts[:1]
-    found = {v.metric: v for v in compare([old, new]).pairs[0].verdicts}[f"{metric}:median"]
+    old, current = report(make(before)), new(make(kept))
+    (pair,) = compare([old, current]).pairs
+    judged = judge(current, old, rules(f"{metric}:median <= +5%", f"{metric}:max <= 1e9"))
+    gate, found = judged.verdicts[0], {v.metric: v for v in pair.verdicts}[f"{metric}:median"]
     assert gate.change_status == found.status
     assert (gate.change_low, gate.change_high) == (found.low, found.high)
     # Student's t on the log-ratios of the medians over the heads that all samples have
@@ -112,40 +115,35 @@ def test_the_median_over_heads_has_one_word_and_one_interval(report, bounds, met
         ends = stats.t.interval(0.95, ratios.size - 1, ratios.mean(), stats.sem(ratios))
         assert (found.low, found.high) == pytest.approx(np.expm1(ends))
     assert gate.samples == found.samples == ratios.size
+    if change == "a little steeper":
+        rows = judge(current, old, rules(f"{metric}:each <= +5%")).verdicts
+        heads = [h for h in pair.heads if h.metric == f"{metric}:each"]
+        assert [(v.change_low, v.change_high) for v in rows] == [(h.low, h.high) for h in heads]
+        assert [(v.name, v.old, v.new) for v in rows] == [(h.name, h.old, h.new) for h in heads]
 
 
-@pytest.mark.parametrize("metric", ["bounds.exact", "attention.softmax_norm"])
-def test_a_head_has_one_interval(report, bounds, metric):
-    make = attention if metric.startswith("attention") else bounds
-    after = OVER_HEADS["a little steeper"]
-    old, new = report(make(HEADS)), report(make(after), weights="b")
-    gate = judge(new, old, (parse_rule(f"{metric}:each <= +5%"),)).verdicts
-    heads = [h for h in compare([old, new]).pairs[0].heads if h.metric == f"{metric}:each"]
-    assert [(v.change_low, v.change_high) for v in gate] == [(h.low, h.high) for h in heads]
-    assert [(v.name, v.old, v.new) for v in gate] == [(h.name, h.old, h.new) for h in heads]
-
-
-def test_a_share_is_the_same_in_every_command(report, attack, jacobian):
+def test_a_share_is_the_same_in_every_command():
     rng = np.random.default_rng(9)
     robust = np.stack([rng.random(40) < 0.5, rng.random(40) < 0.7]).astype(int)
     correct = np.maximum(robust.max(0), rng.random(40) < 0.9)
-    sections = [attack(line, correct=correct) for line in robust]
     norms = rng.lognormal(0, 0.5, 40)
     # six samples repeat the first: they count once
-    ids = [*sections[0].ids[:34], *(f"{sections[0].ids[0]}-{i}" for i in range(2, 8))]
-    sections = [
-        s.model_copy(update={"samples": s.samples | {"ids": tuple(ids)}}) for s in sections
-    ]
-    measured = [jacobian(norms * factor, ids=tuple(ids)) for factor in (1.0, 1.2)]
-    old, new = (
-        report(*pair, weights=name, spec=name)
-        for pair, name in zip(zip(sections, measured, strict=True), "ab", strict=True)
+    first, *others = sample_ids(34)
+    ids = (first, *others, *(f"{first}-{i}" for i in range(2, 8)))
+    old, current = (
+        report(
+            with_samples(attack(line, correct=correct), ids=ids),
+            jacobian(norms * factor, ids=ids),
+            weights=name,
+            spec=name,
+        )
+        for line, factor, name in zip(robust, (1.0, 1.2), "ab", strict=True)
     )
-    rules = tuple(map(parse_rule, ("attack.robust >= -2pp", "jacobian.norm:median <= +5%")))
-    gate = judge(new, old, rules).verdicts
-    found = {v.metric: v for v in compare([old, new]).pairs[0].verdicts}
-    for each, at in ((old, "old"), (new, "new")):
-        page = of_sample(each, "x.json", ids[0]).page()
+    texts = "attack.robust >= -2pp", "jacobian.norm:median <= +5%"
+    gate = judge(current, old, rules(*texts)).verdicts
+    found = {v.metric: v for v in compare([old, current]).pairs[0].verdicts}
+    for each, at in ((old, "old"), (current, "new")):
+        page = of_sample(each, "x.json", first).page()
         cells = {row[0]: row[2] for chapter in page.chapters[1:] for row in chapter.blocks[0].rows}
         share, median = (getattr(verdict, at) for verdict in gate)
         assert (share, median) == tuple(getattr(found[v.metric], at) for v in gate)
@@ -153,3 +151,117 @@ def test_a_share_is_the_same_in_every_command(report, attack, jacobian):
         said = f"{share:.1%} yes, {100 * low:.1f} to {high:.1%}"
         assert cells["robust, worst,linf,2/255"] == said
         assert cells["‖J‖"] == f"{median:.3g}".ljust(4, "0")
+
+
+PLAN = {
+    "bounds": {"radius": "0.03", "layers": "0"},
+    "attention": {"layers": "0"},
+    "jacobian": {"per_layer": True, "layers": "0"},
+    "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 1},
+}
+BASE = tuple(range(8))
+OTHER = {
+    "a superset in another order": (*range(5, 11), *range(4, -1, -1)),
+    "a subset": (6, 2, 3),
+    "some of them and others": (11, 7, 1, 0, 9, 3),
+    "one of them": (4, 10),
+    "the same in another order": BASE[::-1],
+}
+
+
+@pytest.fixture(scope="module")
+def audit():
+    """Audit a demo model on some of the digits; each only once."""
+    with np.load(str(files("lipaudit.data") / "assets" / "digits_test.npz")) as kept:
+        x, y = kept["x"], kept["y"]
+    audits = {}
+
+    def audited(rows, model="demo", plan=PLAN):
+        if (model, rows) not in audits:
+            data = x[list(rows)], y[list(rows)]
+            audits[model, rows] = lipaudit.audit(model, plan, data=data, samples=len(rows))
+        return audits[model, rows]
+
+    return audited
+
+
+@pytest.fixture(scope="module")
+def every_rule(audit):
+    """Every metric by two statistics, as far as they make sense for what is measured here."""
+    report = audit(BASE)
+    sensible = []
+    names = sorted(set(list_metrics()) - {"attack.seconds"})  # wall time is no figure of the model
+    for number, metric in enumerate(names):
+        limit = "+1pp" if metric.rpartition(".")[2] in FLAGS else "+1%"
+        stats = (STATS[(number + step) % len(STATS)] for step in (0, 1))
+        for text in (f"{metric}:{stat} <= {limit}" for stat in stats):
+            with suppress(UsageError):
+                judge(report, report, [parse_rule(text)])
+                sensible.append(parse_rule(text))
+    assert {rule.measure for rule in sensible} == {s.measure for s in report.sections}
+    return sensible
+
+
+def recomputed(verdict, report):
+    """Whether a report keeps what a figure is made of: values per sample, for each row."""
+    rule = parse_rule(verdict.rule)
+    how = layouts()[rule.measure].columns[rule.column].reduction if not rule.per_sample else None
+    kept = how and not how.per and how.values in report.section(rule.measure).arrays
+    return rule.per_sample or bool(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "of_whole_rows"),
+    [
+        ("a superset in another order", "unchanged", "not comparable"),
+        ("the same in another order", "unchanged", "unchanged"),
+        ("a subset", "not comparable", "not comparable"),
+        ("some of them and others", "not comparable", "not comparable"),
+    ],
+)
+def test_every_rule_finds_the_same_weights_unchanged(
+    audit, every_rule, name, status, of_whole_rows
+):
+    """The gate wants most samples of the baseline, and values per sample if there are more."""
+    other, statuses = audit(OTHER[name]), {True: set(), False: set()}
+    for verdict in judge(other, audit(BASE), every_rule).verdicts:
+        statuses[recomputed(verdict, other)].add(verdict.status)
+    assert statuses == {True: {status}, False: {of_whole_rows}}
+    assert judge(other, audit(BASE)).exit_code == (0 if status == "unchanged" else 5)
+
+
+def test_a_baseline_keeps_all_that_other_samples_need(audit, every_rule):
+    more = audit(OTHER["a superset in another order"])
+    whole, slim = (
+        judge(more, old, every_rule) for old in (audit(BASE), promote(audit(BASE), "new"))
+    )
+    assert slim.verdicts == whole.verdicts
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_comparison_finds_the_same_weights_unchanged(audit, name):
+    reports = audit(BASE), audit(OTHER[name])
+    for pair in (compare(reports).pairs[0], compare(reports[::-1]).pairs[0]):
+        compared = {v.metric.rpartition(":")[0]: v.status for v in pair.verdicts if not v.reason}
+        assert set(compared.values()) == {"unchanged"}
+        measured = {name for name in layouts() if name.partition(".")[0] in PLAN}
+        assert {metric.rpartition(".")[0] for metric in compared} >= measured
+        assert pair.heads
+        assert all(abs(head.change) < 1e-4 and not head.stands for head in pair.heads)
+
+
+def test_another_model_is_judged_as_if_measured_on_the_shared_samples_only(audit):
+    name = "some of them and others"
+    shared = tuple(i for i in BASE if i in OTHER[name])
+    plan = {measure: options for measure, options in PLAN.items() if measure != "attack"}
+    exactly = compare([audit(shared), audit(shared, "demo:jasmin", plan)]).pairs[0]
+    partly = compare([audit(BASE), audit(OTHER[name], "demo:jasmin", plan)]).pairs[0]
+    expected = {(v.metric, v.name): v for v in exactly.verdicts}
+    assert expected.keys() == {(v.metric, v.name) for v in partly.verdicts}
+    assert {v.status for v in partly.verdicts} & {"improved", "regressed"}
+    for verdict in partly.verdicts:
+        alike = expected[verdict.metric, verdict.name]
+        assert verdict.status == alike.status
+        for name in ("old", "new", "paired", "low", "high"):
+            ours, theirs = getattr(verdict, name), getattr(alike, name)
+            assert ours == theirs or ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)

@@ -55,11 +55,6 @@ def test_median_p_is_the_sign_test(margin):
     assert judge_median(x).p(margin) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_tie_with_the_margin_does_not_count_against_the_model():
-    assert judge_median(np.full(64, 0.1)).p(0.1) == 1.0
-    assert judge_mean(np.full(64, 0.1)).p(0.1) == 1.0
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_mean_limits_and_p_are_students(level):
     x = np.random.default_rng(4).normal(0.3, 1.0, 8)
@@ -97,6 +92,8 @@ def test_changes_without_a_spread_leave_no_doubt_but_one_sample_proves_nothing(c
     evidence = judge_mean(np.array(changes))
     assert evidence.limits(0.01) == limits
     assert (evidence.p(0.2) == 0.0) == (limits[0] > 0.2)
+    # a tie with the margin does not count against the model
+    assert judge_median(np.full(64, 0.1)).p(0.1) == judge_mean(np.full(64, 0.1)).p(0.1) == 1.0
 
 
 def test_share_limits_agree_with_a_published_example():
@@ -132,6 +129,10 @@ def test_the_bootstrap_agrees_with_scipys():
     ).confidence_interval
     width = theirs.high - theirs.low
     assert ours == pytest.approx((theirs.low, theirs.high), abs=0.06 * width)
+    few = np.linspace(1, 2, LEAST["p95"] - 1)  # which prove nothing
+    evidence = judge_by_bootstrap(few, 10 * few, p95_change, LEAST["p95"])
+    assert evidence.limits(0.05) == (-math.inf, math.inf)
+    assert evidence.p(0.0) == 1.0
 
 
 SKEWED = math.exp(0.5)
@@ -157,13 +158,6 @@ def test_a_test_keeps_twice_its_level_at_the_margin(changes, n):
     assert np.mean([judge_mean(x).p(0.0) <= 0.05 for x in runs]) <= limit
     median = np.median(draw(np.random.default_rng(1), (200_000,))) - centre
     assert np.mean([judge_median(x).p(median) <= 0.05 for x in runs]) <= limit
-
-
-def test_the_bootstrap_proves_nothing_from_few_samples():
-    old = np.linspace(1, 2, LEAST["p95"] - 1)
-    evidence = judge_by_bootstrap(old, 10 * old, p95_change, LEAST["p95"])
-    assert evidence.limits(0.05) == (-math.inf, math.inf)
-    assert evidence.p(0.0) == 1.0
 
 
 EVIDENCE = {

@@ -1,13 +1,37 @@
+"""Reports made by hand out of figures per sample, and what most tests of the gate need."""
+
 import hashlib
 
 import numpy as np
-import pytest
 
+from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.measures.bounds import BOUNDS_TABLE
+from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.measures.jacobian import JACOBIAN_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
+from lipaudit.tables.trials import parse_radius
+
+NORMS = np.random.default_rng(0).lognormal(0.0, 0.5, 64)
+"""They spread over a factor of ten."""
+EXACT = np.random.default_rng(1).lognormal(0, 0.3, (12, 8))
+"""Of 6 layers of 2 heads at 8 samples."""
+
+
+def flags(ones, count=128):
+    """So many ones, and then zeros."""
+    return (np.arange(count) < ones).astype(int)
+
+
+def rules(*texts):
+    return tuple(map(parse_rule, texts))
+
+
+def with_samples(section, **columns):
+    """The section with other columns of samples, too."""
+    columns = {name: tuple(values) for name, values in columns.items()}
+    return section.model_copy(update={"samples": section.samples | columns})
 
 
 def sample_ids(count, start=0):
@@ -17,32 +41,24 @@ def sample_ids(count, start=0):
     )
 
 
-def make_jacobian(norms, *, ids=None, converged=None, **settings):
+def jacobian(norms=NORMS, *, ids=None, converged=None, **settings):
     norms = np.asarray(norms, dtype=float)
     finite = norms if norms.size else np.array([np.nan])
-    row = JACOBIAN_TABLE.row(
-        from_="pixels",
-        to="logits",
-        samples=norms.size,
-        mean=finite.mean(),
-        median=np.median(finite),
-        p95=np.quantile(finite, 0.95),
-        max=finite.max(),
-        converged=norms.size,
-    )
-    flags = [True] * norms.size if converged is None else converged
+    figures = {"mean": finite.mean(), "median": np.median(finite), "max": finite.max()}
+    figures |= {"p95": np.quantile(finite, 0.95), "samples": norms.size, "converged": norms.size}
+    row = JACOBIAN_TABLE.row(from_="pixels", to="logits", **figures)
     return layouts()["jacobian"].section(
         settings={"seed": 0, "tol": 1e-4, "norm": "2", **settings},
         rows=(row,),
         samples={
             "ids": sample_ids(norms.size) if ids is None else ids,
             "norm": tuple(norms.tolist()),
-            "converged": tuple(flags),
+            "converged": tuple([True] * norms.size if converged is None else converged),
         },
     )
 
 
-def make_bounds(exact, *, heads=2, ids=None, converged=True, **settings):
+def bounds(exact, *, heads=2, ids=None, converged=True, **settings):
     """A `bounds` section out of exact norms, (layers * heads, samples)."""
     exact = np.asarray(exact, dtype=float)
     rows = [
@@ -68,21 +84,19 @@ def make_bounds(exact, *, heads=2, ids=None, converged=True, **settings):
     )
 
 
-def make_attack(
-    robust, *, correct=None, eps=("2/255",), attacks=("apgd-ce",), norm="linf", **more
-):
+def attack(robust, *, correct=None, eps=("2/255",), attacks=("apgd-ce",), **more):
     """An `attack` section; `robust` holds one 0/1 list per eps (or one for all)."""
-    flags = np.atleast_2d(np.asarray(robust, dtype=int))
-    count = flags.shape[1]
+    lines = np.atleast_2d(np.asarray(robust, dtype=int))
+    count = lines.shape[1]
     columns, rows = {}, []
-    for text, line in zip(eps, flags, strict=True):
-        for attack in (*attacks, "worst"):
-            columns[f"robust@{attack},{norm},{text}"] = tuple(line.tolist())
+    for text, line in zip(eps, lines, strict=True):
+        for name in (*attacks, "worst"):
+            columns[f"robust@{name},linf,{text}"] = tuple(line.tolist())
             rows.append(
                 ATTACK_TABLE.row(
-                    attack=attack,
-                    norm=norm,
-                    eps=float(eval_fraction(text)),
+                    attack=name,
+                    norm="linf",
+                    eps=float(parse_radius(text)),
                     eps_text=text,
                     samples=count,
                     robust=float(line.mean()) if count else None,
@@ -94,20 +108,29 @@ def make_attack(
         rows=rows,
         samples={
             "ids": sample_ids(count),
-            "correct": tuple(
-                (np.ones(count, int) if correct is None else np.asarray(correct)).tolist()
-            ),
+            "correct": tuple(np.asarray([1] * count if correct is None else correct).tolist()),
             **columns,
         },
     )
 
 
-def eval_fraction(text):
-    top, _, bottom = text.partition("/")
-    return float(top) / float(bottom or 1)
+def certify(verdicts):
+    """A `certify` section of one ball."""
+    row = CERTIFY_TABLE.row(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
+    return layouts()["certify"].section(
+        settings={"seed": 0},
+        rows=(row,),
+        samples={
+            "ids": sample_ids(len(verdicts)),
+            "correct": tuple(int(v != "wrong") for v in verdicts),
+            "verdict@linf,0.01": tuple(verdicts),
+            "robust@linf,0.01": tuple(int(v in ("certified", "undecided")) for v in verdicts),
+            "certified@linf,0.01": tuple(int(v == "certified") for v in verdicts),
+        },
+    )
 
 
-def make_report(*sections, weights="a", spec="demo", status="complete", **run):
+def report(*sections, weights="a", spec="demo", status="complete", **run):
     """A report out of sections."""
     values = {
         "lipaudit": "0.1.0",
@@ -130,32 +153,6 @@ def make_report(*sections, weights="a", spec="demo", status="complete", **run):
     return Report(status=status, run=Run(**values | run), sections=sections)
 
 
-@pytest.fixture
-def jacobian():
-    return make_jacobian
-
-
-@pytest.fixture
-def bounds():
-    return make_bounds
-
-
-@pytest.fixture
-def attack():
-    return make_attack
-
-
-@pytest.fixture
-def report():
-    return make_report
-
-
-@pytest.fixture
-def ids():
-    return sample_ids
-
-
-@pytest.fixture
-def norms():
-    """Norms of 64 samples that spread over a factor of ten."""
-    return np.random.default_rng(0).lognormal(0.0, 0.5, 64)
+def new(*sections, **run):
+    """A report of other weights than the baseline's."""
+    return report(*sections, **{"weights": "b"} | run)

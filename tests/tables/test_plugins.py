@@ -1,23 +1,51 @@
-"""Entry points of packages made on the spot."""
+"""Packages of others: what they add, and that what cannot be used is refused by its package."""
 
+import json
+import os
+import re
+import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import lipaudit
+from lipaudit.cli.tools import list_explanations
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
+from lipaudit.report.topics import list_topics
 from lipaudit.tables.plugins import entries
-from tests.strangers import registry as registry
+from lipaudit.theory.bounds.record import load_bounds
+from tests.commands import invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "tests/plugins"
 GROUP = "lipaudit.numbers"
 
 
+@contextmanager
+def installed(folder):
+    """Have the packages in a folder beside those that are installed."""
+    cached = (load_bounds, load_measures, list_explanations, list_topics)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for function in cached:
+            function.cache_clear()
+        yield
+    for function in cached:
+        function.cache_clear()
+
+
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Write packages whose module has `value = ...`, and put them on the path."""
+def install(tmp_path):
+    """Write packages of a module each, and have them installed."""
 
     def add(package, entry, source="value = 7", target="value", group=GROUP):
-        module = f"{package.replace('-', '_')}_of_numbers"
+        module = f"{package.replace('-', '_')}_of_strangers"
         (tmp_path / f"{module}.py").write_text(source)
         info = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
@@ -25,14 +53,17 @@ def install(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
         sys.modules.pop(module, None)
 
-    monkeypatch.syspath_prepend(tmp_path)
-    return add
+    with installed(tmp_path):
+        yield add
 
 
 def test_the_objects_come_by_their_names_in_order(install):
     install("one", "seven")
     install("two", "eight", "value = 8")
     assert list(entries(GROUP, int).items()) == [("eight", 8), ("seven", 7)]
+    install("other-numbers", "seven")
+    with pytest.raises(UsageError, match="has a name that is in use already"):
+        entries(GROUP, int)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +83,6 @@ def test_what_cannot_be_used_is_refused_by_the_name_of_its_package(install, how,
     assert "bad-numbers" in caught.value.advice
 
 
-def test_a_name_of_another_plugin_is_refused(install):
-    install("numbers", "seven")
-    install("other-numbers", "seven")
-    with pytest.raises(UsageError, match="numbers has a name that is in use already"):
-        entries(GROUP, int)
-
-
 MEASURE = """
 from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.tables.report import Display, Layout
@@ -69,7 +93,6 @@ value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **f
 """
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("sections", "drawings", "reason"),
     [
@@ -85,7 +108,6 @@ def test_a_measure_with_strange_sections_or_drawings_is_refused(
 ):
     source = MEASURE.format(sections=sections, drawings=drawings)
     install("heat-of-heads", "heat", source, group="lipaudit.measures")
-    load_measures.cache_clear()
     if not reason:
         assert "heat.more" in layouts()
         return
@@ -93,3 +115,116 @@ def test_a_measure_with_strange_sections_or_drawings_is_refused(
         layouts()
     assert reason in caught.value.message
     assert not drawings or "tightness, bounds, attention" in caught.value.message
+
+
+BOUND = """
+from lipaudit.theory.bounds.record import Bound
+words = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
+def low(known): return 1e-6 * known.p_norm
+value = Bound(name={name!r}, **words, {compute})
+"""
+
+
+def test_a_bound_below_the_norm_ends_the_run_by_its_name(install):
+    source = BOUND.format(name="strange", compute="compute=low")
+    install("strange-bounds", "strange", source, group="lipaudit.bounds")
+    said = refuse(3, "strange of head 0.0 (blocks.0.attn) is", "bounds", "demo", "-n", 2, "-q")
+    assert "below the exact norm" in said
+    assert "a bug in strange_bounds_of_strangers:low. Report it to its authors" in said
+    assert "bug in lipaudit" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "entry", "says"),
+    [
+        ("exact", "compute=low", "exact", "has a name that is in use already"),
+        ("castin", "compute=low", "castin", "has a name that is in use already"),
+        ("strange", "", "strange", "missing 1 required keyword-only argument: 'compute'"),
+        ("strange", "compute=no_such", "strange", "name 'no_such' is not defined"),
+        ("strange", "compute=low", "other", "is called 'strange' in its record"),
+        ("log10_castin", "compute=low", "log10_castin", "in use already"),
+        ("log10_x", "compute=low", "log10_x", "not a valid name of a bound"),
+    ],
+)
+def test_a_bound_that_cannot_be_used_is_refused_by_its_package(
+    install, name, compute, entry, says
+):
+    source = BOUND.format(name=name, compute=compute)
+    install("strange-bounds", entry, source, group="lipaudit.bounds")
+    assert "strange-bounds" in refuse(2, says, "explain", "sharp")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, blank_charts):
+    """Reports of `bounds demo`, with the bound of the example."""
+    folder = tmp_path_factory.mktemp("measured")
+    outputs = [f"-o{folder / name}" for name in ("a.json", "a.html", "a.md")]
+    with installed(EXAMPLE):
+        printed = invoke("bounds", "demo", "-n", 2, "-q", *outputs).stdout
+    (folder / "a.txt").write_text(printed, encoding="utf-8")
+    return folder
+
+
+def test_the_bound_of_the_example_is_in_every_format_above_the_exact_norm(measured):
+    rows = json.loads((measured / "a.json").read_text())["sections"][0]["rows"]
+    assert all(row["frobenius"] > row["exact"] for row in rows)
+    names = list(rows[0])
+    assert names.index("frobenius") == names.index("hu") + 1
+    assert names.index("log10_frobenius") == names.index("log10_hu") + 1
+    for name in ("a.txt", "a.md", "a.html"):
+        text = (measured / name).read_text(encoding="utf-8")
+        assert text.count("Frobenius") >= 3  # multiples of exact, tightness, picture
+
+
+def test_it_is_on_bare_tensors_explained_compared_gated_and_followed(measured, tmp_path):
+    rng, both = np.random.default_rng(0), (measured / "a.json",) * 2
+    gate = ("gate", both[0], "-b", both[1], "--fail-on")
+    with installed(EXAMPLE):
+        for scale in (0.0, 1e-3, 1.0, 30.0):  # uniform attention to one-hot
+            x, (wq, wk, wv) = rng.normal(size=(2, 5, 4)), scale * rng.normal(size=(3, 2, 4, 3))
+            bound = lipaudit.bounds.frobenius(x, wq, wk, wv)
+            assert (lipaudit.bounds.exact(x, wq, wk, wv) <= bound * (1 + 1e-6) + 1e-12).all()
+        said = invoke("explain", "frobenius").stdout
+        assert "||K W_Q^T||_F" in said
+        assert "Proven upper bound, at the samples X only" in said
+        compared = invoke("compare", *both, "-f", "json", "-q").stdout
+        assert '"metric": "bounds.frobenius:median"' in compared
+        assert "Frobenius" in invoke("report", *both, "-f", "markdown", "-q").stdout
+        invoke(*gate, "bounds.frobenius:each <= +5%")
+        broken = invoke(*gate, "bounds.frobenius:each <= 1e-3", code=1).stdout
+        assert "regressed: bounds.frobenius:each <= 1e-3" in broken
+        scaling = ("scaling", "demo", "-n", 1, "--mode", "real", "-q", "-f", "json")
+        sections = json.loads(invoke(*scaling).stdout)["sections"]
+    layers = [row for row in sections[0]["rows"] if row["layer"] is not None]
+    assert layers
+    assert all(row["bound_frobenius"] > row["norm"] for row in layers)
+    assert any(row["frobenius_exponent"] for row in sections[1]["rows"])
+
+
+def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):
+    done = invoke("report", measured / "a.json", "-f", "markdown", "-oagain.json")
+    assert done.stdout.count("Frobenius") >= 3
+    paths = measured / "a.json", tmp_path / "again.json"
+    before, after = (json.loads(path.read_text())["sections"] for path in paths)
+    assert after == before
+
+
+def test_reading_a_report_needs_no_torch(measured):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lipaudit import report, schema\n"
+        f"page = report.render(schema.load(Path({str(measured / 'a.json')!r})), 'markdown')\n"
+        "assert b'Frobenius' in page\nassert 'torch' not in sys.modules\n"
+        "assert 'lipaudit_example.bounds' in sys.modules"
+    )
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLE}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_guide_quotes_the_example():
+    guide = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    files = [*EXAMPLE.rglob("*.py"), *EXAMPLE.rglob("entry_points.txt")]
+    example = "".join(path.read_text(encoding="utf-8") for path in files)
+    quoted = re.findall(r"```\w+\n(.*?)```", guide, re.DOTALL)
+    assert len(quoted) >= 3
+    assert [block for block in quoted if block not in example] == []

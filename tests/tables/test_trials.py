@@ -40,10 +40,7 @@ def test_what_is_no_radius_is_named(text):
     assert "2/255" in caught.value.advice
 
 
-def key(text="pgd,linf,2/255"):
-    return TrialKey.parse(text)
-
-
+KEY = TrialKey.parse("pgd,linf,2/255")
 NAMES = st.from_regex(r"[a-z][a-z0-9-]*", fullmatch=True)
 SPELLINGS = st.sampled_from(["0", "0.1", ".5", "2/255", "1.1/255", "1e-3", "8 / 255"])
 
@@ -66,8 +63,9 @@ def test_a_column_of_no_trial_keeps_its_name(name):
 
 
 def test_trials_are_equal_whatever_the_spelling_of_the_radius():
-    assert key("pgd,linf,0.5") == key("pgd,linf,1/2")
-    assert len({key("pgd,linf,0.5"), key("pgd,linf,1/2"), key("pgd,linf,0.25")}) == 2
+    half, same, other = (TrialKey.parse(f"pgd,linf,{eps}") for eps in ("0.5", "1/2", "0.25"))
+    assert half == same
+    assert len({half, same, other}) == 2
 
 
 @pytest.mark.parametrize(
@@ -78,34 +76,22 @@ def test_trials_are_equal_whatever_the_spelling_of_the_radius():
     ],
 )
 def test_words_that_name_a_trial_or_another(words, named):
-    assert {key().matches(word) for word in words.split()} == {named}
-    assert not key().matches("")
+    assert {KEY.matches(word) for word in (*words.split(), *[""] * (not named))} == {named}
 
 
-def test_the_row_of_a_trial_knows_it():
+def test_rows_and_columns_know_their_trial():
     row = ATTACK_TABLE.row(attack="pgd", norm="linf", eps=2 / 255, eps_text="2/255")
-    assert row.key == key()
+    assert row.key == KEY
     old = ATTACK_TABLE.row(attack="pgd", norm="linf", eps=2 / 255)
     assert str(old.key) == "pgd,linf,0.007843"
-
-
-def test_the_column_of_a_trial_reads_as_its_kind():
     section, unknown = layouts()["attack"].section(), "speed@pgd,linf,2/255"
     assert section.sample_column("robust@pgd,linf,2/255").label == "robust"
     assert section.sample_column(unknown) == Column(unknown, "")
-
-
-def test_a_ball_is_a_trial_without_an_attack():
-    ball = TrialKey("", "linf", parse_radius("2/255"))
+    ball = TrialKey("", "linf", parse_radius("2/255"))  # a trial without an attack
     assert str(ball) == "linf,2/255"
     assert parse_column(ball.column("certified")) == ("certified", ball)
     matched = {word: ball.matches(word) for word in ("linf", "eps=2/255", "pgd")}
     assert matched == {"linf": True, "eps=2/255": True, "pgd": False}
-
-
-@pytest.mark.parametrize(
-    ("norm", "eps", "said"),
-    [("linf", "2/255", "linf 2/255"), ("words", "2", "2 words"), ("words", "1", "1 word")],
-)
-def test_a_ball_is_named_as_people_say_it(norm, eps, said):
-    assert TrialKey("pgd", norm, parse_radius(eps)).ball == said
+    for norm, eps, said in (("linf", "2/255", "linf 2/255"), ("words", "2", "2 words"),
+                            ("words", "1", "1 word")):  # fmt: skip
+        assert TrialKey("pgd", norm, parse_radius(eps)).ball == said

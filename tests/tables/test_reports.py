@@ -1,4 +1,4 @@
-"""Reports as JSON: their summary, and files of earlier versions."""
+"""Reports as JSON: their summary, contradictions in them, and files of earlier versions."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,10 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import InputError
-from lipaudit.tables.summary import summary
+from lipaudit.measures import layouts
+from lipaudit.tables import Report
+from lipaudit.tables.summary import contradictions, summary
+from tests.gate import cases
 
 OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))
 """Reports as version 1.1 wrote them: of every measure, of plug-ins, and shards."""
@@ -82,3 +85,62 @@ def test_the_schema_describes_columns_and_the_summary():
     names = described["$defs"]["Summary"]["properties"]
     assert {"warnings", "accuracy", "norms", "heads", "fragile", "bounds"} <= names.keys()
     assert {"Accuracy", "Tightness"} <= described["$defs"].keys()
+
+
+IDS = ("aa", "bb")
+
+
+def make_report(attack, certify, norm) -> Report:
+    attacked = layouts()["attack"].section(samples={"ids": IDS, **attack})
+    settings, samples = {"norm": norm}, {"ids": IDS, **certify}
+    proven = layouts()["certify"].section(settings=settings, samples=samples)
+    return cases.report(attacked, proven)
+
+
+CERTIFIED = {"certified@linf,4/255": (1, 0)}
+BROKEN = {"correct": (1, 1), "robust@pgd,linf,4/255": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("attack", "certify", "norm"),
+    [
+        (BROKEN, CERTIFIED, "linf"),
+        ({"robust@pgd,linf,2/255": (0, 0)}, CERTIFIED, "linf"),
+        # nearer than the trial allowed
+        ({"robust@pgd,linf,1": (0, 0), "distance@pgd,linf,1": (0.01, 1.0)}, CERTIFIED, "linf"),
+        # linf <= l2
+        ({"robust@pgd,l2,4/255": (0, 0)}, CERTIFIED, "linf"),
+        (BROKEN, {"radius": (0.02, 0.01)}, "linf"),
+        ({}, {"radius": (0.02, None), "radius_adversarial": (0.015, 0.01)}, "l2"),
+        ({}, CERTIFIED | {"robust@linf,2/255": (0, 1)}, "linf"),
+    ],
+)
+def test_a_sample_is_not_both_certified_and_broken(attack, certify, norm):
+    report = make_report(attack, certify, norm)
+    (pair,) = contradictions(report)
+    first = summary(report).warnings[0]
+    assert (first.level, first.code, pair.sample) == ("warning", "contradiction", "aa")
+    assert first.text.startswith(
+        f"a contradiction: sample aa is certified in {pair.certified.ball}"
+    )
+    assert "(such samples: 1)" in first.text
+    if (attack, certify) == (BROKEN, CERTIFIED):
+        assert (str(pair.certified), str(pair.attack)) == ("linf,4/255", "pgd,linf,4/255")
+
+
+@pytest.mark.parametrize(
+    ("attack", "certify", "norm"),
+    [
+        (BROKEN, {"certified@linf,2/255": (1, 1)}, "linf"),
+        (BROKEN | {"correct": (0, 1)}, CERTIFIED, "linf"),
+        ({"robust@pgd,linf,4/255": (1, 0)}, CERTIFIED, "linf"),
+        # 4/255 in linf may be farther in l2
+        ({"robust@pgd,linf,4/255": (0, 0)}, {"certified@l2,4/255": (1, 1)}, "linf"),
+        ({"robust@pgd,linf,4/255": (0, 0)}, {"radius": (0.02, 0.02)}, "l2"),
+        ({"robust@words,words,1": (0, 0)}, {"radius": (2.0, 2.0)}, "linf"),
+        (BROKEN, {"radius": (0.0, None), "radius_adversarial": (0.01, None)}, "linf"),
+    ],
+)
+def test_what_is_broken_outside_of_what_is_certified_is_no_contradiction(attack, certify, norm):
+    report = make_report(attack, certify, norm)
+    assert (contradictions(report), summary(report).warnings) == ([], ())

@@ -55,14 +55,11 @@ def test_picture_is_an_element_of_its_page(block):
     assert charts.INK not in element
     assert "currentColor" in element
     assert describe(block).startswith(f"{block.title}: ")
-
-
-def test_settings_of_the_caller_come_back():
-    with mpl.rc_context({"font.size": 31.0, "axes.facecolor": "red"}):
-        before = dict(mpl.rcParams)
-        element = draw_svg(BLOCKS[3])
-        assert dict(mpl.rcParams) == before
-    assert element == draw_svg(BLOCKS[3])
+    if block is BLOCKS[3]:  # settings of the caller come back, and change nothing
+        with mpl.rc_context({"font.size": 31.0, "axes.facecolor": "red"}):
+            before = dict(mpl.rcParams)
+            assert element == draw_svg(block)
+            assert dict(mpl.rcParams) == before
 
 
 def tips(element: str) -> list[tuple[str, dict[str, float]]]:
@@ -138,8 +135,9 @@ def read_ticks(element: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("log", [True, False])
-@pytest.mark.parametrize("low", [1e-9, 1234.5])
-@pytest.mark.parametrize("factor", [1, 1.0001, 9, 1e12])
+@pytest.mark.parametrize(
+    ("low", "factor"), [(1e-9, 1), (1e-9, 1e12), (1234.5, 1), (1234.5, 1.0001), (1234.5, 9)]
+)
 def test_every_axis_has_two_ticks_that_say_where_they_are(low, factor, log):
     """The heights of two points, which are known, say where a figure belongs."""
     points = Series("a", (1.0, 2.0), (low, low * factor))

@@ -1,16 +1,24 @@
-"""The page of a comparison: what it says first, and where each figure is found."""
+"""The pages of several reports: what changed first, and who is best."""
 
 import csv
 import io
+import math
 
 import numpy as np
 import pytest
 
-from lipaudit.gate import compare
-from lipaudit.report import of_comparison, render, terminal
+from lipaudit.gate import compare, judge, rank
+from lipaudit.gate.rules import Verdict
+from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Heatmap, Table
-from lipaudit.tables import Array
-from tests.report.conftest import find_chapter, rename
+from lipaudit.report.judgements import describe_ranking, tabulate_ranking
+from lipaudit.report.opening import list_figures
+from lipaudit.tables import Note
+from tests.gate import cases
+from tests.gate.cases import flags
+from tests.report.conftest import find_chapter, keep, rename, swap
+
+pytestmark = pytest.mark.usefixtures("blank_charts")
 
 HEADS = 12
 RNG = np.random.default_rng(20)
@@ -18,51 +26,40 @@ NORMS = RNG.lognormal(2, 0.4, 64)
 EXACT = RNG.lognormal(0, 0.4, (HEADS, 8))
 
 
-@pytest.fixture
-def before(report):
+def measured(exact, norms, robust, **run):
     """A model whose samples and heads are measured one by one."""
-    return measured(report, EXACT, NORMS, np.r_[np.ones(30, int), np.zeros(34, int)])
+    heads = cases.bounds(exact, heads=4)
+    heads = heads.model_copy(update={"arrays": {"exact": heads.arrays["exact"]}})
+    attacked = cases.attack(robust, eps=("0.1",))
+    places = {"ids": cases.sample_ids(64), "place": tuple(f"index {i}" for i in range(64))}
+    whole = cases.report(heads, cases.jacobian(norms), attacked, **run)
+    return whole.model_copy(update={"samples": places})
 
 
-@pytest.fixture
-def after(report):
+@pytest.fixture(scope="module")
+def before():
+    return measured(EXACT, NORMS, flags(30, 64))
+
+
+@pytest.fixture(scope="module")
+def after():
     """Half of all norms, one louder head, three samples broken and ten mended."""
     louder = EXACT * np.exp(np.random.default_rng(21).normal(0, 0.01, EXACT.shape))
     louder[5] *= 10
-    robust = np.r_[np.zeros(3, int), np.ones(37, int), np.zeros(24, int)]
-    changed = measured(report, louder, NORMS / 2, robust)
-    return rename(changed, spec="new", weights_sha256="f" * 64)
+    robust = flags(40, 64) - flags(3, 64)
+    return measured(louder, NORMS / 2, robust, spec="new", weights="f")
 
 
-def measured(report, exact, norms, robust):
-    names, medians = tuple(f"{i:016x}" for i in range(64)), np.median(exact, 1).tolist()
-    bounds, jacobian, attack = map(report.section, ("bounds", "jacobian", "attack"))
-    heads = (
-        row.replace(exact=middle, converged=True)
-        for row, middle in zip(bounds.rows, medians, strict=True)
-    )
-    models = (row.replace(converged=64) for row in jacobian.rows)
-    figures = (
-        {"exact_max": exact.max(0)},
-        {"norm": norms},
-        {"correct": np.ones(64, int), "robust@worst,linf,0.1": robust},
-    )
-    sections = []
-    for section, rows, values in zip(
-        (bounds, jacobian, attack), (heads, models, ()), figures, strict=True
-    ):
-        samples = {name: tuple(each.tolist()) for name, each in values.items()}
-        ids = {"ids": names[: max(map(len, samples.values()))]}
-        arrays = {"exact": Array.of(exact)} if section is bounds else {}
-        update = {"rows": tuple(rows), "samples": ids | samples, "arrays": arrays}
-        sections.append(section.model_copy(update=update))
-    places = {"ids": names, "place": tuple(f"index {i}" for i in range(64))}
-    return report.model_copy(update={"sections": tuple(sections), "samples": places})
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def subject(before, after):
     return of_comparison(compare([before, after]), [before, after])
+
+
+def show_pair(reports, **update):
+    """The page of two reports of which the comparison found something else."""
+    found = compare(reports)
+    pair = found.pairs[0].model_copy(update=update)
+    return of_comparison(found.model_copy(update={"pairs": (pair,)}), reports).page()
 
 
 def blocks(page, name, kind):
@@ -121,36 +118,29 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
     became = "attack.robust@worst,linf,0.1: yes → no"
-    assert first[:3] == (f"{worst:016x}"[:12], f"index {worst}", became)
+    assert first[:3] == (cases.sample_ids(64)[worst][:12], f"index {worst}", became)
     assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
     assert last[2] == "attack.robust@worst,linf,0.1: no → yes"
     assert len(flipped.rows) == 13
 
 
 def test_metrics_of_one_heading_keep_their_columns(before, after):
-    found = compare([before, after])
+    (pair,) = compare([before, after]).pairs
     figures = {"x.score": (1.0, 2.0), "y.score": (30.0, 40.0)}
-    samples = [sample.model_copy(update={"figures": figures}) for sample in found.pairs[0].samples]
+    samples = [sample.model_copy(update={"figures": figures}) for sample in pair.samples]
     heads = [
         head.model_copy(update={"metric": f"{name}:each", "old": old, "new": new})
         for name, (old, new) in figures.items()
-        for head in found.pairs[0].heads[:HEADS]
+        for head in pair.heads[:HEADS]
     ]
-    pair = found.pairs[0].model_copy(update={"samples": tuple(samples), "heads": tuple(heads)})
-    found = found.model_copy(update={"pairs": (pair,)})
-    page = of_comparison(found, [before, after]).page()
+    page = show_pair([before, after], samples=tuple(samples), heads=tuple(heads))
     for name in ("samples", "heads"):
         (table,) = blocks(page, name, Table)
         assert [column.label for column in table.columns[-4:]] == ["score, old", "score, new"] * 2
         assert {row[-4:] for row in table.rows} == {(1.0, 2.0, 30.0, 40.0)}
-
-
-def test_heads_without_a_known_change_leave_no_table(before, after):
-    found = compare([before, after])
-    unknown = {"change": None, "paired": None, "new": None}
-    heads = [head.model_copy(update=unknown) for head in found.pairs[0].heads]
-    pair = found.pairs[0].model_copy(update={"heads": tuple(heads)})
-    page = of_comparison(found.model_copy(update={"pairs": (pair,)}), [before, after]).page()
+    unknown = {"change": None, "paired": None, "new": None}  # leaves no table
+    heads = tuple(head.model_copy(update=unknown) for head in pair.heads)
+    page = show_pair([before, after], heads=heads)
     assert not blocks(page, "heads", Table)
     assert terminal.render(page, width=80)
 
@@ -171,9 +161,7 @@ def test_warnings_stand_first_and_say_what_could_not_be_compared(before, after):
     jacobian = after.section("jacobian")
     loose = jacobian.model_copy(update={"settings": {**jacobian.settings, "tol": 0.1}})
     run = after.run.model_copy(update={"dtype": "float64"})
-    changed = after.model_copy(
-        update={"run": run, "sections": (after.section("bounds"), loose, after.section("attack"))}
-    )
+    changed = swap(after, loose).model_copy(update={"run": run})
     page = of_comparison(compare([before, changed]), [before, changed]).page()
     shown = warnings(page)
     assert any("dtype: float32 became float64" in text for text in shown)
@@ -195,6 +183,7 @@ def test_csv_has_a_row_for_every_sample(subject):
 
 
 def test_every_other_report_stands_against_the_first(before, after):
+    """And equal ones have nothing to tell."""
     third = rename(after, spec="third", weights_sha256="e" * 64)
     reports = [before, after, third]
     page = of_comparison(compare(reports), reports).page()
@@ -202,10 +191,133 @@ def test_every_other_report_stands_against_the_first(before, after):
     assert names == [f"{part}-{i}" for i in (1, 2) for part in ("change", "samples", "heads")]
     for number in (1, 2):
         assert "jacobian.norm:median" in figures(page, f"change-{number}")
-
-
-def test_equal_reports_have_nothing_to_tell(before):
     page = of_comparison(compare([before, before]), [before, before]).page()
     assert {row["verdict"] for row in figures(page).values()} == {"unchanged"}
     assert any("both reports are of the same weights" in text for text in warnings(page))
     assert "0 of 12 changes are proven" in find_chapter(page, "heads").blocks[0].text
+
+
+BEHIND = Verdict(
+    rule="attack.robust", metric="attack.robust:mean", status="regressed", samples=24,
+    paired=-0.25, low=-0.4, high=-0.125, unit="pp", p=1e-3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranking(report, other):
+    first, second = rank([report, other]).models
+    second = second.model_copy(update={"outcome": "not distinguishable from the best"})
+    third = second.model_copy(
+        update={"model": "third", "outcome": "behind the best", "difference": BEHIND, "rank": 3}
+    )
+    models = first, second, third
+    return rank([report, other]).model_copy(update={"models": models, "compared": 2})
+
+
+def columns(ranking, reports) -> dict[str, list[object]]:
+    """Return the cells of the table of models, by the heading of the column."""
+    block = tabulate_ranking(ranking, reports)
+    cells = zip(*block.rows, strict=True)
+    return {c.label: list(each) for c, each in zip(block.columns, cells, strict=True)}
+
+
+def test_the_outcome_is_said_in_words(ranking, report):
+    first, second, _ = (model.model for model in ranking.models)
+    assert describe_ranking(ranking) == (
+        f"Best: {first}. Not distinguishable from the best: {second}. Behind the best: third."
+    )
+    apart = keep(report, report.section("attack"))
+    ids = {"ids": tuple(f"{i:03x}" for i in range(24))}
+    section = apart.sections[0].model_copy(update={"samples": apart.sections[0].samples | ids})
+    said = describe_ranking(rank([apart, keep(apart, section)]))
+    assert said.startswith("Not comparable: A: ")
+    assert said.endswith("samples are in the current report).")
+
+
+def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, other):
+    ranking = rank([report, other])
+    shown = columns(ranking, [report, other])
+    assert shown["model"] == [model.model for model in ranking.models]
+    assert (shown["rank"], shown["difference"]) == ([1, 1], [None, "+0pp"])
+    lines = {line.label: line.value for line in list_figures(report)}
+    assert {label: values[0] for label, values in shown.items() if label in lines} == lines
+    steepest = shown["steepest attention head, ‖J‖"]
+    assert steepest[0] == 2 * steepest[1]
+    best, second = ranking.models
+    endless = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
+    texts = (BEHIND, "-25pp (-40pp to -12.5pp)"), (endless, "-25% (no finite limits)")
+    for change, text in texts:
+        behind = second.model_copy(update={"difference": change})
+        changed = ranking.model_copy(update={"models": (best, behind)})
+        assert columns(changed, [report, other])["difference"] == [None, text]
+
+
+def test_in_the_order_given_or_without_a_common_figure_no_report_is_ranked(report, other):
+    ranked = [model.model for model in rank([report, other]).models]
+    back = [other, report] if ranked[0] == report.run.model.spec else [report, other]
+    specs = [each.run.model.spec for each in back]
+    kept = rank(back, "order")
+    assert [model.model for model in kept.models] == specs != ranked
+    assert {model.rank for model in kept.models} == {None}
+    page = render(of_reports(*back, by="order"), "table").decode()
+    assert "The models, in order" in page
+    assert "Which model is" not in page
+    heads = [keep(each, each.section("bounds")) for each in back]
+    (block,) = find_chapter(of_reports(*heads).page(), "ranking").blocks
+    assert [row[0] for row in block.rows] == specs
+
+
+PAGES = ("table", "markdown", "html")
+RANDOM = Note(level="warning", code="random-weights", text="the weights are random numbers")
+FEWER = Note(level="info", code="fewer-samples", text="only a handful of samples were there")
+STUCK = Note(level="warning", code="not-converged", text="seven norms are lower estimates")
+
+
+@pytest.fixture
+def spoiled(report):
+    """A report whose every measure is of random weights, and whose heads did not converge."""
+
+    def noted(section):
+        if "." in section.measure:
+            return section
+        own = (STUCK,) if section.measure == "bounds" else ()
+        return section.model_copy(update={"notes": (RANDOM, FEWER, *section.notes, *own)})
+
+    return keep(report, *tuple(map(noted, report.sections)))
+
+
+@pytest.mark.parametrize("format", PAGES)
+def test_what_is_said_of_all_measures_is_said_once_above_them(spoiled, format):
+    text = render(of_reports(spoiled), format).decode().rpartition("</nav>")[2]  # its contents
+    for note in (RANDOM, FEWER, STUCK):
+        assert text.count(note.text) == 1
+        assert 0 < text.find(note.text) < text.find("clean accuracy")
+    alone = render(keep(spoiled, spoiled.section("attack")), format).decode()
+    assert alone.count(RANDOM.text) == 1
+    assert 0 < alone.find(RANDOM.text) < alone.find("clean accuracy")
+
+
+@pytest.mark.parametrize("format", ["text", *PAGES])
+def test_warnings_stand_above_what_they_spoil(spoiled, report, format):
+    """Above reports side by side, above what changed, and above the verdicts."""
+    judgement = of_judgement(judge(spoiled, report))
+    text = render(judgement, format).decode()
+    assert all(RANDOM.text in render(judgement, name).decode() for name in ("json", "junit"))
+    assert 0 < text.find(RANDOM.text) < text.find("jacobian.norm:median")
+    pair = [keep(each, *map(each.section, ("bounds", "jacobian"))) for each in (report, spoiled)]
+    for subject in (of_reports(*pair), of_comparison(compare(pair), pair)):
+        if format in PAGES:
+            text = render(subject, format).decode().rpartition("</nav>")[2]
+            assert 0 < text.find(RANDOM.text) < text.find("What do the words mean")
+
+
+def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report):
+    attention = report.section("attention").model_copy(update={"settings": {"k": 3}})
+    layers = report.section("bounds.layers")
+    other = keep(report, layers, attention)
+    text = render(of_comparison(compare([report, other]), [report, other]), "table").decode()
+    words = " ".join(text.split())
+    metrics = ", ".join(f"attention.{n}:median" for n in ("g1", "softmax_norm", "intermediate"))
+    assert words.count(f"gamma 0.1 became unset; k 10 became 3: {metrics}") == 1
+    for measure in ("bounds", "bounds.ball", "jacobian", "attack", "certify"):
+        assert f"has it: {measure} " in words

@@ -1,19 +1,32 @@
-"""What holds for every format, and what the chapters of sections show."""
+"""What holds for every format, what chapters show, their notes, cells and every word of them."""
 
 import json
+import math
+import os
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from lipaudit import schema
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.measures import layouts
-from lipaudit.report import RENDERERS, of_comparison, of_judgement, of_reports, render
-from lipaudit.report.blocks import Curve, Heatmap, Histogram, Table
-from lipaudit.report.sections import DRAWINGS, show_section
-from lipaudit.tables import model_labels
-from lipaudit.tables.report import Drawing
+from lipaudit.report import (
+    RENDERERS,
+    cells,
+    of_comparison,
+    of_judgement,
+    of_reports,
+    render,
+    terminal,
+)
+from lipaudit.report.blocks import Curve, Heatmap, Histogram, Passage, Table
+from lipaudit.report.charts import draw_svg
+from lipaudit.report.sections import DRAWINGS, draw_attention, show_section
+from lipaudit.tables import Array, Column, Section, model_labels
+from lipaudit.tables.report import Attended, Drawing
 from tests.report.conftest import find_chapter, keep, show
 
 
@@ -34,22 +47,25 @@ def results(report, other, blank_report):
     }
 
 
+SHOWN = ["table", "json", "html", "markdown", "latex", "csv"]
+"""What a report can be shown in."""
 KINDS = ["measured", "without values", "without rows", "side by side"]
 KINDS += ["ranked", "compared", "judged"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RENDERERS)
-def test_every_result_in_every_format(results, kind, name, monkeypatch):
+def test_every_result_in_every_format(results, page, kind, name, monkeypatch):
     if kind not in ("measured", "without values"):  # only the charts of these are drawn
         monkeypatch.setattr("lipaudit.report.html.draw_svg", lambda _block: "")
     result, words = results[kind]
     format = RENDERERS[name]
     if format.takes not in result.forms:
-        with pytest.raises(UsageError, match="not possible here"):
+        with pytest.raises(UsageError, match="not possible here") as refused:
             render(result, name)
+        assert kind == "judged" or refused.value.advice == f"There are: {', '.join(SHOWN)}."
         return
-    text = render(result, name).decode()
+    text = page if (kind, name) == ("measured", "html") else render(result, name).decode()
     assert text
     if name in ("json", "csv"):
         words = layouts() if kind == "measured" else ()
@@ -119,3 +135,108 @@ def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):
         update={"settings": {"seed": 3, "k": 0, "per_layer": False, "layers": None, "eps": []}}
     )
     assert "Settings: k 0." in [getattr(block, "text", "") for block in show_section(section)]
+
+
+P = np.array([[0.5, 0.25, 0.125, 0.125, 0.0], [0.2, 0.2, 0.2, 0.2, 0.2], *np.eye(5)[2:]])
+WORDS = ("[CLS]", "<b>good", "film", "##s", "[SEP]")
+TEXT = Attended(sample="ab" * 8, tokens=WORDS)
+
+
+def section(whose: Attended | None) -> Section:
+    arrays = {"map@1.3": Array.of(P), "map_tokens@1.3": Array.of(np.array([5, 5]))}
+    kept = {} if whose is None else {"map@1.3": whose}
+    return layouts()["attention"].section(arrays=arrays, attended=kept)
+
+
+def test_it_is_kept_in_the_file(report):
+    attention = report.section("attention").model_copy(update={"attended": {"map@1.3": TEXT}})
+    text = schema.dumps(keep(report, attention))
+    assert schema.loads(text).section("attention").attended == {"map@1.3": TEXT}
+    # Earlier versions wrote the patches of a picture, too.
+    old = text.replace('"tokens": ["[CLS]"', '"grid": [2, 2], "first": 1, "tokens": ["[CLS]"')
+    assert old != text
+    assert schema.loads(old).section("attention").attended == {"map@1.3": TEXT}
+
+
+def test_a_map_of_a_text_is_laid_over_it_and_drawn_alone_where_its_tokens_are_unknown():
+    (block,) = draw_attention({"": section(None)})
+    assert block.title == "Attention map of head 1.3, first sample"
+    assert block.rows == block.columns == ("0", "1", "2", "3", "4")
+    whole, received = draw_attention({"": section(TEXT)})
+    assert (whole.title, whole.rows) == ("Attention map of head 1.3, sample abababababab", WORDS)
+    assert isinstance(received, Passage)
+    assert received.tokens == WORDS
+    assert received.shares == pytest.approx(P.mean(0))
+    assert "&lt;b&gt;good" in draw_svg(whole)
+
+
+def column(**how: object) -> Column:
+    return Column(label="x", meaning="", **how)
+
+
+@pytest.mark.parametrize(
+    ("value", "how", "text"),
+    [
+        (None, {}, "–"),
+        (math.nan, {}, "NaN"),
+        (math.inf, {"unit": "×"}, "inf×"),
+        (-math.inf, {}, "-inf"),
+        (1.2, {}, "1.20"),
+        (130.0, {"unit": "×"}, "130×"),
+        (1.2, {"format": "+.3g"}, "+1.20"),
+        (-130.0, {"format": "+.3g"}, "-130"),
+        (9000.0, {}, "9.00e3"),
+        (1.5e-7, {}, "1.50e-7"),
+        (1e300, {}, "1.00e300"),
+        (0.0, {}, "0.00"),
+        (True, {"format": ""}, "yes"),
+        (False, {"format": "d"}, "no"),
+        (3, {"format": "d"}, "3"),
+        (3.0, {"format": "d"}, "3"),
+        (3.5, {"format": "d"}, "3.5"),
+        (0.9375, {"format": ".1%"}, "93.8%"),
+        (2.0, {"format": ".1f", "unit": "s"}, "2.0 s"),
+        ("1e411×", {"unit": "×"}, "1e411×"),
+        ("a\x1b[1m\n", {"format": "s"}, "a\\x1b[1m\\x0a"),
+    ],
+)
+def test_text_of_a_value(value, how, text):
+    assert cells.format_value(value, column(**how)) == text
+
+
+def test_columns_that_stand_alike_share_one_note_and_others_are_marked():
+    alike = [column(format="s"), column(), column(unit="s", domain="")]
+    assert cells.list_footnotes(alike) == (["", "", ""], ["exact at X"])
+    apart = [column(), column(status="empirical", domain="ball"), column(format="d"), column()]
+    marks, notes = cells.list_footnotes(apart)
+    assert marks == ["ᵃ", "ᵇ", "", "ᵃ"]
+    assert notes == ["ᵃ exact at X", "ᵇ empirical in the ball"]
+
+
+@pytest.mark.parametrize("kind", layouts().values(), ids=layouts())
+def test_marks_suffice_for_every_row_type(kind):
+    columns = list(kind.columns.values())
+    marks, notes = cells.list_footnotes(columns)
+    standings = {cells.describe_standing(c) for c in columns} - {""}
+    assert len(notes) == len(standings)
+    assert len(set(marks) - {""}) in (0, len(standings))
+
+
+GOLDENS = Path(__file__).parent / "goldens"
+"""Stored texts of a report: LIPAUDIT_WRITE_GOLDENS=1 writes them anew, except for the report."""
+TEXTS = {
+    "table.txt": lambda report: terminal.render(show(report), width=80),
+    "page.md": lambda report: render(report, "markdown"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_word_of_a_page(report, name):
+    text = TEXTS[name](report)
+    if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
+        (GOLDENS / name).write_bytes(text)
+    assert text.decode() == (GOLDENS / name).read_text(encoding="utf-8")
+
+
+def test_json_is_the_file_that_was_read(report):
+    assert render(report, "json") == (GOLDENS / "report.json").read_bytes()

@@ -73,9 +73,6 @@ def test_places_stand_beside_the_samples_though_the_worst_has_none(report):
     assert [column.label for column in table.columns[:2]] == ["sample", "place"]
     assert table.rows[0][1] is None
     assert table.rows[1][1].startswith("index ")
-
-
-def test_what_is_of_some_of_the_samples_says_so_of_each(report):
     shard = report.model_copy(update={"shard": shard_of(1, 2)})
     for page in (show(shard), show(shard, IDS[0])):
         assert page.chapters[0].blocks[0].text.startswith("Partial: this is shard 1 of 2")
@@ -102,23 +99,17 @@ def test_a_sample_stands_beside_all(report):
     assert told(show(report, IDS[2]), ATTACKS)["robust, worst,linf,4/255"][0] == "yes"
 
 
-@pytest.mark.parametrize("said", [IDS[7], IDS[7][:3], "cat/7.png", "7.png"])
-def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed, said):
-    assert choose_sample(placed, said) == IDS[7]
-
-
-@pytest.mark.parametrize(
-    ("said", "message", "advice"),
-    [
+def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed):
+    for said in (IDS[7], IDS[7][:3], "cat/7.png", "7.png"):
+        assert choose_sample(placed, said) == IDS[7]
+    for said, message, advice in (
         ("1.png", "'1.png' is 2 samples", "There are: 010101010101 (cat/1.png), 151515151515"),
         ("cta/7.png", "no sample 'cta/7.png'", "Did you mean 'cat/7.png'"),
         ("", "'' is 24 samples", "There are: "),
-    ],
-)
-def test_names_of_none_and_of_several_are_refused(placed, said, message, advice):
-    with pytest.raises(UsageError, match=message) as refused:
-        choose_sample(placed, said)
-    assert advice in refused.value.advice
+    ):
+        with pytest.raises(UsageError, match=message) as refused:
+            choose_sample(placed, said)
+        assert advice in refused.value.advice
 
 
 def test_a_report_without_samples_says_so(report):
@@ -168,6 +159,8 @@ def test_tokens_are_kept_in_the_file(written):
     assert again == written.section("jacobian").gradients
     with pytest.raises(ValueError, match="1 shares of 2 tokens"):
         Gradient(of="margin", tokens=("a", "b"), shares=(1.0,))
+    with pytest.raises(ValueError, match="pattern"):  # a picture is base64 and nothing else
+        Example(trial="", image='" onload="', classes=("", ""), before=(0, 0), after=(0, 0))
 
 
 def test_a_page_shades_tokens_and_names_the_first(written):
@@ -182,10 +175,7 @@ def test_a_page_shades_tokens_and_names_the_first(written):
         assert "share of the gradient (exact at X)" in page
         assert "7 more tokens are left out: 4.6%" in page
     assert "share of the steepest direction (estimate at X)" in render(written, "html").decode()
-
-
-def test_markdown_writes_tokens_as_they_are(written):
-    text = render(of_sample(written, "x", worst(written)[0]), "markdown").decode()
+    text = render(alone, "markdown").decode()
     assert "\\[CLS\\] **\\*good\\*** **&lt;b&gt;film** **\\\\x1b\\[31m** **\u2423** indeed" in text
 
 
@@ -201,11 +191,6 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
     rows = [line for line in long.splitlines() if line.startswith("a a")]
     assert sum(row.split().count("a") for row in rows) == 90
     assert max(map(len, rows)) <= 40
-
-
-def test_a_picture_is_base64_and_nothing_else():
-    with pytest.raises(ValueError, match="pattern"):
-        Example(trial="", image='" onload="', classes=("", ""), before=(0, 0), after=(0, 0))
 
 
 def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch):

@@ -31,12 +31,6 @@ def steps(report) -> dict[str, str]:
     return {command: text for c in chapters for _, text, command in c.blocks[0].points}
 
 
-def with_rows(report, measure, **changes):
-    section = report.section(measure)
-    rows = tuple(row.replace(**changes) for row in section.rows)
-    return keep(report, section.model_copy(update={"rows": rows}))
-
-
 def test_accuracies_and_their_limits(report):
     attack = keep(report, report.section("attack"))
     clean, *attacked = summary(attack).accuracy
@@ -96,6 +90,11 @@ def test_norms_name_the_sample_that_has_the_largest(report):
     value, text = lines(report)["model sensitivity, median ‖J‖"]
     assert value == row.median
     assert text.endswith(f"largest {row.max:.3g} (sample {norms.sample[:12]})")
+    for samples in (2, 19, 20):  # a 95th percentile needs twenty
+        section = report.section("jacobian")
+        rows = tuple(row.replace(samples=samples) for row in section.rows)
+        few = keep(report, section.model_copy(update={"rows": rows}))
+        assert ("; p95 " in lines(few)["model sensitivity, median ‖J‖"][1]) == (samples == 20)
 
 
 def test_steepest_heads_are_the_largest_norms(report):
@@ -106,6 +105,12 @@ def test_steepest_heads_are_the_largest_norms(report):
     steepest = [(each.layer, each.head, each.exact) for each in heads.steepest]
     assert steepest == [(*name, exact[name]) for name in top]
     assert (heads.median, heads.heads) == (median(exact.values()), len(exact))
+    section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
+    said = lines(keep(report, section))["steepest attention head, ‖J‖"][1]
+    assert said.startswith("head 1.2; next ")
+    assert said.endswith("; at 2 samples")
+    bare = section.model_copy(update={"samples": {}})
+    assert " samples" not in lines(keep(report, bare))["steepest attention head, ‖J‖"][1]
 
 
 @pytest.mark.parametrize(
@@ -123,27 +128,6 @@ def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
     assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
 
 
-@pytest.mark.parametrize("samples", [2, 19, 20])
-def test_a_95th_percentile_needs_twenty_samples(report, samples):
-    few = with_rows(report, "jacobian", samples=samples)
-    assert ("; p95 " in render(few, "markdown").decode()) == (samples == 20)
-
-
-def test_a_page_explains_how_far_its_figures_are_proven(report):
-    facts, more = find_chapter(of_reports(report).page(), "words").blocks
-    assert [name for name, _ in facts.rows] == [*get_args(Status)]
-    assert "lipaudit explain WORD" in more.text
-
-
-def test_heads_are_named_as_such_with_the_samples_they_were_measured_at(report):
-    section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
-    said = lines(keep(report, section))["steepest attention head, ‖J‖"][1]
-    assert said.startswith("head 1.2; next ")
-    assert said.endswith("; at 2 samples")
-    bare = section.model_copy(update={"samples": {}})
-    assert " samples" not in lines(keep(report, bare))["steepest attention head, ‖J‖"][1]
-
-
 def test_bounds_shown_are_the_tightest_of_each_standing(report):
     summed = {each.bound: each for each in summary(report).bounds}
     known = [row for row in report.section("bounds").rows if finite([row.exact])]
@@ -155,12 +139,6 @@ def test_bounds_shown_are_the_tightest_of_each_standing(report):
     assert shown == ["tightest bound, sharp", "certified bound, castin"]
 
 
-def test_a_report_without_figures_has_no_scorecard(report, blank_report):
-    for bare in (keep(report), blank_report):
-        assert list_figures(bare) == []
-        assert "Scorecard" not in render(bare, "markdown").decode()
-
-
 def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     forms = of_reports(report)
     page, first = forms.page(), forms.page(short=True)
@@ -170,6 +148,11 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     texts = [text for level, text, _ in first.chapters[0].blocks[-1].points if level == "warning"]
     assert "jacobian: 2 of 24 samples did not converge." in texts
     assert "--details" in first.chapters[2].blocks[0].text
+    facts, more = find_chapter(page, "words").blocks  # how far figures are proven
+    assert [name for name, _ in facts.rows] == [*get_args(Status)]
+    assert "lipaudit explain WORD" in more.text
+    alone = of_reports(keep(report, report.section("bounds"), report.section("bounds.layers")))
+    assert alone.page(short=True) == alone.page()  # a single measure is shown whole
 
 
 def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):
@@ -177,6 +160,9 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
     balls = tuple(attack.rows[0].replace(eps=f"{n}/255", norm="linf") for n in range(1, 60))
     many = keep(report, attack.model_copy(update={"rows": balls}))
     noted = len(summary(report).warnings)
+    for bare in (keep(report), blank_report):  # without figures
+        assert list_figures(bare) == []
+        assert "Scorecard" not in render(bare, "markdown").decode()
     for each in (report, blank_report, many):
         printed = str(each).split("\n")
         assert len(printed) <= 25
@@ -187,12 +173,6 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
     assert f"Warnings: {noted}." in str(report)
     usual = keep(report, *(s for s in report.sections if not s.measure.startswith("certify")))
     assert all(label in str(usual) for label in lines(usual))
-
-
-def test_a_single_measure_is_shown_whole(report):
-    assert of_reports(report).page(short=True) != of_reports(report).page()
-    alone = keep(report, report.section("bounds"), report.section("bounds.layers"))
-    assert of_reports(alone).page(short=True) == of_reports(alone).page()
 
 
 # The next steps

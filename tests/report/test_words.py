@@ -21,6 +21,9 @@ from lipaudit.tables.trials import Norm
 from lipaudit.theory.bounds.record import load_bounds
 from tests.commands import invoke
 
+KINDS = ("affine", "local", "numerical", "one input", "queries apart", "keys and values")
+KINDS += ("module input", "no finite limits", "pp")
+
 
 def unexplained(names) -> list[str]:
     names = list(dict.fromkeys(names))
@@ -29,37 +32,35 @@ def unexplained(names) -> list[str]:
     return [name for name in names if not topics.find_topics(name, known)]
 
 
-def columns() -> list[tuple[str, str, Column]]:
-    rows = {section: row.columns for section, row in layouts().items()}
-    both = [*rows.items(), *((name, layout.sample_columns) for name, layout in layouts().items())]
-    return [(section, name, c) for section, cs in both for name, c in cs.items()]
-
-
 def test_every_column_by_its_names_and_its_heading():
     known = list_explanations()
-    for section, name, column in columns():
-        for word in (f"{section}.{name}", name, column.label, write_math(column.label)):
-            titles = {topic.title for topic in topics.find_topics(word, known)}
+    for section, layout in layouts().items():
+        for name, column in (*layout.columns.items(), *layout.sample_columns.items()):
             full = f"{section}.{name}"
-            assert {full, f"{full} (per sample)"} & titles, word
+            for word in (full, name, column.label, write_math(column.label)):
+                titles = {topic.title for topic in topics.find_topics(word, known)}
+                assert {full, f"{full} (per sample)"} & titles, word
 
 
-def test_every_name_of_a_record():
+def test_every_name_of_a_record_a_rule_and_the_json(report):
     options = [o for kind in (*option_types().values(), Recipe, RunOptions)
                for o in kind.options().values()]  # fmt: skip
     names = [*load_measures(), *layouts(), *load_bounds(), *attack_kinds(), *RESERVED, *STATS]
-    names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus)]
+    names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus), *KINDS]
     names += [name for o in options for name in (o.name, *o.flags, *o.values())]
     names += [bound.domain for bound in load_bounds().values()]
-    assert unexplained(names) == []
-
-
-def test_every_metric_and_rule_of_the_gate():
-    rules = [rule.text for rule in DEFAULT_RULES] + [rule.metric for rule in DEFAULT_RULES]
-    names = [
-        f"{metric}:{stat}" for metric, stat in zip(list_metrics(), cycle(STATS), strict=False)
+    names += [text for rule in DEFAULT_RULES for text in (rule.text, rule.metric)]
+    names += [f"{name}:{stat}" for name, stat in zip(list_metrics(), cycle(STATS), strict=False)]
+    names += [name for s in report.sections for name in s.samples]
+    names += [name for kind in option_types().values() for name in kind().model_dump()]
+    names += [
+        word
+        for section in report.sections
+        for row in section.rows
+        for name in ("kind", "input", "method")
+        if (word := getattr(row, name, ""))
     ]
-    assert unexplained([*names, *rules]) == []
+    assert unexplained(names) == []
     told = topics.find_topics("attack.robust@worst,linf,2/255:mean >= -2pp", list_explanations())
     assert [topic.title for topic in told] == [
         "attack.robust", "attack.robust (per sample)", "worst", "linf", "mean",
@@ -95,22 +96,6 @@ def test_every_heading_of_a_page(kind, report, other):
     assert len(names) > 2
     standings = [text.split()[0] for text in stands if text]
     assert unexplained([*labels, *marked, *names, *standings]) == []
-
-
-def test_every_name_and_method_of_the_json(report):
-    names = [name for s in report.sections for name in s.samples]
-    names += [name for options in option_types().values() for name in options().model_dump()]
-    names += [
-        getattr(row, name)
-        for section in report.sections
-        for row in section.rows
-        for name in ("kind", "input", "method")
-        if getattr(row, name, "")
-    ]
-    assert unexplained([*names, *KINDS, "module input", "no finite limits", "pp"]) == []
-
-
-KINDS = ("affine", "local", "numerical", "one input", "queries apart", "keys and values")
 
 
 def models(*reports) -> set[str]:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -131,18 +130,24 @@ def test_every_checkpoint_is_measured_once_and_as_it_is_alone(folder):
     alone = lipaudit.measure(str(folder / "checkpoint-10"), "jacobian", data="demo", samples=2)
     assert known[10].section("jacobian").samples == alone.section("jacobian").samples
     assert "new)" not in watch(folder).stderr
-
-
-def test_one_that_was_written_anew_is_measured_anew(folder):
-    watch(folder)
-    before = reports(folder)
+    # one that is written anew is measured anew
     shutil.copytree(folder / "checkpoint-100", folder / "checkpoint-5", dirs_exist_ok=True)
-    weights = folder / "checkpoint-5/model.safetensors"
-    os.utime(weights, (time.time() + 5,) * 2)
+    (folder / "checkpoint-5/model.safetensors").touch()
     assert "checkpoint-5 (1 of 1 new)" in watch(folder).stderr
     after = reports(folder)
-    assert median(before[5]) != median(after[5]) == median(after[100])
-    assert [after[step] for step in (10, 100)] == [before[step] for step in (10, 100)]
+    assert median(known[5]) != median(after[5]) == median(after[100])
+    assert [after[step] for step in (10, 100)] == [known[step] for step in (10, 100)]
+    # with other options all are
+    done = watch(folder, "--samples", "3", "--batch-size", "1")
+    assert "(3 of 3 new)" in done.stderr
+    assert "3 samples" in done.stdout
+    assert len(list((folder / "lipaudit-checkpoints").glob("step-*.json"))) == 6
+    assert "new)" not in watch(folder, "--batch-size", "2").stderr  # no figure depends on it
+    done = watch(folder, "--run-dir", "elsewhere", "-q")
+    assert done.stderr == ""
+    assert Path("elsewhere/report.html").exists()
+    kept = [schema.load(path) for path in Path("elsewhere").glob("step-*.json")]
+    assert sorted(map(median, kept)) == sorted(map(median, after.values()))
 
 
 def test_one_that_is_damaged_is_an_error_and_is_tried_the_next_time(folder):
@@ -169,46 +174,24 @@ def test_a_measure_that_fails_is_an_error_and_the_others_are_reported(folder, mo
     assert "Jacobian" in done.stdout or "median" in done.stdout
 
 
-def test_with_other_options_every_checkpoint_is_measured_again(folder):
-    watch(folder)
-    before = reports(folder)
-    done = watch(folder, "--samples", "3", "--batch-size", "1")
-    assert "(3 of 3 new)" in done.stderr
-    assert "3 samples" in done.stdout
-    assert len(list((folder / "lipaudit-checkpoints").glob("step-*.json"))) == 6
-    assert "new)" not in watch(folder, "--batch-size", "2").stderr  # no figure depends on it
-    done = watch(folder, "--run-dir", "elsewhere", "-q")
-    assert done.stderr == ""
-    assert Path("elsewhere/report.html").exists()
-    kept = [schema.load(path) for path in Path("elsewhere").glob("step-*.json")]
-    assert sorted(map(median, kept)) == sorted(map(median, before.values()))
-
-
 @pytest.mark.parametrize(
-    ("make", "args", "code", "says"),
+    ("make", "code", "says"),
     [
-        (lambda f: None, [], 4, "there is no directory"),
-        (lambda f: f.mkdir(), [], 4, "holds no checkpoint with a step in its name"),
-        (lambda f: filled(f, {"step_1.pt": 1}), [], 2, "--arch"),
+        (lambda f: None, 4, "there is no directory"),
+        (lambda f: f.mkdir(), 4, "holds no checkpoint with a step in its name"),
+        (lambda f: filled(f, {"step_1.pt": 1}), 2, "--arch"),
     ],
 )
-def test_what_cannot_be_watched_is_one_clear_error(tmp_path, make, args, code, says):
+def test_what_cannot_be_watched_is_one_clear_error(tmp_path, make, code, says):
     make(tmp_path / "out")
-    done = watch(tmp_path / "out", *args, code=code)
+    done = watch(tmp_path / "out", code=code)
     assert says in done.stderr
     assert not (tmp_path / "out/lipaudit-checkpoints").exists()
 
 
 def test_ctrl_c_while_it_measures_keeps_what_there_is(folder, monkeypatch):
-    measure = "lipaudit.monitor.checkpoints.execute"
-    from lipaudit.engine.execute import execute
-
-    def cut_short(job, observer):
-        if job.request.model.endswith("10"):
-            raise KeyboardInterrupt
-        return execute(job, observer)
-
-    monkeypatch.setattr(measure, cut_short)
+    model = os.path.relpath(folder / "checkpoint-10")
+    break_measure(monkeypatch, "jacobian", KeyboardInterrupt(), model)
     done = watch(folder, code=130)
     assert sorted(reports(folder)) == [5]
     assert "model sensitivity, median ‖J‖" in done.stdout

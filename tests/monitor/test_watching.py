@@ -1,6 +1,7 @@
 """Watching a loop: the training is what it would be, and what is kept is true."""
 
 import copy
+import math
 import re
 import time
 import warnings
@@ -11,24 +12,20 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import InputError, LipauditError
+from lipaudit.monitor.watching import collect_figures
 from lipaudit.tables.summary import summary
 from tests.commands import break_measure
 from tests.monitor.conftest import median, reports, trained
+from tests.report.conftest import keep, make_report
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
-CHEAP = {"measures": ["jacobian"], "samples": 4}
 
-
-def same(ours, theirs) -> bool:
-    """Compare to the last bit, however deep."""
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return ours == theirs
+@pytest.fixture
+def watch(module, data, tmp_path):
+    """Watch the module cheaply, but for what is asked for."""
+    cheap = {"measures": ["jacobian"], "samples": 4, "data": data, "to": tmp_path}
+    return lambda watched=module, **asked: lipaudit.watch(watched, **cheap | asked)
 
 
 @pytest.mark.parametrize("how", [{}, {"autocast": True}, {"twice": True}])
@@ -41,15 +38,14 @@ def test_a_training_is_the_same_to_the_last_bit(module, data, tmp_path, how):
     known = reports(tmp_path)
     assert sorted(known) == [0, 2, 4]
     assert all(each.section("bounds") and each.section("attack") for each in known.values())
-    assert {name: same(alone[name], watched[name]) for name in alone} == dict.fromkeys(alone, True)
+    torch.testing.assert_close(watched, alone, rtol=0, atol=0)
 
 
-def test_compiled_and_distributed_models_are_measured_themselves(module, data, tmp_path):
+def test_compiled_and_distributed_models_are_measured_themselves(module, watch):
     wrapped = nn.DataParallel(torch.compile(module))
-    with lipaudit.watch(wrapped, data=data, to=tmp_path / "a", strict=True, **CHEAP) as ours:
-        pass
-    with lipaudit.watch(module, data=data, to=tmp_path / "b", strict=True, **CHEAP) as theirs:
-        pass
+    ours, theirs = (watch(each, strict=True) for each in (wrapped, module))
+    for monitor in (ours, theirs):
+        monitor.measure(0)
     assert ours.report.section("jacobian") == theirs.report.section("jacobian")
     assert ours.report.run.model == theirs.report.run.model
     assert ours.report.run.model.spec == "Classifier, step 0"
@@ -69,11 +65,9 @@ def test_the_figures_are_those_of_an_audit_of_the_same_weights(module, data, tmp
     assert kept.run.data.suite_id == report.run.data.suite_id
 
 
-def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(
-    module, data, tmp_path
-):
+def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(watch, tmp_path):
     start = time.monotonic()
-    with lipaudit.watch(module, data=data, every=3, to=tmp_path, **CHEAP) as monitor:
+    with watch(every=3) as monitor:
         for _ in range(7):
             monitor.step()
     assert sorted(reports(tmp_path)) == [0, 3, 6, 7]
@@ -82,22 +76,18 @@ def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(
     places = [page.index(f"Classifier, step {step}") for step in (0, 3, 6, 7)]
     assert places == sorted(places)
 
-
-def test_an_error_of_the_training_is_raised_and_not_measured(module, data, tmp_path):
-    monitor = lipaudit.watch(module, data=data, to=tmp_path, **CHEAP)
-
-    def train():
-        with monitor:
+    def fail():
+        with watch(to=tmp_path / "to") as monitor:
             monitor(1)
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        train()
-    assert sorted(reports(tmp_path)) == [0]
+    with pytest.raises(ZeroDivisionError):  # is raised, and not measured after the last step
+        fail()
+    assert sorted(reports(tmp_path / "to")) == [0]
 
 
-def test_a_measurement_that_fails_is_a_warning_and_the_training_goes_on(module, data, tmp_path):
-    monitor = lipaudit.watch(module, data=data, every=1, to=tmp_path, **CHEAP)
+def test_a_measurement_that_fails_is_a_warning_and_the_training_goes_on(module, watch, tmp_path):
+    monitor = watch(every=1)
     with torch.no_grad():
         module.head.weight[0, 0] = float("nan")
     with pytest.warns(UserWarning, match="lipaudit, step 1: .*weights that are not finite"):
@@ -110,36 +100,31 @@ def test_a_measurement_that_fails_is_a_warning_and_the_training_goes_on(module, 
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_a_measure_that_fails_leaves_the_others_but_not_if_strict(
-    module, data, tmp_path, monkeypatch
-):
+def test_a_measure_that_fails_leaves_the_others_but_not_if_strict(watch, monkeypatch):
     break_measure(monkeypatch, "attention", RuntimeError("no attention today"))
-    asked = {"measures": ["attention", "jacobian"], "data": data}
-    monitor = lipaudit.watch(module, to=tmp_path, **asked)
+    monitor = watch(measures=["attention", "jacobian"])
     monitor.measure(0)
     failed = {name: each.reason for name, each in monitor.report.failures.items()}
     assert failed == {"attention": "internal error: RuntimeError: no attention today"}
     assert monitor.report.section("jacobian").rows
-    strict = lipaudit.watch(module, to=tmp_path / "strict", strict=True, **asked)
     with pytest.raises(RuntimeError, match="no attention today"):
-        strict.measure(0)
+        watch(measures=["attention"], strict=True).measure(0)
 
 
-def test_a_folder_that_cannot_be_written_to_does_not_end_the_training(module, data, tmp_path):
-    monitor = lipaudit.watch(module, data=data, to=tmp_path / "to", **CHEAP)
+def test_a_folder_that_cannot_be_written_to_does_not_end_the_training(watch, tmp_path):
+    monitor = watch(to=tmp_path / "to")
     (tmp_path / "to").write_text("a file in its place")
     with pytest.warns(UserWarning, match="the operating system refused: .*File exists"):
         monitor.measure(1)
 
 
-def test_a_logger_gets_the_figures_and_one_that_fails_is_a_warning(module, data, tmp_path):
+def test_a_logger_gets_the_figures_and_one_that_fails_is_a_warning(watch):
     told = []
 
     def poor(figures, step):
         raise ConnectionError("no store")
 
-    loggers = [lambda figures, step: told.append((step, figures)), poor]
-    monitor = lipaudit.watch(module, data=data, to=tmp_path, loggers=loggers, **CHEAP)
+    monitor = watch(loggers=[lambda figures, step: told.append((step, figures)), poor])
     with pytest.warns(UserWarning, match="no store"):
         monitor.measure(4)
     ((step, figures),) = told
@@ -148,18 +133,36 @@ def test_a_logger_gets_the_figures_and_one_that_fails_is_a_warning(module, data,
     assert figures["lipaudit/seconds"] == pytest.approx(monitor.seconds, abs=1e-3)
 
 
-def test_a_training_that_goes_on_replaces_the_reports_of_the_steps_it_repeats(
-    module, data, tmp_path
-):
+def test_figures_of_loggers_are_those_of_the_scorecard_as_far_as_they_are_finite():
+    report = make_report()
+    summed, figures = summary(report), collect_figures(report)
+    assert figures["lipaudit/heads/steepest"] == summed.heads.steepest[0].exact
+    assert figures["lipaudit/fragile_rows"] == summed.fragile.share
+    attacked = {
+        f"lipaudit/attacked_accuracy/{a.norm}_{a.eps.replace('/', '_')}": a.share
+        for a in summed.accuracy
+        if a.kind == "attacked"
+    }
+    assert attacked
+    assert {n: v for n, v in figures.items() if "attacked" in n} == attacked
+    section = report.section("jacobian")
+    row = section.rows[0].replace(median=math.nan)
+    broken = section.model_copy(update={"rows": (row, *section.rows[1:])})
+    logged = collect_figures(keep(report, broken)).keys() & {
+        f"lipaudit/jacobian_norm/{name}" for name in ("median", "max")
+    }
+    assert logged == {"lipaudit/jacobian_norm/max"}
+
+
+def test_a_training_that_goes_on_replaces_the_reports_of_its_steps(module, watch, tmp_path):
     """The page shows no step that the training has not come to again."""
-    asked = {"data": data, "every": 10, "to": tmp_path, **CHEAP}
-    with lipaudit.watch(module, **asked) as monitor:
+    with watch(every=10) as monitor:
         for _ in range(30):
             monitor.step()
     before = reports(tmp_path)
     with torch.no_grad():
         module.head.weight *= 2
-    with lipaudit.watch(module, step=10, **asked) as monitor:
+    with watch(every=10, step=10) as monitor:
         for _ in range(10):
             monitor.step()
     after = reports(tmp_path)
@@ -184,38 +187,33 @@ def test_a_training_that_goes_on_replaces_the_reports_of_the_steps_it_repeats(
         ({"shard": "1/2"}, "a training is measured on all samples"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_training(module, data, tmp_path, asked, says):
+def test_what_cannot_be_is_refused_before_the_training(watch, tmp_path, asked, says):
     with pytest.raises(LipauditError, match=re.escape(says)):
-        lipaudit.watch(module, **{"data": data, "to": tmp_path / "to", **asked})
+        watch(**{"to": tmp_path / "to"} | asked)
     assert not (tmp_path / "to").exists()
 
 
-def test_weights_that_no_process_holds_are_refused(module, data, tmp_path):
-    class DTensor(nn.Parameter):
-        pass
-
-    module.head.weight = DTensor(module.head.weight.detach())
+def test_weights_that_no_process_holds_are_refused(module, watch):
+    named = type("DTensor", (nn.Parameter,), {})
+    module.head.weight = named(module.head.weight.detach())
     with pytest.raises(InputError, match=r"sharded over processes \(head.weight\)") as refusal:
-        lipaudit.watch(module, data=data, to=tmp_path)
+        watch()
     assert "lipaudit watch DIR" in refusal.value.advice
-
-    class FullyShardedDataParallel(nn.Sequential):
-        pass
-
+    named = type("FullyShardedDataParallel", (nn.Sequential,), {})
     with pytest.raises(InputError, match=r"sharded over processes \(all\)"):
-        lipaudit.watch(FullyShardedDataParallel(nn.Linear(1, 1)), data=data, to=tmp_path)
+        watch(named(nn.Linear(1, 1)))
     with pytest.raises(InputError, match="str is not a model"):
-        lipaudit.watch("demo", data=data, to=tmp_path)
+        watch("demo")
 
 
-def test_only_the_first_process_of_a_distributed_run_measures(module, data, tmp_path, monkeypatch):
+def test_only_the_first_process_of_a_distributed_run_measures(watch, tmp_path, monkeypatch):
     for name, value in (("is_initialized", True), ("get_rank", 1)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    with lipaudit.watch(module, data=data, to=tmp_path / "to", every=1) as monitor:
+    with watch(to=tmp_path / "to", every=1) as monitor:
         monitor.step()
     assert not (tmp_path / "to").exists()
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    with lipaudit.watch(module, data=data, to=tmp_path / "to", **CHEAP) as monitor:
+    with watch(to=tmp_path / "to"):
         pass
     assert sorted(reports(tmp_path / "to")) == [0]
 

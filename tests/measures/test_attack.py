@@ -14,10 +14,11 @@ from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, encode_examples, measure, summarise
+from lipaudit.measures.attack import AttackOptions, encode_examples, measure
 from lipaudit.measures.base import Part
 from lipaudit.models.sources.loader import load_net
 from lipaudit.tables.columns import wilson
+from tests.measures.cases import run_measure
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def digits(net, samples=24):
 
 
 def attacked(net, batch, **given):
-    options = AttackOptions(**given)
-    (section,) = summarise(list(measure(net, batch.split(CHUNK), options)), options)
-    return section
+    return run_measure("attack", net, *batch.split(CHUNK), **given)[0]
 
 
 def test_rows_and_columns_agree(net):
@@ -47,6 +46,9 @@ def test_rows_and_columns_agree(net):
         assert sum(flags) / len(flags) == row.robust
         assert row.robust_low <= row.robust <= row.robust_high
         assert row.robust <= row.clean
+    # statsmodels.stats.proportion.proportion_confint(5, 10, method="wilson"), and 0 of 20
+    assert wilson(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-6)
     worst, fgsm, pgd = (found.samples[f"robust@{n},linf,0.1"] for n in ("worst", "fgsm", "pgd"))
     assert worst == tuple(map(min, fgsm, pgd))
 
@@ -61,12 +63,6 @@ def test_the_recorded_chunk_is_the_one_that_was_used(net):
     for size in (CHUNK // 2, CHUNK + 1):
         with pytest.raises(UsageError, match="chunks of 64"):
             list(measure(net, digits(net, 2 * CHUNK).split(size), options))
-
-
-def test_wilson_limits_are_those_of_statsmodels():
-    # statsmodels.stats.proportion.proportion_confint(5, 10, method="wilson"), and 0 of 20
-    assert wilson(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-6)
 
 
 def test_what_cannot_be_attacked_is_refused(net):

@@ -1,5 +1,6 @@
 """The statistics against direct float64 computation from attention maps."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,7 +20,6 @@ from lipaudit.measures.attention import (
     AttentionOptions,
     layer_statistics,
     measure,
-    summarise,
 )
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
@@ -28,23 +28,13 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live
+from tests.measures.cases import run_measure
 from tests.nets import TEXT, hf_net
 
 
-def bert():
-    return transformers.BertModel(transformers.BertConfig(**TEXT, attn_implementation="eager"))
-
-
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="eager"
-    )
-    return transformers.GPT2Model(config)
-
-
-def llama():
-    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, attn_implementation="eager")
-    return transformers.LlamaModel(config)
+def text_model(kind: str, **more):
+    config = getattr(transformers, f"{kind}Config")(**TEXT, **more, attn_implementation="eager")
+    return getattr(transformers, f"{kind}Model")(config)
 
 
 def text_net(module: nn.Module):
@@ -54,36 +44,30 @@ def text_net(module: nn.Module):
     return hf_net(module, "float64")
 
 
-def by_hand(rows, options):
-    """Each mean of the section, written out row by row."""
-    found = {name: [] for name in MEANS}
-    for row in rows:
-        p = np.sort(row)[::-1]
-        p = p[p > 0]
-        top2 = p[1] if len(p) > 1 else 0.0
-        g1 = p[0] * (1 - p[0] + top2)
-        norm = np.linalg.eigvalsh(np.diag(p) - np.outer(p, p))[-1]
-        entropy = -(p * np.log(p)).sum()
-        found["top1"].append(p[0])
-        found["top2"].append(top2)
-        found["g1"].append(g1)
-        found["softmax_norm"].append(norm)
-        if norm > 1e-14:
-            found["g1_ratio"].append(g1 / norm)
-        if len(p) > options.k:
-            k = options.k
-            following = p[k] if len(p) > k else 0.0
-            found["gk_ratio"].append(g1 / (p[k - 1] * (1 - p[k - 1] + following)))
-        found["entropy"].append(entropy)
-        if len(p) > 1:
-            found["entropy_normalized"].append(entropy / np.log(len(p)))
-        found["support"].append(np.exp(entropy))
-        if len(p) >= 3:
-            middle = g1 > max(options.gamma, 2 / len(p))
-            found["intermediate"].append(middle)
-            found["uniform"].append(not middle and p[0] <= 0.5)
-            found["categorical"].append(not middle and p[0] > 0.5)
-    return {name: np.mean(values) if values else None for name, values in found.items()}
+def by_hand(row, options):
+    """Each mean of the section at one row; NaN where the row does not count."""
+    p = np.sort(row[row > 0])[::-1]
+    first, second = [*p, 0.0][:2]
+    g1 = first * (1 - first + second)
+    norm = np.linalg.eigvalsh(np.diag(p) - np.outer(p, p))[-1]
+    entropy, k, count = -(p * np.log(p)).sum(), options.k, len(p)
+    middle, short = g1 > max(options.gamma, 2 / count), count < 3
+    found = {
+        "top1": first,
+        "top2": second,
+        "g1": g1,
+        "softmax_norm": norm,
+        "g1_ratio": g1 / norm if norm > 1e-14 else math.nan,
+        "gk_ratio": g1 / (p[k - 1] * (1 - p[k - 1] + p[k])) if count > k else math.nan,
+        "entropy": entropy,
+        "entropy_normalized": entropy / np.log(count) if count > 1 else math.nan,
+        "support": np.exp(entropy),
+        "intermediate": math.nan if short else middle,
+        "uniform": math.nan if short else not middle and first <= 0.5,
+        "categorical": math.nan if short else not middle and first > 0.5,
+    }
+    assert found.keys() == set(MEANS)
+    return found
 
 
 def test_one_hot_rows_are_categorical_as_far_as_their_keys_are_seen():
@@ -101,35 +85,34 @@ def test_one_hot_rows_are_categorical_as_far_as_their_keys_are_seen():
 @pytest.mark.parametrize(("attention", "gain"), [("eager", 1e4), ("sdpa", 1e6)])
 def test_a_head_of_one_hot_rows_has_a_regime(attention, gain):
     torch.manual_seed(0)
-    module = bert()
+    module = text_model("Bert")
     module.set_attn_implementation(attention)
     for layer in module.encoder.layer:
         layer.attention.self.query.weight.data.mul_(gain / 64)
     ids = torch.stack([torch.randperm(57)[:16] + 3 for _ in range(2)])  # no tie of equal tokens
     batch = Batch(ids, None, ("a1" * 8, "b2" * 8))
-    options = AttentionOptions()
-    (section,) = summarise([*measure(text_net(module), [batch], options)], options)
-    for row in section.rows:
+    for row in section_of(text_net(module), [batch]).rows:
         assert row.short_rows == 0
         assert row.categorical + row.intermediate == 1
         assert row.categorical > 0.5
 
 
 def test_what_is_kept_of_a_sample_is_small():
-    net = demo()
+    net = load_net("demo", LoadOptions(dtype="float64"))
     batch = load_data(None, net, DataOptions(samples=8)).batch.to("cpu", torch.float64)
     (part,) = measure(net, [batch], AttentionOptions())
     assert sum(values.nbytes for values in part.values.values()) / len(batch) < 2**13
 
 
 def section_of(net, batches, **given):
-    options = AttentionOptions(**given)
-    return summarise(list(measure(net, batches, options)), options)[0]
+    return run_measure("attention", net, *batches, **given)[0]
 
 
+@pytest.fixture(scope="module")
 def ragged():
+    """A model, texts of unlike lengths, and their maps."""
     torch.manual_seed(2)
-    module = bert()
+    module = text_model("Bert")
     mask = torch.ones(3, 14, dtype=torch.bool)
     mask[0, 9:] = mask[2, 11:] = False
     x = torch.randint(1, 60, (3, 14))
@@ -140,65 +123,42 @@ def ragged():
     return net, batch, maps
 
 
-@pytest.mark.parametrize("pieces", [3, 1])
-def test_the_map_is_the_models_own_without_its_padding(pieces):
-    net, batch, maps = ragged()
-    section = section_of(net, batch.split(pieces), map="1.2")
+def test_the_map_is_the_models_own_without_its_padding(ragged):
+    net, batch, maps = ragged
     expected = maps[1][0, 2, :9, :9].double().numpy()
-    assert section.arrays["map@1.2"].numpy() == pytest.approx(expected, rel=2e-5, abs=1e-9)
-    assert section.arrays["map_tokens@1.2"].data == (9, 9)
-    assert "map" not in section.settings
+    for pieces in (3, 1):
+        section = section_of(net, batch.split(pieces), map="1.2")
+        assert section.arrays["map@1.2"].numpy() == pytest.approx(expected, rel=2e-5, abs=1e-9)
+        assert section.arrays["map_tokens@1.2"].data == (9, 9)
+        assert "map" not in section.settings
+    for given, says in (
+        ({"map": "0.4"}, "no head 0.4"),
+        ({"map": "2.0"}, "layer 2"),
+        ({"map": "1.0", "layers": (0,)}, "layer 1"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            section_of(net, [batch], **given)
 
 
-@pytest.mark.parametrize("some", [(0, 1, 2), (0, 2), (1,)])
-def test_means_over_some_samples_follow_from_what_is_kept_of_each(some):
-    net, batch, _ = ragged()
+def test_means_over_some_samples_follow_from_what_is_kept_of_each(ragged):
+    net, batch, _ = ragged
     section = section_of(net, [batch])
-    picked = list(some)
-    alone = section_of(net, [batch[i : i + 1] for i in picked])
     reductions = {n: c.reduction for n, c in ATTENTION_TABLE.columns.items() if c.reduction}
-    for name, how in reductions.items():
-        means, weights = (section.arrays[n].numpy()[:, picked] for n in (how.values, how.weights))
-        expected = [getattr(row, name) for row in alone.rows]
-        assert (means * weights).sum(1) / weights.sum(1) == pytest.approx(expected, rel=2e-5)
+    for picked in ([0, 1, 2], [0, 2], [1]):
+        alone = section_of(net, [batch[i : i + 1] for i in picked])
+        for name, how in reductions.items():
+            kept = (section.arrays[n].numpy()[:, picked] for n in (how.values, how.weights))
+            means, weights = kept
+            expected = [getattr(row, name) for row in alone.rows]
+            assert (means * weights).sum(1) / weights.sum(1) == pytest.approx(expected, rel=2e-5)
 
 
-def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch):
-    net, batch, maps = ragged()
+def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch, ragged):
+    net, batch, maps = ragged
     monkeypatch.setattr("lipaudit.measures.drawings.SIDE", 4)
     drawn = section_of(net, [batch], map="1.0").arrays["map@1.0"].numpy()
     p = maps[1][0, 0, :9, :9].double().numpy()  # blocks of 3, as 9 tokens make 3 of them
     assert drawn == pytest.approx(p.reshape(3, 3, 3, 3).mean((1, 3)), rel=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"map": "0.4"}, "no head 0.4"),
-        ({"map": "2.0"}, "layer 2"),
-        ({"map": "1.0", "layers": (0,)}, "layer 1"),
-    ],
-)
-def test_a_head_that_is_not_there_is_refused(given, says):
-    net, batch, _ = ragged()
-    with pytest.raises(UsageError, match=says):
-        section_of(net, [batch], **given)
-
-
-def demo_maps(net, batch):
-    """P of every layer from the output of its qkv layer: (samples, heads, n, n)."""
-    found = []
-
-    def meet(_module, _args, out):
-        q, k, _ = out.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        found.append(torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1))
-
-    hooks = [block.attn.qkv.register_forward_hook(meet) for block in net.module.blocks]
-    with torch.no_grad():
-        net.output(batch)
-    for hook in hooks:
-        hook.remove()
-    return [[p[i : i + 1] for i in range(len(batch))] for p in found]
 
 
 def swin_maps(net, batch):
@@ -214,10 +174,6 @@ def swin_maps(net, batch):
         layer.fused_attn = True
         hook.remove()
     return [list(p.chunk(len(batch))) for p in found]  # windows of a sample follow each other
-
-
-def demo():
-    return load_net("demo", LoadOptions(dtype="float64"))
 
 
 def swin():
@@ -239,25 +195,28 @@ def text_maps(net, batch):
     return [[p[b : b + 1, :, m][..., m] for b, m in enumerate(mask)] for p in maps.attentions]
 
 
-MAPS = {bert: text_maps, gpt2: text_maps, llama: text_maps, demo: demo_maps, swin: swin_maps}
-
-
-@pytest.mark.parametrize("make", MAPS)
-def test_every_statistic_is_that_of_the_models_own_maps(make):
+@pytest.mark.parametrize("kind", ["Bert", "GPT2", "Llama", "swin"])
+def test_every_statistic_is_that_of_the_models_own_maps(kind):
     torch.manual_seed(3)
-    if MAPS[make] is text_maps:
-        net, mask = text_net(make()), torch.ones(2, 14, dtype=torch.bool)
-        mask[1, 9:] = make is not bert
-        batch = Batch(torch.randint(1, 60, (2, 14)), None, ("aa", "bb"), mask)
-    else:
-        net = make()
+    if kind == "swin":
+        net = swin()
         batch = Batch(torch.rand(2, *net.input_shape, dtype=torch.float64), None, ("aa", "bb"))
-    section, layers = section_of(net, [batch]), MAPS[make](net, batch)
+        layers = swin_maps(net, batch)
+    else:
+        grouped = {"num_key_value_heads": 2} if kind == "Llama" else {}
+        net, mask = text_net(text_model(kind, **grouped)), torch.ones(2, 14, dtype=torch.bool)
+        mask[1, 9:] = kind != "Bert"
+        batch = Batch(torch.randint(1, 60, (2, 14)), None, ("aa", "bb"), mask)
+        layers = text_maps(net, batch)
+    section = section_of(net, [batch])
     assert len(section.rows) == sum(layer[0].shape[1] for layer in layers)
     for row in section.rows:
         samples = [p[:, row.head].numpy() for p in layers[row.layer]]  # (windows, n, n) each
         rows = [r for p in samples for r in p.reshape(-1, p.shape[-1])]
-        expected = by_hand(rows, AttentionOptions()) | sums_by_hand(samples, rows)
+        each = [by_hand(row, AttentionOptions()) for row in rows]
+        values = {name: [found[name] for found in each] for name in MEANS}
+        means = {n: np.nanmean(v) if np.isfinite(v).any() else None for n, v in values.items()}
+        expected = means | sums_by_hand(samples, rows)
         assert row.tokens == max(map(len, rows))
         assert row.uniform + row.intermediate + row.categorical == pytest.approx(1.0)
         for name, value in expected.items():
@@ -281,8 +240,8 @@ def sums_by_hand(samples, rows):
     }
 
 
-def test_long_maps_have_no_norm_unless_asked():
-    net, batch, _ = ragged()
+def test_long_maps_have_no_norm_unless_asked(ragged):
+    net, batch, _ = ragged
     assert all(row.p_norm is None for row in section_of(net, [batch], p_norm_tokens=13).rows)
     assert all(row.p_norm > 0 for row in section_of(net, [batch], p_norm_tokens=14).rows)
     assert AttentionOptions().p_norm_tokens == 2048

@@ -13,7 +13,8 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import ascent
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.policy import Policy
-from tests.nets import own_batch, own_net
+from tests.measures.cases import dense, dense_norm
+from tests.nets import draw, own_batch, own_net
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +54,23 @@ def layer_inputs(net, batch):
     return seen
 
 
-def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
+def test_norms_are_those_of_the_dense_jacobian(demo, found):
+    """Of heads, and of layers before and after W_O."""
     net, batch = demo
-    exact = found[0][0].values["exact"]
+    values = found[0][0].values
     for layer, x in enumerate(layer_inputs(net, batch)):
-        for b in range(len(batch)):
-            jacobian = torch.autograd.functional.jacobian(
-                lambda z, layer=layer: attention_output(net.module, z, layer),
-                x[b],
-                vectorize=True,
-            )
-            dense = torch.linalg.matrix_norm(jacobian.flatten(3).flatten(1, 2), 2)
-            np.testing.assert_allclose(exact[b, 4 * layer : 4 * layer + 4], dense, rtol=1e-6)
+        for b, z in enumerate(x):
+            jacobian = dense(lambda z, i=layer: attention_output(net.module, z, i), z)
+            exact = torch.linalg.matrix_norm(jacobian.unflatten(0, (4, -1)), 2)
+            heads = values["exact"][b, 4 * layer : 4 * layer + 4]
+            np.testing.assert_allclose(heads, exact, rtol=1e-6)
+
+    def whole(z):
+        return attention_output(net.module, z, 1).permute(1, 0, 2).flatten(1)
+
+    x, proj = layer_inputs(net, batch)[1][0], net.module.blocks[1].attn.proj
+    for name, function in (("layer_exact", whole), ("layer_exact_out", lambda z: proj(whole(z)))):
+        assert values[name][0, 1] == pytest.approx(dense_norm(function, x), rel=1e-6)
 
 
 def test_norms_that_did_not_converge_are_counted(demo):
@@ -73,22 +79,6 @@ def test_norms_that_did_not_converge_are_counted(demo):
     assert texts[0].startswith("36 head norms did not converge")
     assert texts[1].startswith("18 layer norms did not converge")
     assert not any(row.converged for row in heads.rows)
-
-
-def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
-    net, batch = demo
-    x = layer_inputs(net, batch)[1][0]
-
-    def whole(z):
-        return attention_output(net.module, z, 1).permute(1, 0, 2).flatten(1)
-
-    concat = torch.autograd.functional.jacobian(whole, x, vectorize=True)
-    proj = net.module.blocks[1].attn.proj
-    out = torch.autograd.functional.jacobian(lambda z: proj(whole(z)), x, vectorize=True)
-    values = found[0][0].values
-    for name, jacobian in (("layer_exact", concat), ("layer_exact_out", out)):
-        dense = torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2)
-        assert values[name][0, 1] == pytest.approx(float(dense), rel=1e-6)
 
 
 def test_more_is_computed_on_request(demo, found):
@@ -113,80 +103,41 @@ def test_every_bound_is_above_the_exact_norm(found):
     for layer in layers.rows:
         assert layer.exact_out <= layer.sharp_rss <= layer.sharp_sum <= layer.theorem3_sum
     assert len(heads.rows) == 12
+    assert np.median([row.sharp / row.exact for row in heads.rows]) <= 1.4
+    assert max(row.sharp_ratio_max for row in heads.rows) <= 3
 
 
-def test_the_sharp_bound_is_sharp_on_the_demo(found):
-    ratios = [row.sharp / row.exact for row in found[1][0].rows]
-    assert np.median(ratios) <= 1.4
-    assert max(row.sharp_ratio_max for row in found[1][0].rows) <= 3
-
-
-class Cascade(torch.nn.Module):
-    """Two attentions in one module, their softmax written out, the second after the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 24), torch.nn.Linear(8, 24)
-
-    def forward(self, x):
-        for part in (self.first, self.second):
-            q, k, v = part(x)[:, None].chunk(3, -1)
-            x = x + ((q @ k.mT).softmax(-1) @ v)[:, 0]
-        return x
-
-
-def test_a_layer_alone_has_the_norms_that_it_has_among_all():
-    net = own_net(Cascade(), (5, 8), "float64", classifier=False)
-    batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
-    (every,), _ = measured(net, batch)
-    (second,), _ = measured(net, batch, layers=(1,))
-    assert [layer for layer, _, _ in second.facts["heads"]] == [1]
-    np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])
-
-
-@pytest.fixture(scope="module")
-def on_balls(demo):
-    return measured(*demo, radius="1/100,0.1,3", layers="1")
-
-
-def test_every_head_and_radius_has_a_row_between_both_ends(on_balls):
-    section = on_balls[1][2]
+def test_every_head_and_radius_has_a_row_between_both_ends(demo):
+    (part,), (heads, _, section) = measured(*demo, radius="1/100,0.1,3", layers="1")
     assert section.measure == "bounds.ball"
     assert [(row.head, row.r) for row in section.rows[:4]] == [
         *((0, r) for r in (0.01, 0.1, 3.0)),
         (1, 0.01),
     ]
+    at_x = {row.head: row for row in heads.rows}
     for row in section.rows:
         assert row.exact < row.ball_norm <= min(row.ball_sharp, row.castin, row.mean_field, row.hu)
         assert row.ball_ratio_max >= row.ball_sharp / row.ball_norm * (1 - 1e-9) or row.r == 3
-    at_x = {row.head: row for row in on_balls[1][0].rows}
-    for row in section.rows:
         assert row.ball_sharp > at_x[row.head].sharp
         assert row.castin > at_x[row.head].castin
     assert section.arrays["ball_sharp"].shape == (12, 3)
-
-
-def test_a_radius_too_large_is_said_to_be(on_balls):
-    (note,) = on_balls[1][2].notes
+    (note,) = section.notes
     assert note.code == "loose-ball"
     assert note.text.startswith("at r = 3 ball_sharp is")
-
-
-def test_balls_change_nothing_at_the_samples(demo, on_balls):
-    (part,), sections = measured(*demo, layers="1")
-    for name, values in part.values.items():
-        np.testing.assert_array_equal(values, on_balls[0][0].values[name])
+    (alone,), sections = measured(*demo, layers="1")  # balls change nothing at the samples
+    for name, values in alone.values.items():
+        np.testing.assert_array_equal(values, part.values[name])
     assert len(sections) == 2
 
 
 def test_a_constant_below_what_was_found_stops_the_run(demo, monkeypatch):
     monkeypatch.setattr(ascent, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
     with pytest.raises(EvaluationError, match=r"ball_sharp at r = 1/100 of head 0\.0"):
-        measured(*demo, radius="1/100")
+        measured(*demo, radius="1/100", layers="0")
 
 
 def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
-    shape = {"pretrained": False, "depth": 1, "img_size": 32, "qk_norm": True}
+    shape = {"depth": 1, "img_size": 32, "embed_dim": 48, "qk_norm": True, "pretrained": False}
     net = load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=shape))
     batch = load_data("random", net, DataOptions(samples=1)).batch.to(net.device, net.dtype)
     section = measured(net, batch, radius="0.1")[1][2]
@@ -258,9 +209,12 @@ class Mixed(torch.nn.Module):
 def test_attention_that_is_no_softmax_is_named(little, layers, said):
     """Its heads are left out, and those of later layers are numbered as if it were not there."""
     net = own_net(Mixed(little), (5, 8), "float64", classifier=False)
-    batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
-    section = measured(net, batch)[1][0]
+    batch = own_batch(draw(0, 2, 5, 8).double())
+    (every,), (section, *_) = measured(net, batch)
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "attention-unread"]
     assert [note.level for note in notes] == ["warning"] * said
     assert all("(the model itself, test_bounds.py:" in note.text for note in notes)
+    (second,), _ = measured(net, batch, layers=(1,))  # has the norms that it has among all
+    assert [layer for layer, _, _ in second.facts["heads"]] == [1, 1]
+    np.testing.assert_array_equal(second.values["exact"], every.values["exact"][:, 2:4])

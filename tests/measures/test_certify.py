@@ -17,13 +17,12 @@ from lipaudit.attacks.oracle import pgd
 from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
-from lipaudit.gate import compare, judge
 from lipaudit.measures.certify import CertifyOptions, check
 from lipaudit.models import certificate as certificates
-from lipaudit.models.certificate import Proof, certificate, require_room
+from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
-from lipaudit.tables import Note
+from tests.nets import draw
 from tests.simulated.conftest import MODELS
 
 SHAPE = (1, 3, 4)
@@ -33,9 +32,9 @@ EPS = ("0.01", "0.1", "0.15", "0.3")
 class Small(nn.Module):
     """Attention, a normalisation and a GELU on three tokens of width four."""
 
-    def __init__(self, seed=0):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.into, self.qkv = nn.Linear(4, 8), nn.Linear(8, 24)
         self.norm, self.up, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 3)
         nn.init.normal_(self.head.weight, std=0.5)
@@ -50,13 +49,11 @@ class Small(nn.Module):
 class Plane(nn.Module):
     """Two classes, a plane apart: every radius is known."""
 
-    def __init__(self, scale=1.0):
+    def __init__(self):
         super().__init__()
-        self.head = nn.Linear(12, 2)
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.randn(2, 12, generator=generator)
+        self.head, weight = nn.Linear(12, 2), draw(3, 2, 12)
         middle = (weight[1] - weight[0]).sum() / 2 * torch.tensor([0.5, -0.5])
-        self.head.load_state_dict({"weight": weight, "bias": middle + torch.tensor([scale, 0.0])})
+        self.head.load_state_dict({"weight": weight, "bias": middle + torch.tensor([0.3, 0.0])})
 
     def forward(self, x):
         return self.head(x.flatten(1))
@@ -78,13 +75,6 @@ class Words(nn.Module):
         x = x + logits.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ x
         share = mask.to(x.dtype) / mask.sum(1, keepdim=True)
         return self.head((x * share[..., None]).sum(1))
-
-
-class Ordered(Small):
-    """It uses an operation that nothing is known of."""
-
-    def forward(self, x):
-        return super().forward(x.sort(-1).values)
 
 
 def samples(model, count, *, wrong=0):
@@ -138,6 +128,9 @@ def test_verdicts_are_nested_and_add_up(small):
         assert row.certified_low <= row.certified <= row.robust <= row.clean == 4 / 5
         why = section.samples[f"why@linf,{row.eps_text}"]
         assert [bool(w) for w in why] == [v == "undecided" for v in each]
+    for name in ("radius", "radius_adversarial"):  # wrong samples have none
+        known = [radius is not None for radius in section.samples[name]]
+        assert known == [bool(correct) for correct in section.samples["correct"]]
 
 
 @pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
@@ -148,37 +141,31 @@ def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
     told = measured(model, data, radius=True, **how).section("certify").samples
     x, y = in_order(told, data)
     right = [i for i, correct in enumerate(told["correct"]) if correct]
-    assert min(told["radius"][i] for i in right) > 0
     for i in right:
-        assert not _broken(model, x[i], y[i], Ball(norm, told["radius"][i]))
+        assert 0 < told["radius"][i] < told["radius_adversarial"][i]
+        assert not is_broken(model, x[i], y[i], Ball(norm, told["radius"][i]))
         beyond = told["radius_adversarial"][i]
-        assert _broken(model, x[i], y[i], Ball(norm, 1.1 * beyond))
+        assert is_broken(model, x[i], y[i], Ball(norm, 1.1 * beyond))
         with borrow(model, LoadOptions(), SHAPE) as net:
             sample = Batch(x[i : i + 1], None, ("0",))
             proof = Proof(norm=norm, order=order)
             assert not certificate(net, sample, int(y[i]), beyond * (1 + 1e-5), proof).certified
 
 
-def _broken(model, x, y, ball):
+def is_broken(model, x, y, ball):
     """Whether steps from many points of a ball, corners among them, end in another class."""
-    exact = copy.deepcopy(model).double()
-    start = _starts(x[None].double(), ball)
-    at, labels = x.double().expand_as(start), y.expand(len(start))
-    z = pgd(exact, at, labels, ball, start=start, steps=30)
+    exact, x, move = copy.deepcopy(model).double(), x.double(), draw(2, 32, *SHAPE).double()
+    size = move.abs() if ball.norm == "linf" else move.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    start = (x + ball.eps * move / size).clamp(0, 1)
+    labels = y.expand(len(start))
+    z = pgd(exact, x.expand_as(start), labels, ball, start=start, steps=30)
     with torch.no_grad():
         return bool((exact(z).argmax(1) != labels).any())
 
 
-def _starts(x, ball):
-    """Random points of the ball, and corners of it."""
-    move = torch.randn(32, *SHAPE, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
-    size = move.abs() if ball.norm == "linf" else move.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
-    return (x + ball.eps * move / size).clamp(0, 1)
-
-
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_radii_of_a_linear_model_are_the_exact_ones(norm):
-    model = Plane(0.3)
+    model = Plane()
     data = samples(model, 4)
     report = measured(model, data, radius=True, norm=norm, tol=0.02)
     coarse = measured(model, data, radius=True, norm=norm, tol=0.9).section("certify").samples
@@ -239,13 +226,17 @@ def test_results_do_not_depend_on_the_batch_or_on_other_samples(small):
         assert alone[name][0] == values[3]
 
 
-def test_without_labels_the_prediction_is_what_stands(small):
-    model, (x, _), _ = small
+def test_without_labels_or_time_it_says_so(small):
+    model, (x, y), _ = small
     section = measured(model, x[:2], eps="0.01").section("certify")
     assert section.rows[0].clean is None
     assert section.samples["correct"] == section.samples["label"] == (None,) * 2
     assert set(section.samples["verdict@linf,0.01"]) <= {"certified", "undecided"}
     assert "own-predictions" in {note.code for note in section.notes}
+    section = measured(model, (x, y), eps="0.01", seconds=1e-9).section("certify")
+    assert set(section.samples["why@linf,0.01"]) == {"", "seconds"}
+    assert section.rows[0].certified == 0
+    assert "time-limit" in {note.code for note in section.notes}
 
 
 def test_texts_move_in_their_embeddings():
@@ -268,23 +259,6 @@ def test_texts_move_in_their_embeddings():
             net, Batch(padded[:1], None, ("0",), padded[:1] > 0), label, 0.05, proof
         )
     assert long.bound == pytest.approx(short.bound, rel=1e-4)
-
-
-def test_a_time_limit_is_named_where_it_ends_a_proof(small):
-    model, data, _ = small
-    section = measured(model, data, eps="0.01", seconds=1e-9).section("certify")
-    assert set(section.samples["why@linf,0.01"]) == {"", "seconds"}
-    assert section.rows[0].certified == 0
-    assert "time-limit" in {note.code for note in section.notes}
-
-
-def test_a_ball_that_is_too_large_is_undecided(small):
-    """The norm of a sequence of tokens has no box that would end it."""
-    model, (x, y), _ = small
-    with borrow(model, LoadOptions(), SHAPE) as net:
-        batch = Batch(x[1:2], y[1:2], ("0",))
-        verdict = certificate(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
-    assert (verdict.certified, verdict.why) == (False, "unbounded")
 
 
 @pytest.mark.parametrize(
@@ -310,27 +284,32 @@ def test_what_makes_no_sense_is_refused(small, options, says):
         measured(*small[:2], **options)
 
 
-def test_a_model_that_decides_nothing_is_refused(small):
-    batch, options = Batch(small[1][0], None, ("0",) * 5), CertifyOptions(eps=("0.1",))
-    with borrow(small[0], LoadOptions(), SHAPE) as net:
-        for classes, says in ((None, "no class scores"), (1, "one class")):
-            with pytest.raises(InputError, match=says):
-                check(replace(net, classes=classes), batch, options)
+class Ordered(Small):
+    """It uses an operation that nothing is known of."""
+
+    def forward(self, x):
+        return super().forward(x.sort(-1).values)
 
 
-def test_an_operation_without_a_rule_is_refused_before_anything_runs(monkeypatch):
-    model = Ordered().eval()
-    monkeypatch.setattr(certificates.Bracket, "__init__", None)  # nothing is begun
-    with pytest.raises(NoRuleError, match=r"operation sort \(in Ordered\)"):
-        measured(model, samples(model, 2), eps="0.1")
+WIDE = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
 
 
-def test_a_pass_that_no_memory_holds_is_refused_with_the_figure():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
-    with borrow(model, LoadOptions(), (3, 512, 512)) as net:
-        batch = Batch(torch.rand(1, 3, 512, 512), None, ("0",))
-        with pytest.raises(InputError, match=r"takes about 18,432 GiB at order 1"):
-            require_room(net, batch, 1)
+@pytest.mark.parametrize(
+    ("model", "shape", "changes", "error", "says"),
+    [
+        (Small(), SHAPE, {"classes": None}, InputError, "no class scores"),
+        (Small(), SHAPE, {"classes": 1}, InputError, "one class"),
+        (Ordered(), SHAPE, {}, NoRuleError, r"operation sort \(in Ordered\)"),
+        (WIDE, (3, 512, 512), {}, InputError, r"takes about 18,432 GiB at order 1"),
+    ],
+)
+def test_a_model_is_refused_before_anything_runs(model, shape, changes, error, says):
+    batch, options = (
+        Batch(torch.rand(1, *shape), None, ("0",)),
+        CertifyOptions(eps=("0.1",), order="1"),
+    )
+    with borrow(model.eval(), LoadOptions(), shape) as net, pytest.raises(error, match=says):
+        check(replace(net, **changes), batch, options)
 
 
 def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeypatch):
@@ -346,37 +325,6 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
         check(net, batch[:1], options)
         with pytest.raises(InputError, match="no room"):
             check(net, batch, options)
-
-
-def test_the_gate_finds_fewer_certificates():
-    before, after = Plane(0.8).eval(), Plane(0.4).eval()
-    data = samples(before, 24)[0], torch.zeros(24, dtype=torch.long)
-    old, new = (measured(m, data, eps="0.02", order="1") for m in (before, after))
-    assert old.section("certify").rows[0].certified > new.section("certify").rows[0].certified
-    judgement = judge(new, old)
-    (verdict,) = judgement.verdicts
-    assert (verdict.metric, verdict.name) == ("certify.certified:mean", "linf,0.02")
-    assert verdict.status == "regressed"
-    assert judgement.exit_code == 1
-    assert judge(old, old).exit_code == 0
-    compared = {v.metric: v.status for v in compare([old, new]).pairs[0].verdicts}
-    assert compared["certify.certified:mean"] == "regressed"
-    section = old.section("certify")
-    skipped = Note(level="info", code="attack-skipped", text="apgd-t did not run")
-    weaker = section.model_copy(update={"notes": (*section.notes, skipped)})
-    judgement = judge(old.model_copy(update={"sections": (weaker,)}), old)
-    assert judgement.exit_code == 5
-    assert "certify: weaker than the baseline: apgd-t did not run" in judgement.reason
-
-
-def test_radii_are_of_what_is_right(small):
-    """A wrong sample has none, and says so."""
-    told = small[2].section("certify").samples
-    for correct, radius, found in zip(
-        told["correct"], told["radius"], told["radius_adversarial"], strict=True
-    ):
-        assert (radius is None, found is None) == (not correct, not correct)
-        assert not correct or 0 < radius < found
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,18 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.base import Part
-from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
+from lipaudit.measures.jacobian import JacobianOptions, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
+from tests.gate import cases
+from tests.measures.cases import dense_norm, run_measure
 from tests.nets import draw, own_batch, own_net
-
-
-def measured(net, *batches, **given):
-    options = JacobianOptions(**given)
-    (section,) = summarise(list(measure(net, batches, options)), options)
-    return section
 
 
 def test_blocks_are_measured_beside_the_model():
     net = load_net("demo", LoadOptions(dtype="float64"))
     batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
-    section = measured(net, batch[:2], batch[2:], tol=1e-8, per_layer=True)
+    (section,) = run_measure("jacobian", net, batch[:2], batch[2:], tol=1e-8, per_layer=True)
     assert [row.module for row in section.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
     inputs = []
     for block in net.module.blocks:
@@ -38,10 +34,7 @@ def test_blocks_are_measured_beside_the_model():
     assert section.arrays["norm"].shape == (4, 3)
     assert section.arrays["norm"].numpy()[0] == pytest.approx(section.samples["norm"], rel=1e-5)
     for i, block in enumerate(net.module.blocks):
-        exact = []
-        for x in list(inputs[i]):
-            jacobian = torch.autograd.functional.jacobian(block, x[None], vectorize=True)
-            exact.append(float(torch.linalg.matrix_norm(jacobian.reshape(x.numel(), -1), 2)))
+        exact = [dense_norm(block, x[None]) for x in inputs[i]]
         row = section.rows[i + 1]
         assert row.median == pytest.approx(np.median(exact), rel=1e-8)
         assert row.max == pytest.approx(max(exact), rel=1e-8)
@@ -52,20 +45,12 @@ def test_blocks_are_measured_beside_the_model():
 
 
 def test_a_norm_that_is_not_a_number_says_so():
-    values = {
-        "norm": np.array([1.0, math.nan]),
-        "upper": np.array([1.0, math.nan]),
-        "within": np.array([0.0, math.nan]),
-        "products": np.array([3, 3]),
-        "converged": np.array([True, False]),
-        "radius_first_order": np.array([0.5, math.nan]),
-        "rivals": np.array([1, 1]),
-        "complete": np.array([True, True]),
-    }
+    values = {"norm": (1.0, math.nan), "upper": (1.0, math.nan), "within": (0.0, math.nan)}
+    values |= {"products": (3, 3), "converged": (True, False), "rivals": (1, 1)}
+    values |= {"complete": (True, True), "radius_first_order": (0.5, math.nan)}
+    values = {name: np.array(each) for name, each in values.items()}
     part = Part(("a", "b"), values, {"from": "pixels", "to": "logits", "method": "lanczos"})
-    section = summarise([part], JacobianOptions())[0]
-    report = lipaudit.measure("demo", "jacobian", samples=1)
-    report = report.model_copy(update={"sections": (section,)})
+    report = cases.report(*summarise([part], JacobianOptions()))
     written = json.loads(schema.dumps(report))["sections"][0]
     assert written["samples"]["norm"] == [1.0, "NaN"]
     assert written["samples"]["radius_first_order"] == [0.5, None]
@@ -89,7 +74,7 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         layer.weight.copy_(torch.diag(torch.linspace(0.99, 1.0, 48))[8:])
     net, batch = linear_net(layer)
     for within in (0.03, 1e-6):
-        section = measured(net, batch, within=within)
+        (section,) = run_measure("jacobian", net, batch, within=within)
         row = section.rows[0]
         norms = np.array(section.samples["norm"])
         assert row.converged == 6
@@ -110,7 +95,7 @@ def test_a_radius_that_was_not_completed_says_so():
     batch = Batch(torch.zeros_like(batch.x), None, batch.ids)
     truth = 1 / float(torch.linalg.vector_norm(layer.weight[0] - layer.weight[-1]))
     for rivals, complete in ((5, False), (39, True)):
-        section = measured(net, batch, rivals=rivals)
+        (section,) = run_measure("jacobian", net, batch, rivals=rivals)
         radius = section.samples["radius_first_order"]
         assert section.samples["rivals"] == (rivals,) * 6
         assert section.samples["complete"] == (complete,) * 6

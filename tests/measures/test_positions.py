@@ -12,11 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions, measure, summarise
+from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions, measure
 from lipaudit.models import endpoints
 from lipaudit.models.net import NextToken
 from tests.attacks.text_folders import InDouble
 from tests.live import Live
+from tests.measures.cases import dense, dense_norm, run_measure
 from tests.nets import hf_net, own_net
 
 SMALL = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 24}
@@ -74,15 +75,9 @@ def run(net, z):
     return out.logits[0], out.hidden_states[-1][0]
 
 
-def dense(function, z):
-    jacobian = torch.autograd.functional.jacobian(function, z)
-    return jacobian.reshape(-1, z.numel())
-
-
 def norms_of(net, batch, target, **how):
-    options = JacobianOptions(target=target, tol=1e-10, within=1e-9, **how)
-    JACOBIAN.check(net, batch, options)
-    return summarise(list(measure(net, [batch], options)), options)[0]
+    JACOBIAN.check(net, batch, JacobianOptions(target=target, **how))
+    return run_measure("jacobian", net, batch, target=target, tol=1e-10, within=1e-9, **how)[0]
 
 
 def own(batch):
@@ -103,8 +98,7 @@ def own(batch):
 def test_norms_are_those_of_dense_jacobians(net, target, end):
     section = norms_of(net, texts(), target)
     for ids, norm in zip(own(texts()), section.samples["norm"], strict=True):
-        exact = torch.linalg.matrix_norm(dense(partial(end, net), embedded(net, ids)), 2)
-        assert norm == pytest.approx(float(exact), rel=1e-8)
+        assert norm == pytest.approx(dense_norm(partial(end, net), embedded(net, ids)), rel=1e-8)
 
 
 def loss_of(net, ids, z):
@@ -147,15 +141,11 @@ def test_the_radius_is_that_of_the_next_token(gpt2):
         top = int(logits.argmax())
         others = [j for j in range(23) if j != top]
         radii = (logits[top] - logits[others]) / (rows[top] - rows[others]).norm(dim=1)
-        assert section.samples["radius_first_order"][i] == pytest.approx(
-            float(radii.min()), rel=1e-8
-        )
+        radius = section.samples["radius_first_order"][i]
+        assert radius == pytest.approx(float(radii.min()), rel=1e-8)
     assert "correct" not in section.samples
-
-
-def test_labels_of_texts_are_no_tokens(gpt2):
-    plain, labelled = (norms_of(gpt2, replace(texts(), y=y), None) for y in (None, torch.ones(2)))
-    assert plain == labelled
+    labelled = replace(texts(), y=torch.ones(2))  # labels of texts are no tokens
+    assert norms_of(gpt2, labelled, None, rivals=23) == section
 
 
 def test_positions_count_from_the_first_token_wherever_the_padding_is():
@@ -167,10 +157,9 @@ def test_positions_count_from_the_first_token_wherever_the_padding_is():
 
 @pytest.mark.parametrize("target", ["logits:2", "loss"])
 def test_batches_of_other_lengths_are_joined(gpt2, target):
-    options = JacobianOptions(target=target, tol=1e-10, within=1e-9)
     batch = texts()
-    parts = [p for half in (batch[1:].trim(), batch[:1]) for p in measure(gpt2, [half], options)]
-    (apart,) = summarise(parts, options)
+    halves, how = (batch[1:].trim(), batch[:1]), {"tol": 1e-10, "within": 1e-9}
+    (apart,) = run_measure("jacobian", gpt2, *halves, target=target, **how)
     together = norms_of(gpt2, batch, target)
     for name in ("norm", "upper"):
         for one, other in zip(apart.samples[name][::-1], together.samples[name], strict=True):
@@ -180,14 +169,9 @@ def test_batches_of_other_lengths_are_joined(gpt2, target):
 @pytest.mark.parametrize("target", ["logits", "probabilities:0", "hidden"])
 def test_no_position_that_is_not_asked_for_has_logits(target):
     size, count = 3000, 12
-    net = net_of(
-        transformers.Qwen2ForCausalLM(
-            transformers.Qwen2Config(
-                **GROUPED | {"hidden_size": 8, "head_dim": 2, "vocab_size": size},
-                tie_word_embeddings=True,
-            )
-        )
-    )
+    small = GROUPED | {"hidden_size": 8, "head_dim": 2, "vocab_size": size}
+    config = transformers.Qwen2Config(**small, tie_word_embeddings=True)
+    net = net_of(transformers.Qwen2ForCausalLM(config))
     batch = Batch(torch.arange(3, 3 + count)[None], None, ("0" * 12,))
     options = JacobianOptions(target=target, max_steps=3)
     with Live() as live:
@@ -221,8 +205,7 @@ def test_hidden_states_of_an_encoder():
     section = norms_of(net, texts(), "hidden:2")
     for ids, norm in zip(own(texts()), section.samples["norm"], strict=True):
         states = lambda z: net.module(inputs_embeds=z).last_hidden_state[0, 2]  # noqa: E731
-        exact = torch.linalg.matrix_norm(dense(states, embedded(net, ids)), 2)
-        assert norm == pytest.approx(float(exact), rel=1e-8)
+        assert norm == pytest.approx(dense_norm(states, embedded(net, ids)), rel=1e-8)
 
 
 class Halved(nn.Module):
@@ -274,15 +257,10 @@ def test_what_is_not_there_is_refused(head, target, says):
         norms_of(bert(head), texts(), target)
 
 
-@pytest.mark.parametrize(
-    "target", ["logits:", "logits:x", "logits:all", "loss:1", "hidden:--1", "logit", ":1"]
-)
-def test_what_is_no_end_is_refused(target):
-    with pytest.raises(UsageError, match="it must be logits"):
-        JacobianOptions.parse({"target": target})
-
-
-def test_rivals_need_classes_at_one_position():
+def test_what_is_no_end_is_refused():
+    for target in ("logits:", "logits:x", "logits:all", "loss:1", "hidden:--1", "logit", ":1"):
+        with pytest.raises(UsageError, match="it must be logits"):
+            JacobianOptions.parse({"target": target})
     assert JacobianOptions.parse({"target": "logits:2", "rivals": 3}).rivals == 3
     for target in ("loss", "hidden"):
         with pytest.raises(UsageError, match="--rivals needs --to logits"):

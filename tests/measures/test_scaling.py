@@ -18,7 +18,7 @@ from lipaudit.models.attention import survey
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings.option import read_lengths
-from lipaudit.theory import ascent
+from tests.measures.cases import dense_norm, run_measure
 from tests.nets import own_batch, own_net
 
 WIDTH, WORDS = 12, 40
@@ -35,14 +35,17 @@ class Reader(nn.Module):
         for p in self.parameters():
             nn.init.normal_(p, std=0.6)
 
-    def attend(self, x):
+    def attend_in_heads(self, x):
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(-2, -3) for t in self.qkv(x).chunk(3, -1))
         scores = q @ k.mT / (WIDTH // 2) ** 0.5
         if self.position_bias:
             scores = scores - 0.1 * torch.arange(x.shape[-2])
         if self.causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2))
+        return scores.softmax(-1) @ v
+
+    def attend(self, x):
+        return self.out(self.attend_in_heads(x).transpose(-2, -3).flatten(-2))
 
     def forward(self, ids, mask=None):
         x = self.table(ids)
@@ -62,35 +65,38 @@ def words(count=2, length=12):
 
 
 def measured(net, batch, **how):
-    options = ScalingOptions(**{"lengths": (3, 6, 12), "tol": 1e-9} | how)
-    return summarise(list(measure(net, batch.split(4), options)), options)
-
-
-def norm(f, x):
-    jacobian = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(-1, x.numel())
-    return float(torch.linalg.matrix_norm(jacobian, 2))
+    how = {"lengths": (3, 6, 12), "tol": 1e-9} | how
+    return run_measure("scaling", net, *batch.split(4), **how)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_layers_and_the_model_have_the_norms_of_dense_jacobians(causal):
-    net, batch = reader(causal=causal), words()
-    section, fits = measured(net, batch, modes=("real",))
+def test_layers_heads_and_the_model_have_the_norms_of_dense_jacobians(causal):
+    """And the fit is over all windows."""
+    net, batch = reader(causal=causal), words(3)
+    section, fits = measured(net, batch, modes=("real",), heads=("0.1",))
     module = net.module
-    for n in (3, 6, 12):
-        x = module.table(batch.x[:, :n]).detach()
-        layer = [norm(module.attend, row) for row in x]
-        model = [norm(lambda z: z + module.attend(z), row) for row in x]
-        for rows, truth in (
-            ([r for r in section.rows if r.layer == 0], layer),
-            ([r for r in section.rows if r.layer is None], model),
-        ):
-            (row,) = [r for r in rows if r.n == n]
+    functions = {
+        (0, None): module.attend,
+        (0, 1): lambda z: module.attend_in_heads(z)[1],
+        (None, None): lambda z: z + module.attend(z),
+    }
+    assert {(fit.layer, fit.head) for fit in fits.rows} == functions.keys()
+    for at, function in functions.items():
+        points = []
+        for n in (3, 6, 12):
+            x = module.table(batch.x[:, :n]).detach()
+            truth = [dense_norm(function, row) for row in x]
+            points += [(n, norm) for norm in truth]
+            (row,) = [r for r in section.rows if (r.layer, r.head, r.n) == (*at, n)]
             assert row.norm == pytest.approx(np.median(truth), rel=1e-6)
             assert (row.norm_low, row.norm_high) == pytest.approx((min(truth), max(truth)), 1e-6)
-        (row,) = [r for r in section.rows if r.layer == 0 and r.n == n]
-        assert row.radius == pytest.approx(float(x.norm(dim=2).amax(1).mean()))
-        assert row.norm_high <= 1.0001 * row.bound_sharp * max(layer) / min(layer)
-    assert {(fit.layer, fit.mode) for fit in fits.rows} == {(0, "real"), (None, "real")}
+            if row.layer == 0:
+                assert row.radius == pytest.approx(float(x.norm(dim=2).amax(1).mean()))
+                assert row.norm_high <= 1.0001 * row.bound_sharp * max(truth) / min(truth)
+        slope, constant = np.polyfit(*np.log(np.array(points)).T, 1)
+        (fit,) = [fit for fit in fits.rows if (fit.layer, fit.head) == at]
+        assert fit.exponent == pytest.approx(slope, rel=1e-5)
+        assert row.fitted == pytest.approx(math.exp(constant) * 12**slope, rel=1e-5)
 
 
 def test_a_model_is_surveyed_once(monkeypatch):
@@ -101,35 +107,6 @@ def test_a_model_is_surveyed_once(monkeypatch):
     section, *_ = measured(net, batch, modes=("real", "adversarial"), lengths=(3, 6, 12, 18))
     assert {row.mode for row in section.rows} == {"real", "adversarial"}
     assert len(surveys) == 1
-
-
-def test_the_fit_is_over_all_windows():
-    net, batch = reader(), words(3)
-    section, fits = measured(net, batch, modes=("real",))
-    points = [
-        (n, norm(net.module.attend, net.module.table(row[:n]).detach()))
-        for n in (3, 6, 12)
-        for row in batch.x
-    ]
-    slope, constant = np.polyfit(*np.log(np.array(points)).T, 1)
-    (fit,) = [fit for fit in fits.rows if fit.layer == 0]
-    assert fit.exponent == pytest.approx(slope, rel=1e-5)
-    (row,) = [r for r in section.rows if r.layer == 0 and r.n == 6]
-    assert row.fitted == pytest.approx(math.exp(constant) * 6**slope, rel=1e-5)
-
-
-def test_heads_have_the_norms_of_dense_jacobians():
-    net, batch = reader(), words(1)
-    section, *_ = measured(net, batch, modes=("real",), heads=("0.1",))
-    module = net.module
-
-    def head(z):
-        q, k, v = (t[..., WIDTH // 2 :] for t in module.qkv(z).chunk(3, -1))
-        return (q @ k.mT / (WIDTH // 2) ** 0.5).softmax(-1) @ v
-
-    x = module.table(batch.x[0, :6]).detach()
-    found = {row.mode: row.norm for row in section.rows if row.head == 1 and row.n == 6}
-    assert found["real"] == pytest.approx(norm(head, x), rel=1e-6)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -145,11 +122,7 @@ def test_worst_case_rows_are_dense_norms_of_the_model_at_those_tokens(masked):
     u = u / u.norm()
 
     def head(z):
-        q, k, v = (t[..., :half] for t in module.qkv(z).chunk(3, -1))
-        scores = q @ k.mT / half**0.5
-        if masked:
-            scores = scores.masked_fill(torch.ones(scores.shape).triu(1) > 0, -math.inf)
-        return scores.softmax(-1) @ v
+        return module.attend_in_heads(z)[0]
 
     rows = [row for row in section.rows if row.radius == 1.5]
     assert [row.n for row in rows] == [3, 6, 12]
@@ -157,7 +130,9 @@ def test_worst_case_rows_are_dense_norms_of_the_model_at_those_tokens(masked):
         assert row.masked == masked
         c = torch.full((row.n, 1), 0.5 if rises else 1.0).double()
         c[0] = 1.0 if rises else -1.0
-        both = [norm(head, 1.5 * sign * c * u) for sign in (1, -1)]  # the bias chooses the sign
+        both = [
+            dense_norm(head, 1.5 * sign * c * u) for sign in (1, -1)
+        ]  # the bias chooses the sign
         assert min(abs(row.norm / truth - 1) for truth in both) < 1e-6
 
 
@@ -168,41 +143,31 @@ def test_norms_at_growing_radius_stay_below_those_of_the_mean_field():
     # n tokens have multiplicities 1 and n - 1: one of those that the mean field is over
     for row in section.rows:
         assert row.norm <= row.mean_field * (1 + 1e-3) or row.n > row.n_max
-
-
-def of_ascent(net, batch, **how):
-    sections = measured(net, batch, modes=("ascent",), lengths=(4, 12), heads=("0.0",), **how)
-    return sections[0].rows, [fit for s in sections[1:] for fit in s.rows], sections[0].notes
+    (section,) = measured(reader(position_bias=True), words(1), modes=("adversarial",))
+    assert "position bias" in " ".join(note.text for note in section.notes)  # no worst case
 
 
 def test_an_ascent_repeats_within_its_interval():
     """Whatever the seed and the precision of the model."""
-    net, batch = reader(), words(1)
-    rows, fits, notes = of_ascent(net, batch)
+    found = []
+    for seed, dtype in enumerate(("float64", "float32")):
+        how = {"modes": ("ascent",), "lengths": (4, 8), "heads": ("0.0",), "tol": 1e-9}
+        options = ScalingOptions(**how, seed=seed)
+        parts = list(measure(reader(dtype=dtype), [words(1)], options))
+        found.append([section.rows for section in summarise(parts, options)])
+    (rows, fits), (again, refits) = found
     assert {fit.radius for fit in fits} == {row.radius for row in rows}
-    assert {note.code for note in notes} == {"searched"}
-    again, refits, _ = of_ascent(reader(dtype="float32"), batch, seed=1)
     for row, other in zip(rows, again, strict=True):
         assert row.norm_low < row.norm < row.norm_high < 1.05 * row.norm_low
         assert row.norm_low <= other.norm <= row.norm_high
     for fit, other in zip(fits, refits, strict=True):
         assert fit.exponent == pytest.approx(other.exponent, abs=1e-3)
-
-
-def test_a_starved_search_has_no_exponent(monkeypatch):
-    for name in ("STARTS", "STEPS", "_POLISH"):
-        monkeypatch.setattr(ascent, name, 1)
-    rows, fits, notes = of_ascent(reader(), words(1))
-    assert rows
-    assert not fits
-    (note,) = [note for note in notes if note.code == "searches-apart"]
-    assert "no exponent for the ascent of head 0.0 at R = " in note.text
-
-
-def test_what_has_no_worst_case_says_so():
-    net, batch = reader(position_bias=True), words(1)
-    (section,) = measured(net, batch, modes=("adversarial",))
-    assert "position bias" in " ".join(note.text for note in section.notes)
+    for cells in parts[0].facts["rows"]:  # searches that end apart have no exponent
+        cells["norm_high"] *= 1.1
+    (section,) = summarise(parts, options)
+    notes = {note.code: note.text for note in section.notes}
+    assert notes.keys() == {"searched", "searches-apart"}
+    assert "no exponent for the ascent of head 0.0 at R = " in notes["searches-apart"]
 
 
 def test_samples_that_are_too_short_are_left_out():

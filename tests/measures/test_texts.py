@@ -1,4 +1,4 @@
-"""Gradients and attention maps by token, against autograd and the models themselves."""
+"""Gradients, maps and attacks by token, and that no text depends on those beside it."""
 
 import json
 from dataclasses import replace
@@ -7,40 +7,40 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from lipaudit.attacks.text import Lexicon
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.measures import attack as attacked
-from lipaudit.measures import attention as by_head
-from lipaudit.measures import drawings
+from lipaudit.engine.results import merge
+from lipaudit.errors import InputError
+from lipaudit.measures import drawings, load_measures
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
-from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
+from lipaudit.schema import dumps, loads
 from lipaudit.settings import RunOptions
 from lipaudit.tables.summary import worst
+from tests.measures.cases import run_measure
 from tests.nets import own_net
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]
 SIZES = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+    "vocab_size": len(WORDS), "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[3, 0], ids=["classes", "features"])
 def bert(request, tmp_path_factory):
-    """A saved model and its directory; without classes it is an encoder."""
+    """Directory, net and texts of a saved model; without classes it is an encoder."""
     folder = tmp_path_factory.mktemp("model")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -53,7 +53,8 @@ def bert(request, tmp_path_factory):
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     lines = [json.dumps({"text": t, "label": i % 3}) for i, t in enumerate(TEXTS)]
     (folder / "t.jsonl").write_text("\n".join(lines))
-    return folder, request.param
+    net = load_net(str(folder), LoadOptions(dtype="float64", device="cpu"))
+    return folder, net, load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
 
 
 def dense(module, net, ids):
@@ -70,12 +71,10 @@ def dense(module, net, ids):
 
 
 def test_shares_are_those_of_the_dense_gradient(bert):
-    folder, classes = bert
-    net = load_net(str(folder), LoadOptions(dtype="float64", device="cpu"))
-    batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
+    _, net, batch = bert
+    classes = net.classes or 0
     assert batch.mask is not None
-    options = JacobianOptions(tol=1e-10, within=1e-8)
-    section = summarise(list(measure(net, batch.split(2), options)), options)[0]
+    (section,) = run_measure("jacobian", net, *batch.split(2), tol=1e-10, within=1e-8)
     assert section.gradients.keys() == set(batch.ids)
     for name, x, mask in zip(batch.ids, batch.x, batch.mask, strict=True):
         kept, ids = section.gradients[name], x[mask].tolist()
@@ -92,8 +91,9 @@ def test_shares_are_those_of_the_dense_gradient(bert):
         assert kept.tokens == tuple(WORDS[i] for i in ids)
 
 
+@pytest.mark.parametrize("bert", [3], indirect=True)
 def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
-    folder, _ = bert
+    folder, *_ = bert
     monkeypatch.setattr("lipaudit.engine.results.worst", lambda report: worst(report, 2))
     run = RunOptions(data=str(folder / "t.jsonl"), samples=5)
     report = execute(prepare(Request(str(folder), {"jacobian": JacobianOptions()}, run)))
@@ -113,8 +113,7 @@ def test_tokens_that_are_no_text_go_by_their_position(outputs):
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(2))
     batch = Batch(x, None, ("0" * 12, "1" * 12, "2" * 12))
     net = net_of(x, layer)
-    options = JacobianOptions(tol=1e-10, within=1e-8)
-    section = summarise(list(measure(net, [batch], options)), options)[0]
+    (section,) = run_measure("jacobian", net, batch, tol=1e-10, within=1e-8)
     weight = layer.weight.detach()
     for name, f in zip(batch.ids, net.output(batch).detach(), strict=True):
         kept = section.gradients[name]
@@ -140,10 +139,7 @@ def test_padding_has_no_share_and_no_size_matters():
     assert drawings.share_squares(batch, gradient * 0) == [(), ()]
     net = net_of(torch.zeros(1, 3, 2), nn.Linear(6, 2))
     assert drawings.describe_gradients(net, batch, gradient * 0, "margin") == {}
-
-
-def test_a_waveform_has_no_tokens():
-    x = torch.ones(1, 6, dtype=torch.float64)
+    x = torch.ones(1, 6, dtype=torch.float64)  # a waveform has no tokens
     net, batch = net_of(x, nn.Linear(6, 2)), Batch(x, None, ("a",))
     assert drawings.describe_gradients(net, batch, x, "margin") == {}
 
@@ -157,17 +153,14 @@ def test_a_token_is_written_as_text_where_that_shows_anything():
 
 
 def test_a_map_of_a_text_has_its_tokens(bert):
-    folder, _ = bert
-    net = load_net(str(folder), LoadOptions(device="cpu"))
-    batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
+    _, net, batch = bert
     written = {
         name: tuple(WORDS[i] for i in x[mask].tolist())
         for name, x, mask in zip(batch.ids, batch.x, batch.mask, strict=True)
     }
     longest = max(map(len, written.values()))
     assert len(written[batch.ids[0]]) < longest  # so that its row is padded
-    options = AttentionOptions(map="1.1")
-    section = by_head.summarise(list(by_head.measure(net, [batch], options)), options)[0]
+    (section,) = run_measure("attention", net, batch, map="1.1")
     ((name, whose),) = section.attended.items()
     assert name == "map@1.1"
     assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
@@ -176,15 +169,12 @@ def test_a_map_of_a_text_has_its_tokens(bert):
 @pytest.mark.parametrize("bert", [3], indirect=True)
 @pytest.mark.parametrize(("attack", "eps"), [("pgd", "1"), ("words", "3words")])
 def test_what_an_attack_made_of_a_text_has_its_classes_and_scores(bert, attack, eps):
-    folder, _ = bert
-    net = load_net(str(folder), LoadOptions(device="cpu"))
+    _, net, batch = bert
     names = ("down", "so-so", "up")
     net = replace(net, labels=names)
-    batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
     own = torch.stack([scores_of(net, x[m]) for x, m in zip(batch.x, batch.mask, strict=True)])
     batch = replace(batch, y=own.argmax(1))  # all are right, so that some can be broken
-    options = AttackOptions(attack=attack, eps=(eps,), batch_size=2)
-    section = attacked.summarise(list(attacked.measure(net, [batch], options)), options)[0]
+    (section,) = run_measure("attack", net, batch, attack=attack, eps=(eps,), batch_size=2)
     fallen = {n for n, r in zip(batch.ids, section.samples[f"robust@{section.rows[0].key}"],
                                 strict=True) if not r}  # fmt: skip
     assert section.examples.keys() == fallen
@@ -206,3 +196,132 @@ def test_what_an_attack_made_of_a_text_has_its_classes_and_scores(bert, attack, 
 def scores_of(net, ids):
     with torch.no_grad():
         return net.module(ids[None]).logits.softmax(1)[0]
+
+
+LETTERS = ["<pad>", "<unk>", *"bcdefgh"]
+LONG = " ".join("bcdefgh"[i * i % 7] for i in range(34))
+APART = ["b c d e f g h b c", "b", "c e", "d e", LONG]
+SMALL = {
+    "vocab_size": len(LETTERS), "hidden_size": 64, "num_hidden_layers": 1, "num_labels": 3,
+    "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 40,
+    "pad_token_id": 0,
+}  # fmt: skip
+OPTIONS = {
+    "bounds": BoundsOptions(concat=True),
+    "attention": AttentionOptions(),
+    "jacobian": JacobianOptions(per_layer=True),
+}
+
+
+def save_classifier(folder, kind: str, **settings) -> transformers.PreTrainedModel:
+    """Save a small classifier with a tokenizer of one id per word, and return it."""
+    tokenizer = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(LETTERS)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SMALL | settings)
+        module = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+    module.save_pretrained(folder)
+    return module
+
+
+def write_texts(path, texts) -> str:
+    """Write a table of texts, and return where."""
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["ConvBert", "Bert"])
+def test_an_attack_refuses_a_model_that_reads_padding(tmp_path, kind):
+    module = save_classifier(tmp_path, kind)
+    ids = torch.tensor([[2, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        alone = module(ids).logits
+        padded = module(torch.nn.functional.pad(ids, (0, 2)), attention_mask=mask).logits
+    reads = not torch.allclose(alone, padded, atol=1e-3)
+    assert reads == (kind == "ConvBert")  # says plain transformers
+    rows = [{"text": text, "label": i % 3} for i, text in enumerate(APART)]
+    data = tmp_path / "labelled.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    run = RunOptions(data=str(data), samples=len(APART), device="cpu")
+    request = Request(str(tmp_path), {"attack": AttackOptions(eps=["0.1"])}, run)
+    if not reads:
+        assert len(prepare(request).samples.batch) == len(APART)
+        return
+    with pytest.raises(InputError, match="reads padding"):
+        prepare(request)
+    data.write_text("\n".join(map(json.dumps, [r for r in rows if r["text"] in ("c e", "d e")])))
+    assert prepare(request).samples.batch.mask is None  # nothing is padded, nothing refused
+
+
+MIXED = [" ".join("bcdefgh"[(i + j) % 7] for j in range((2, 5, 3, 2)[i % 4])) for i in range(11)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Bert", "bounds"), ("Llama", "attention"), ("Llama", "jacobian")]
+)
+def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, kind, name):
+    """And what is measured of a text is the same alone, in a batch, and in a shard."""
+    save_classifier(tmp_path / "model", kind, hidden_size=16, intermediate_size=24)
+    data = write_texts(tmp_path / "mixed.jsonl", MIXED)
+
+    def request(**more) -> Request:
+        run = RunOptions(data=data, samples=len(MIXED), dtype="float64", device="cpu", **more)
+        return Request(str(tmp_path / "model"), {name: OPTIONS[name]}, run)
+
+    job = prepare(request(batch_size=4))
+    _, batches = job.batches(name)
+    alike = job.samples.batch.mask.sum(1).bincount()
+    assert len(batches) == sum(-(-count // 4) for count in alike.tolist())  # as few as can be
+    assert all(batch.mask is None for batch in batches)
+    together, alone = execute(job), execute(prepare(request(batch_size=1)))
+    shards = [execute(prepare(request(batch_size=4, shard=f"{i}/2"))) for i in (1, 2)]
+    merged = merge([loads(dumps(report)) for report in shards])
+    for kept, section in zip(together.sections, merged.sections, strict=True):
+        # Shards know the notes of their own batches alone: rows and samples are compared.
+        assert (kept.rows, kept.samples) == (section.rows, section.samples)
+        for what, array in kept.arrays.items():
+            np.testing.assert_array_equal(array.data, section.arrays[what].data, what)
+    for kept, section in zip(together.sections, alone.sections, strict=True):
+        assert kept.samples["ids"] == section.samples["ids"] == job.samples.batch.ids
+        for what in kept.samples.keys() - {"ids"}:
+            assert kept.samples[what] == pytest.approx(section.samples[what], rel=1e-9), what
+        for ours, truth in zip(kept.rows, section.rows, strict=True):
+            for what, value in truth.items():
+                number = isinstance(value, float)  # bounds are computed up to a tolerance
+                wanted = pytest.approx(value, rel=1e-7, nan_ok=True) if number else value
+                assert ours[what] == wanted, what
+
+
+def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
+    save_classifier(tmp_path / "model", "Bert")
+    data = write_texts(tmp_path / "mixed.jsonl", MIXED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def job(size: int):
+        run = RunOptions(data=data, samples=len(MIXED), device="cpu", batch_size=size, resume=True)
+        return prepare(Request(str(tmp_path / "model"), {"jacobian": JacobianOptions()}, run))
+
+    own, taken = load_measures()["jacobian"], list[str]()
+
+    def parts(net, batches, options):
+        for batch in batches:
+            taken.extend(batch.ids)
+            yield from own.compute(net, Share(batches.first, [batch]), options)
+            if len(taken) == 6:
+                raise KeyboardInterrupt
+
+    monkeypatch.setitem(load_measures(), "jacobian", replace(own, compute=parts))
+    with pytest.raises(KeyboardInterrupt):
+        execute(job(2))
+    (section,) = execute(job(3)).sections
+    assert len(taken) == len({*taken}) == len(MIXED)  # none is measured twice
+    assert section.samples["ids"] == job(3).samples.batch.ids

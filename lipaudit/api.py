@@ -28,7 +28,7 @@ from lipaudit.errors import (
     suggestion,
     visible,
 )
-from lipaudit.measures import AuditOptions, option_types
+from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
 from lipaudit.models.sources.loader import borrow, freeze_net, load_net
 from lipaudit.settings import RunOptions
@@ -41,16 +41,10 @@ AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
 Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 
 
-def name_model(model: AnyModel) -> str:
-    """Return the name of a model; a module is named by its class."""
-    if isinstance(model, str):
-        return model
-    return type(model.module if isinstance(model, ModelSpec) else model).__name__
-
-
-def name_models(models: Sequence[AnyModel]) -> list[str]:
-    """Return the names of several models; modules of one class are numbered."""
-    names = [name_model(model) for model in models]
+def name_models(*models: AnyModel) -> list[str]:
+    """Return the names of models; a module is named by its class, several of one are numbered."""
+    inner = [each.module if isinstance(each, ModelSpec) else each for each in models]
+    names = [each if isinstance(each, str) else type(each).__name__ for each in inner]
     modules = {name for name, m in zip(names, models, strict=True) if not isinstance(m, str)}
     repeated = {name for name in modules if names.count(name) > 1}
     numbers = (names[: i + 1].count(name) for i, name in enumerate(names))
@@ -78,7 +72,7 @@ def audit_request(
         UsageError: a measure or an option that there is not, or that makes no sense.
     """
     if measures is not None and not measures:
-        raise UsageError("no measure was given", f"There are: {', '.join(option_types())}.")
+        raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
     own, shared = _split_options(options, AuditOptions, RunOptions)
     names = (measures,) if isinstance(measures, str) else measures and tuple(measures)
     # Radii of a command line are text; from Python they may be numbers, or lists of them.
@@ -251,12 +245,12 @@ def measure(
         >>> report.section("jacobian").rows[0].samples
         2
     """
-    if name not in option_types():
-        raise UsageError(f"there is no measure {name!r}", suggestion(name, option_types()))
-    kind = option_types()[name]
+    if name not in load_measures():
+        raise UsageError(f"there is no measure {name!r}", suggestion(name, load_measures()))
+    kind = load_measures()[name].options
     given, shared = _split_options(options, kind, RunOptions)
     plan, run = {name: kind.parse(given)}, RunOptions.parse(shared)
-    request = Request(name_model(model), plan, run, command="lipaudit.measure()")
+    request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")
     with open_job(model, request, data, input_shape=input_shape) as job:
         return execute(job, observer)
 
@@ -305,11 +299,8 @@ def audit(
     models = list(model) if isinstance(model, list | tuple) else [model]
     if not models:
         raise UsageError("no model was given", "Give one model or a list of models.")
-    demo, command = is_demo(*models), "lipaudit.audit()"
-    requests = [
-        audit_request(name, measures, options, demo=demo, command=command)
-        for name in name_models(models)
-    ]
+    how: dict[str, Any] = {"demo": is_demo(*models), "command": "lipaudit.audit()"}
+    requests = [audit_request(name, measures, options, **how) for name in name_models(*models)]
     audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
     reports = [report for report in audits if report is not None]
     return reports if isinstance(model, list | tuple) else reports[0]

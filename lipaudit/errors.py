@@ -246,8 +246,7 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
         raise
     except caught as error:
         # A damaged file may claim any size: its reader names `Exception`, which includes memory.
-        machine = of_machine(error) and not isinstance(error, OSError)
-        if machine and not kinds:
+        if of_machine(error) and not isinstance(error, OSError) and not kinds:
             raise
         reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
         reason = "it needs more memory than is available" if out_of_memory(error) else reason
@@ -273,8 +272,7 @@ def find_unmet_requirement() -> tuple[str, str] | None:
         with suppress(PackageNotFoundError):
             installed = version(package.name)
             # A vendor's build (2.8.0a0+nv25.8) counts as the release that it precedes.
-            base = Version(installed).base_version
-            if package.specifier.contains(base, prereleases=True):
+            if package.specifier.contains(Version(installed).base_version, prereleases=True):
                 continue
             found = f"{installed} is installed"
         wanted = f"{package.name}{package.specifier}"
@@ -283,16 +281,6 @@ def find_unmet_requirement() -> tuple[str, str] | None:
             f"pip install '{wanted}'{beside}"
         )
     return None
-
-
-def require_versions() -> None:
-    """Refuse to run with a package that is missing or too old.
-
-    Raises:
-        InputError: the message names installed and required versions.
-    """
-    if words := find_unmet_requirement():
-        raise InputError(*words)
 
 
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:

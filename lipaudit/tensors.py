@@ -63,12 +63,10 @@ def heads(
     """
     tokens = _read_numbers("tokens", x, 2, 3)
     weights = [_read_numbers(f"W_{n}", w, 2, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
-    for name, weight in zip("QKV", weights, strict=True):
+    for n, weight in zip("QKV", weights, strict=True):
         fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
-        fits &= name == "V" or weight.shape == weights[0].shape
-        _require_shape(
-            fits, f"W_{name}", weight, "(D, d) or (heads, D, d), as X and W_Q have them"
-        )
+        fits &= n == "V" or weight.shape == weights[0].shape
+        _require_shape(fits, f"W_{n}", weight, "(D, d) or (heads, D, d), as X and W_Q have them")
     layer = affine_heads(tokens, *weights)
     for name, values in zip("qkv", biases, strict=True):
         if values is None:

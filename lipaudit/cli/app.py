@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -179,16 +179,19 @@ def read_defaults(path: Path | None) -> dict[str, Any]:
     return values
 
 
+@dataclass(eq=False)
 class Commands(Mapping[str, Any]):
     """Commands by name; each is created, and its module imported, when it is first used.
 
-    Args:
+    Attributes:
         places: heading and function of each, as in COMMANDS.
         measures: whether every measure is a command, too.
+        made: the commands that were used.
     """
 
-    def __init__(self, places: Mapping[str, tuple[str, str]], *, measures: bool) -> None:
-        self.places, self.measures, self.known = places, measures, dict[str, Any]()
+    places: Mapping[str, tuple[str, str]]
+    measures: bool
+    made: dict[str, Any] = field(default_factory=dict)
 
     def find(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command, and its function or its group."""
@@ -198,17 +201,17 @@ class Commands(Mapping[str, Any]):
         return panel, resolve_name(f"lipaudit.cli.{place}")
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.known:
+        if name not in self.made:
             _, function = self.find(name)
             group = isinstance(function, Group)
-            self.known[name] = function if group else make_command(name, function)
-        return self.known[name]
+            self.made[name] = function if group else make_command(name, function)
+        return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
         if self.measures:
-            from lipaudit.measures import option_types
+            from lipaudit.measures import load_measures
 
-            yield from option_types()
+            yield from load_measures()
         yield from self.places
 
     def __len__(self) -> int:
@@ -265,27 +268,19 @@ class Command(typer.core.TyperCommand):
         write_panels(formatter, rows)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-def _show_all_options(ctx: typer.Context, asked: bool) -> None:
+def _print_and_exit(ctx: typer.Context, parameter: typer.CallbackParam, asked: bool) -> None:
+    """Print the help with all options, or the version."""
     if asked:
         ctx.params[HELP_ALL] = True
-        typer.echo(ctx.get_help(), color=ctx.color)
+        whole = parameter.name == HELP_ALL
+        typer.echo(ctx.get_help() if whole else __version__, color=ctx.color)
         raise typer.Exit
 
 
+printing_option = partial(typer.Option, callback=_print_and_exit)
 EVERY = "Show every option, also those that few people need."
-HelpAll = Annotated[
-    bool, typer.Option("--help-all", is_eager=True, callback=_show_all_options, help=EVERY)
-]
-Version = Annotated[
-    bool,
-    typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version),
-]
+HelpAll = Annotated[bool, printing_option("--help-all", is_eager=True, help=EVERY)]
+Version = Annotated[bool, printing_option("--version", "-V", help="Print the version and exit.")]
 # Help without colours and frames: importing rich's takes as long as everything else.
 make_typer = partial(typer.Typer, rich_markup_mode=None, pretty_exceptions_enable=False)
 app = make_typer(
@@ -343,8 +338,13 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
-            values = {n: _resolve(kind, typed) for n, kind in groups.items()}
-            function(**{n: typed[n] for n in plain}, **values)
+            values = {name: typed[name] for name in plain}
+            for name, kind in groups.items():
+                given = {n: typed[n] for n in kind.options() if typed.get(n) is not None}
+                usual = read_defaults(typed["config"]) if kind is RunOptions else {}
+                configured = usual.keys() - given.keys()
+                values[name] = kind.parse({**usual, **given}, configured=configured)
+            function(**values)
         # Help, the version and verdicts of the gate end with these exceptions.
         except (typer.Exit, typer.Abort):
             raise
@@ -382,13 +382,6 @@ def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.P
         keyword = inspect.Parameter.KEYWORD_ONLY
         annotation = Annotated[kind | None, spelling]
         yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
-
-
-def _resolve(group: type[Settings], typed: Mapping[str, Any]) -> Settings:
-    """Return a group of options: typed values, else configured ones, else defaults."""
-    defaults = read_defaults(typed["config"]) if group is RunOptions else {}
-    given = {name: typed[name] for name in group.options() if typed.get(name) is not None}
-    return group.parse({**defaults, **given}, configured=defaults.keys() - given.keys())
 
 
 def _terminate(_number: int, _frame: object) -> None:

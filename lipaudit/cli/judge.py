@@ -88,8 +88,7 @@ def inspect(
     """
     from lipaudit.report import of_sample
 
-    loaded = schema.load(report)
-    emit(of_sample(loaded, shlex.quote(str(report)), sample), output, always=False)
+    emit(of_sample(schema.load(report), shlex.quote(str(report)), sample), output, always=False)
 
 
 AFTER = f"{SAVED} After the first also a MODEL."
@@ -113,8 +112,8 @@ def compare(
     from lipaudit.report import REPORT, of_comparison
 
     check_outputs(output, REPORT)
-    # The store of a launcher serves one run: two models would use one port.
-    if sum(not is_report(each) for each in reports[1:]) > 1:
+    # The store of a launcher serves one run: two models, not reports, would use one port.
+    if sum(not each.endswith(".json") for each in reports[1:]) > 1:
         from lipaudit.cli.measure import require_alone
 
         require_alone("comparing several")
@@ -124,8 +123,7 @@ def compare(
         if report is None:
             return
         loaded.append(report)
-    shown = of_comparison(compared(loaded), loaded)
-    emit(shown, output, always=False, details=extent.details)
+    emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
 
 
 CURRENT = typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
@@ -227,8 +225,7 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
     if reasons := find_problems(load_baseline(baseline)):
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
-    record = {"baseline": str(baseline), "fit": True}
-    emit_facts(record, output, [f"{baseline}: usable"])
+    emit_facts({"baseline": str(baseline), "fit": True}, output, [f"{baseline}: usable"])
 
 
 def read_or_measure(
@@ -250,7 +247,7 @@ def read_or_measure(
         BaselineError: the samples differ from the baseline's; raised before the measurement.
         LipauditError: any other failure.
     """
-    if is_report(current):
+    if current.endswith(".json"):  # a report, not a MODEL
         if how.model_fields_set:
             flags = ", ".join(map(flag, sorted(how.model_fields_set)))
             raise UsageError(
@@ -283,17 +280,12 @@ def read_or_measure(
     return report
 
 
-def is_report(given: str) -> bool:
-    """Say whether a command got a report rather than a MODEL."""
-    return given.endswith(".json")
-
-
 def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
     """Return the request of the baseline for another model; given options change only paths."""
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
-    from lipaudit.measures import option_types
+    from lipaudit.measures import load_measures
 
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
@@ -301,7 +293,7 @@ def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
     measures, counts = {}, {}
     for section in baseline.sections:
         if "." not in section.measure:
-            kind = option_types()[section.measure]
+            kind = load_measures()[section.measure].options
             # `once` has values that old reports lack: the defaults of that time.
             measures[section.measure] = kind.parse({**kind.once, **section.settings})
             counts[section.measure] = len(section.ids) or before.data.samples

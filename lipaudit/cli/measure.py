@@ -18,7 +18,7 @@ import typer
 from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit
 from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError
-from lipaudit.measures import AuditOptions, option_types
+from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
 
@@ -30,7 +30,7 @@ RUNS = Path("lipaudit-runs")
 
 def make_measure(name: str) -> Callable[..., None]:
     """Return the command of a measure, also of a plug-in; its help is that of its options."""
-    kind = option_types()[name]
+    kind = load_measures()[name].options
 
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
@@ -238,21 +238,16 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         LipauditError: some measures failed or ran out of time; the reports have the others.
     """
     faults = {(m, n): fault for m, r in reports.items() for n, fault in r.failures.items()}
-    left = [
-        f"{count} samples of {n}" for r in reports.values() for n, count in r.unmeasured.items()
-    ]
+    left = [f"{k} samples of {n}" for r in reports.values() for n, k in r.unmeasured.items()]
     # A failure outweighs a time limit: its exit code tells what to fix.
     if faults:
         several = len(reports) > 1
-        reasons = [
-            f"{f'{model}: ' * several}{name} failed: {fault.reason}"
-            for (model, name), fault in faults.items()
-        ]
+        pairs = [(f"{m}: " * several + name, fault) for (m, name), fault in faults.items()]
+        reasons = [f"{name} failed: {fault.reason}" for name, fault in pairs]
         first = next(iter(faults.values()))
         advice = f"{first.advice} {again}".strip()
-        raise LipauditError(
-            f"the report is partial: {'; '.join(reasons)}", advice, first.exit_code
-        )
+        text = f"the report is partial: {'; '.join(reasons)}"
+        raise LipauditError(text, advice, first.exit_code)
     if left:
         text = f"the report is partial: the time limit ended the run before {', '.join(left)}"
         raise LipauditError(text, again, ExitCode.TIME_LIMIT)

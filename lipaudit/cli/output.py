@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -54,18 +55,14 @@ def drop_output(stream: TextIO) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+@dataclass(eq=False)
 class Unheeded:
-    """A text stream that may have no reader.
+    """A text stream that may have no reader: it is written to while it has one."""
 
-    Args:
-        stream: the stream, written to while it has a reader.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    stream: TextIO
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
         """Write text with control characters made visible, or nothing.
@@ -76,18 +73,18 @@ class Unheeded:
         if shown != text:
             from rich.console import Console
 
-            if Console(file=self._stream).is_terminal:
+            if Console(file=self.stream).is_terminal:
                 # Odd pieces are the escape sequences.
                 pieces = enumerate(_SEQUENCE.split(text))
                 shown = "".join(p if i % 2 else visible(p, keep="\n\t") for i, p in pieces)
-        with drop_output(self._stream):
-            self._stream.write(shown)
+        with drop_output(self.stream):
+            self.stream.write(shown)
         return len(text)
 
     def flush(self) -> None:
         """Flush the written text."""
-        with drop_output(self._stream):
-            self._stream.flush()
+        with drop_output(self.stream):
+            self.stream.flush()
 
 
 def check_outputs(

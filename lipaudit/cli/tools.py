@@ -79,8 +79,7 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
         for group, names in group_values((each.group, each.name) for each in entries).items():
             text = ", ".join(dict.fromkeys(names))
             lines += ["", group, *_wrap(text, "  ", "  ")] if group else []
-    record = [asdict(topic) for topic in entries]
-    emit_facts(record, output, lines)
+    emit_facts([asdict(topic) for topic in entries], output, lines)
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:

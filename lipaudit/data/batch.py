@@ -64,8 +64,7 @@ class Batch:
 
     def without_ids(self, index: Tensor | slice) -> Batch:
         """Return the samples at these positions without ids: no transfer to the host is needed."""
-        mask = None if self.mask is None else self.mask[index]
-        return Batch(self.x[index], None, (), mask)
+        return Batch(self.x[index], None, (), None if self.mask is None else self.mask[index])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move to a device; floating-point samples also take the dtype."""
@@ -120,11 +119,6 @@ class Share:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that this process measures."""
         return iter(self.batches)
-
-
-def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
-    """Return the first batch of a run: of the `Share`, else the first one that is yielded."""
-    return batches.first if isinstance(batches, Share) else met
 
 
 @dataclass(frozen=True)
@@ -225,8 +219,7 @@ class Samples:
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw indices without replacement; a larger draw contains every smaller one."""
     # Always permute all: then n + 1 samples are n samples and one more.
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    return order[:samples].tolist()
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
 
 
 def make_samples(
@@ -357,8 +350,7 @@ def _read_number(name: str) -> int | None:
     head, _, decimals = name.partition(".")
     if name in ("True", "False"):
         return int(name == "True")
-    whole = head.removeprefix("-").isdecimal() and not decimals.strip("0")
-    return int(head) if whole else None
+    return int(head) if head.removeprefix("-").isdecimal() and not decimals.strip("0") else None
 
 
 def _normalise(name: str) -> str:

@@ -301,8 +301,7 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         ValueError,
         AssertionError,
     ):
-        instruction = datasets.ReadInstruction.from_spec(split)
-        (part,) = instruction.to_absolute({whole_split: len(whole)})
+        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
     refuse(not len(data), f"{origin} is empty", "Choose another split.")
     kinds = data.features.items()

@@ -186,10 +186,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
                 numbers = {name: a for name, a in file.items() if a.dtype.kind in "uif"}
             arrays = {name: torch.from_numpy(array) for name, array in numbers.items()}
         else:
-            labels = path.with_name(
-                re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
-            )
-            beside = {"x": path, "y": labels} if labels != path else {"labels": path}
+            of_y = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
+            beside = {"x": path, "y": of_y} if of_y != path else {"labels": path}
             arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
     x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
     if x is None:

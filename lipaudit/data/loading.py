@@ -69,7 +69,39 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     asked = f"--samples {options.samples} leaves no sample to measure"
     refuse(options.samples < 1, asked, "Give 1 or more.", UsageError)
     spec = spec or ("demo" if net.source == "demo" else "random")
-    return _finish(_read(spec, net, options), spec, net, options)
+    # Each source refuses models that take another kind of samples.
+    path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
+    draw = read_continuations if options.scored and is_text else draw_table
+    advice = f"--data is one of: {FORMS}."
+    if spec == "random":
+        samples = _make_random(net, options)
+    elif spec in DIGIT_FILES:
+        refuse(
+            net.kind != "image" or tuple(net.input_shape) != (1, 8, 8),
+            f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape "
+            f"{tuple(net.input_shape)}",
+            "Give your own data, or --data random.",
+        )
+        with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
+            samples = draw_arrays(*load_arrays(file), net, options, origin=str(file))
+    elif spec.startswith("hf:"):
+        table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
+        samples = replace(draw(table, net, options), commit=commit)
+    elif path.is_dir():
+        kinds = "Give --data a text file, an .npz file, or random."
+        refuse(net.kind != "image", f"{path} is a folder of images; {takes}", kinds)
+        samples = draw_table(read_folder(path), net, options)
+    elif not path.is_file():
+        known = (*DIGIT_FILES, "random", *neighbours(path))
+        raise InputError(f"there is no data {spec!r}", suggestion(spec, known, advice))
+    elif holds_arrays(path):
+        samples = draw_arrays(*load_arrays(path), net, options, origin=str(path))
+    else:
+        refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", advice)
+        refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
+        text = path.suffix == ".txt"
+        samples = read_text(path, net, options) if text else draw(read_table(path), net, options)
+    return _finish(samples, spec, net, options)
 
 
 def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
@@ -111,8 +143,7 @@ def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samp
     if net.unknown_id is not None and net.tokenize is not None:
         real = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         # Special tokens around a text do not count, neither as known nor as unknown.
-        around = len(net.tokenize("", SOME_TOKENS))
-        count = int((real.sum(1) - around).clamp_min(0).sum())
+        count = int((real.sum(1) - len(net.tokenize("", SOME_TOKENS))).clamp_min(0).sum())
         # Continuations are packed as id + i * vocabulary: the remainder is the id.
         unknown = int((real & (x % (net.vocabulary or 1) == net.unknown_id)).sum())
         if unknown > MOST_UNKNOWN * count:
@@ -128,41 +159,6 @@ def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samp
     if samples.commit is not None:
         notes.append(samples.commit.note)
     return replace(samples, spec=spec, notes=tuple(notes))
-
-
-def _read(spec: str, net: Net, options: DataOptions) -> Samples:
-    """Read samples from their source, each of which refuses models that take another kind."""
-    path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
-    draw = read_continuations if options.scored and is_text else draw_table
-    if spec == "random":
-        return _make_random(net, options)
-    if spec in DIGIT_FILES:
-        refuse(
-            net.kind != "image" or tuple(net.input_shape) != (1, 8, 8),
-            f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape "
-            f"{tuple(net.input_shape)}",
-            "Give your own data, or --data random.",
-        )
-        with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            return draw_arrays(*load_arrays(file), net, options, origin=str(file))
-    if spec.startswith("hf:"):
-        table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
-        return replace(draw(table, net, options), commit=commit)
-    if path.is_dir():
-        advice = "Give --data a text file, an .npz file, or random."
-        refuse(net.kind != "image", f"{path} is a folder of images; {takes}", advice)
-        return draw_table(read_folder(path), net, options)
-    advice = f"--data is one of: {FORMS}."
-    if not path.is_file():
-        known = (*DIGIT_FILES, "random", *neighbours(path))
-        raise InputError(f"there is no data {spec!r}", suggestion(spec, known, advice))
-    if holds_arrays(path):
-        return draw_arrays(*load_arrays(path), net, options, origin=str(path))
-    refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", advice)
-    refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
-    if path.suffix == ".txt":
-        return read_text(path, net, options)
-    return draw(read_table(path), net, options)
 
 
 def _make_random(net: Net, options: DataOptions) -> Samples:

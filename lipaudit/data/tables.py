@@ -84,8 +84,7 @@ def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]
     refuse(given < 1, f"--max-tokens {given} leaves nothing", "Give at least 1.", UsageError)
     if given <= most or given == DataOptions.max_tokens:
         return min(given, most), ()
-    text = f"the model takes at most {most} tokens, not {given}"
-    return most, (Note.warn("max-tokens", text),)
+    return most, (Note.warn("max-tokens", f"the model takes at most {most} tokens, not {given}"),)
 
 
 def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
@@ -198,10 +197,8 @@ def read_folder(path: Path) -> SampleTable:
         f"Give a folder of {', '.join(PICTURES[:4])} ... files, or with one sub-folder per class.",
     )
     names = [] if flat == {True} else sorted({file.parent.name for file in files})
-    rows = [
-        {"image": file} | ({"label": names.index(file.parent.name)} if names else {})
-        for file in files
-    ]
+    labels = [{"label": names.index(file.parent.name)} if names else {} for file in files]
+    rows = [{"image": file, **label} for file, label in zip(files, labels, strict=True)]
     places = [file.relative_to(path).as_posix() for file in files]
     return SampleTable(str(path), list(rows[0]), places, rows, classes={"label": names})
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, groupby, takewhile
 
@@ -86,15 +87,15 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     sections: list[Section] = []
     errors: list[Exception] = []
     finished: dict[str, list[Part]] = {}
-    with join_processes(place):
+    with nullcontext() if place is None else join_processes(place):
         try:
             for name, options in request.measures.items():
                 # The map is drawn of the head that `bounds` found; a shard does not know it.
                 if request.draws_steepest and not request.run.shard:
                     options = options.draw_steepest(sections)
                 try:
-                    finished[name] = parts = run_measure(job, name, options, journals, observer)
-                    left = sum(map(len, job.batches(name)[1])) - len(sample_ids(parts))
+                    parts, left = run_measure(job, name, options, journals, observer)
+                    finished[name] = parts
                     sections += results.summarise(name, parts, options, job.notes, left)
                 except Exception as error:
                     if not request.partial:
@@ -137,7 +138,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
 
 def run_measure(
     job: Job, name: str, options: MeasureOptions, journals: list[Journal], observer: Observer
-) -> list[Part]:
+) -> tuple[list[Part], int]:
     """Measure the samples of this process batch by batch, and store each part.
 
     If memory runs out, batches are halved; after the time limit no further batch begins.
@@ -150,15 +151,18 @@ def run_measure(
         observer: receives progress and notes.
 
     Returns:
-        The parts in the order of the samples, with those of a continued run.
+        The parts in the order of the samples, with those of a continued run, and the number of
+        samples that the time limit left out.
     """
-    kind, net, size, end = load_measures()[name], job.net, job.size(name), job.request.end
-    first, batches = job.batches(name)
+    kind, net, run = load_measures()[name], job.net, job.request.run
+    size, end = run.batch_size or kind.batch, job.request.started + (run.time_limit or math.inf)
+    opening, batches = job.batches(name)
+    first = opening
     # The code of a module object is unknown: its runs cannot be recognised, so nothing is stored.
     journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
     journals.append(journal)
     ids = [i for batch in batches for i in batch.ids]
-    parts = journal.read_parts(ids) if job.request.run.resume else []
+    parts = journal.read_parts(ids) if run.resume else []
     if parts:
         done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
         text = f"an interrupted run finished {done}: continuing from there"
@@ -182,7 +186,7 @@ def run_measure(
         except Exception as error:
             left = list_unfinished(batches, parts)
             if not out_of_memory(error):
-                _blame_sample(job, error, [job.batches(name)[0], *left[:1]])
+                _blame_sample(job, error, [opening, *left[:1]])
                 raise
             if size == 1:
                 raise
@@ -196,7 +200,7 @@ def run_measure(
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
     # Texts are batched by length: their parts come in another order.
-    return in_order(parts, job.samples.batch.ids)
+    return in_order(parts, job.samples.batch.ids), len(ids) - len(sample_ids(parts))
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:

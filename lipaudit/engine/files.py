@@ -63,8 +63,7 @@ def require_folder(path: Path) -> None:
         raise UsageError(f"cannot write to {path}: {there} is a file", "Give a directory.")
     if not os.access(there, os.W_OK):
         raise UsageError(
-            f"cannot write to {path}",
-            "Choose a writable directory, for example with --run-dir.",
+            f"cannot write to {path}", "Choose a writable directory, for example with --run-dir."
         )
 
 

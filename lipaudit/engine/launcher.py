@@ -102,15 +102,12 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
 
 
 @contextmanager
-def join_processes(place: Place | None) -> Iterator[None]:
-    """Connect to the other processes of a run, if any; at the end wait for all of them.
+def join_processes(place: Place) -> Iterator[None]:
+    """Connect to the other processes of a run; at the end wait for all of them.
 
     Raises:
         EvaluationError: a process does not connect, or ends early.
     """
-    if place is None:
-        yield
-        return
     import torch.distributed
 
     _connect(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections import Counter
@@ -68,11 +67,6 @@ class Request:
     started: float = field(default_factory=time.monotonic, compare=False)
 
     @property
-    def end(self) -> float:
-        """Return the end of the time limit, by the monotonic clock."""
-        return self.started + (self.run.time_limit or math.inf)
-
-    @property
     def continuation(self) -> str:
         """Return how to continue a stopped run, with the command if it is known."""
         command = self.command and f": {self.command}{'' if self.run.resume else ' --resume'}"
@@ -101,10 +95,6 @@ class Job:
     counts: Mapping[str, int]
     notes: tuple[Note, ...]
 
-    def size(self, name: str) -> int:
-        """Return the number of samples of a measure that are on the device at a time."""
-        return self.request.run.batch_size or load_measures()[name].batch
-
     def batches(self, name: str) -> tuple[Batch, list[Batch]]:
         """Return the first batch of a measure, and those of this process: all, or every n-th one.
 
@@ -113,10 +103,10 @@ class Job:
         depends on padding. Such batches are not in the order of the samples; `in_order` sorts
         their parts.
         """
-        number, of = self.request.run.shard or (1, 1)
-        whole, chunk = self.samples.batch[: self.counts[name]], load_measures()[name].chunk
-        size = chunk or self.size(name)
-        cut = whole.split(size) if chunk else whole.by_length(size)
+        run, kind = self.request.run, load_measures()[name]
+        (number, of), size = run.shard or (1, 1), kind.chunk or run.batch_size or kind.batch
+        whole = self.samples.batch[: self.counts[name]]
+        cut = whole.split(size) if kind.chunk else whole.by_length(size)
         return whole[:size].trim(), [*cut][number - 1 :: of]
 
 
@@ -309,14 +299,21 @@ def preview(request: Request) -> dict[str, Any]:
     with eager(), exact_arithmetic(net.device):
         try:
             # A model that scores reads several texts per sample: no layer is read.
-            first = batch[:1].trim().to(net.device, net.dtype)
-            sites = () if net.scored else find_layers(net, first)
+            one = batch[:1].trim().to(net.device, net.dtype)
+            sites = () if net.scored else find_layers(net, one)
             notes += [note.text for note in note_unread(net, sites)]
         except NoHeadsError as error:
             sites = ()
             notes.append(f"{error.message}. {error.advice}")
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
+    # Places and labels of the first samples: wrong labels are a common mistake.
+    names, first = dict(enumerate(net.labels or ())), list[str]()
+    places = list_origins(job.samples).get("place", batch.ids)
+    labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
+    for place, y in zip(places, labels[:SHOWN], strict=False):
+        name = "" if names.get(y, str(y)) == str(y) else f" ({names[y]})"
+        first.append(f"{place}: label {y}{name}" if y >= 0 else f"{place}: no label")
     return {
         "model": net.name,
         "architecture": net.architecture,
@@ -330,24 +327,11 @@ def preview(request: Request) -> dict[str, Any]:
         "heads": dict(heads),
         "data": job.samples.spec,
         "samples": len(batch),
-        "first": _describe_first(job),
+        "first": first,
         "forward": _time_batch(job),
         "measures": dict(job.counts),
         "notes": notes,
     }
-
-
-def _describe_first(job: Job) -> list[str]:
-    """Return place and label of the first samples: wrong labels are a common mistake."""
-    batch = job.samples.batch[:SHOWN]
-    names = dict(enumerate(job.net.labels or ()))
-    places = list_origins(job.samples).get("place", batch.ids)
-    labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
-    shown = []
-    for place, y in zip(places[:SHOWN], labels, strict=True):
-        name = "" if names.get(y, str(y)) == str(y) else f" ({names[y]})"
-        shown.append(f"{place}: label {y}{name}" if y >= 0 else f"{place}: no label")
-    return shown
 
 
 def _time_batch(job: Job) -> dict[str, Any]:
@@ -367,5 +351,4 @@ def _time_batch(job: Job) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated(net.device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-    gigabytes = round(peak / 1e9, 2)
-    return {"samples": len(batch), "seconds": round(seconds, 4), "gigabytes": gigabytes}
+    return {"samples": len(batch), "seconds": round(seconds, 4), "gigabytes": round(peak / 1e9, 2)}

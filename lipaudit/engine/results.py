@@ -16,12 +16,11 @@ import torch
 from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.batch import Samples
-from lipaudit.data.hub import Commit
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import pack_parts, unpack_parts
 from lipaudit.errors import InputError, explain_error
 from lipaudit.measures import GROUP as MEASURES
-from lipaudit.measures import layouts, load_measures, option_types
+from lipaudit.measures import layouts, load_measures
 from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
@@ -88,6 +87,10 @@ def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
 def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
     request, net, samples = job.request, job.net, job.samples
+    of_model, of_data = (  # commits on the Hub
+        {"revision": commit.repository.revision, "commit": commit.sha} if commit else {}
+        for commit in (net.commit, samples.commit)
+    )
     device = net.device.type
     if device == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(net.device)})"
@@ -105,13 +108,10 @@ def describe_run(job: Job) -> Run:
             architecture=net.architecture,
             parameters=net.parameters,
             weights_sha256=net.weights_sha256,
-            **_name_state(net.commit),
+            **of_model,
         ),
         data=Data(
-            spec=samples.spec,
-            samples=len(samples.batch),
-            suite_id=samples.suite_id,
-            **_name_state(samples.commit),
+            spec=samples.spec, samples=len(samples.batch), suite_id=samples.suite_id, **of_data
         ),
         preprocess=dict(net.preprocess),
         options=request.run.reading(),
@@ -124,13 +124,7 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
     if not samples.origins:
         return {}
     places, texts = zip(*((origin.place, origin.text) for origin in samples.origins), strict=True)
-    columns = {"ids": samples.batch.ids, "place": places}
-    return columns | ({"text": texts} if any(texts) else {})
-
-
-def _name_state(commit: Commit | None) -> dict[str, str]:
-    """Return the commit of a repository of the Hub, as fields of the report."""
-    return {"revision": commit.repository.revision, "commit": commit.sha} if commit else {}
+    return {"ids": samples.batch.ids, "place": places} | ({"text": texts} if any(texts) else {})
 
 
 @functools.cache  # reading the metadata of every package takes as long as a small model
@@ -164,11 +158,7 @@ def make_shard(job: Job, finished: Mapping[str, Sequence[Part]]) -> Shard:
 
 
 def summarise(
-    name: str,
-    parts: Sequence[Part],
-    options: MeasureOptions,
-    notes: tuple[Note, ...],
-    left: int,
+    name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...], left: int
 ) -> list[Section]:
     """Return the sections of a measure, and write the files that its options name.
 
@@ -216,8 +206,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
             )
     pairs = ((report.shard, report) for report in reports if report.shard)
     whole = sorted(pairs, key=lambda pair: pair[0].number)
-    given = [shard.number for shard, _ in whole]
-    if not whole or given != [*range(1, whole[0][0].of + 1)]:
+    if not whole or [shard.number for shard, _ in whole] != [*range(1, whole[0][0].of + 1)]:
         names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
         raise InputError(
             f"shards given: {names}; the shards of a run are needed once each",
@@ -242,7 +231,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
             continue
         left = sum(report.unmeasured.get(name, 0) for _, report in whole)
         parts = _join_shards(name, [each for each, _ in whole], left)
-        options = option_types()[name].parse(_read_settings(*whole[0], name))
+        options = load_measures()[name].options.parse(_read_settings(*whole[0], name))
         sections += summarise(name, parts, options, shard.notes, left)
     devices = ", ".join(dict.fromkeys(report.run.device for _, report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")

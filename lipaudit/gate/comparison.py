@@ -118,10 +118,9 @@ def compare(reports: Sequence[Report]) -> Comparison:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
     names = model_labels(reports)
     matched, by_place = pairing.match_samples(reports, names)
-    pairs = tuple(
-        _compare_with_first(matched[0], report, (names[0], name), by_place.get(name, ""))
-        for report, name in zip(matched[1:], names[1:], strict=True)
-    )
+    others = [((names[0], name), by_place.get(name, "")) for name in names[1:]]
+    both = zip(matched[1:], others, strict=True)
+    pairs = tuple(_compare_with_first(matched[0], report, *known) for report, known in both)
     verdicts = [verdict for pair in pairs for verdict in pair.verdicts]
     if all(verdict.reason for verdict in verdicts):
         reason = verdicts[0].reason if verdicts else "they have no common section"
@@ -138,8 +137,8 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     warnings += [by_place] if by_place else []
     if conditions.has_same_weights(new, old):
         warnings.append("both reports are of the same weights")
-    # Sections and columns of one report alone, and whether it is the first.
-    unpaired = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
+    # Sections and columns of one report alone, and whether it is the second.
+    unpaired = [(name, name in measured[1]) for name in measured[0].keys() ^ measured[1].keys()]
     verdicts, heads = list[Verdict](), list[HeadChange]()
     sampled = list[tuple[Rule, Contrast]]()
     for measure in (name for name in measured[0] if name in measured[1]):
@@ -149,7 +148,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
             metric = f"{measure}.{name}"
             figures = [_list_figures(section, name) for section in (before, after)]
             if not all(figures):
-                unpaired += [(metric, bool(figures[0]))] if any(figures) else []
+                unpaired += [(metric, not figures[0])] if any(figures) else []
                 continue
             stats = ["median"]
             if name in before.sample_columns:
@@ -166,10 +165,8 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
             if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
                 rule = no_change(f"{metric}:each", chain(*figures), (before, after))
                 heads += _judge_heads(rule, old, new)
-    notes = [
-        f"not compared, because only {names[0] if first else names[1]} has it: {name}"
-        for name, first in sorted(unpaired)
-    ]
+    alone = sorted(unpaired)
+    notes = [f"not compared, because only {names[i]} has it: {name}" for name, i in alone]
     notes += (text for kind, text in differing if kind not in conditions.SPOILING)
     return Pair(
         old=names[0],
@@ -224,11 +221,8 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     if isinstance(examined, Verdict) or section is None:
         return
     # Two-sided, and beyond the accuracy of norms: a head may move either way.
-    tests = {
-        contrast.name: statistics.compute_two_sided(contrast.changes, TOLERANCE)
-        for contrast in examined
-        if contrast.changes.size
-    }
+    changes = {contrast.name: contrast.changes for contrast in examined if contrast.changes.size}
+    tests = {n: statistics.compute_two_sided(each, TOLERANCE) for n, each in changes.items()}
     adjusted = statistics.correct_by_holm(tests, ALPHA)
     rows = pairing.index_rows(section)
     for contrast in examined:
@@ -453,10 +447,9 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
     if by == ORDER:
         return []
     attacked = any(report.section("attack") for report in reports)
-    usual = (metric for metric in RANKING if not attacked or metric != "certify.robust")
-    found = [
-        each for metric in ([by] if by else usual) for each in _read_criteria(metric, reports)
-    ]
+    usual = [metric for metric in RANKING if not attacked or metric != "certify.robust"]
+    metrics = [by] if by else usual
+    found = [each for metric in metrics for each in _read_criteria(metric, reports)]
     if by and len(found) != 1:
         several = f"{by} matches several values: {'; '.join(str(each.name) for each in found)}"
         raise UsageError(several if found else f"no report has {by}", EXAMPLE)

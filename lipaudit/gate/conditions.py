@@ -104,9 +104,7 @@ def find_problems(report: Report) -> list[str]:
 
     It must be complete and converged, with finite figures for the default rules.
     """
-    reasons = [
-        reason for section in report.sections if (reason := pairing.find_fault(report, section))
-    ]
+    reasons = [why for s in report.sections if (why := pairing.find_fault(report, s))]
     for rule in DEFAULT_RULES:
         section = report.section(rule.measure)
         try:

@@ -99,15 +99,11 @@ def judge(
         advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
         raise UsageError(f"no default rule exists for {named}", advice)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    notes = [
-        f"not judged, because neither report has its section: {rule.text}"
-        for rule in DEFAULT_RULES
-        if not rules and rule not in chosen and rule.measure in USUAL
-    ]
+    absent = [r for r in DEFAULT_RULES if not rules and r not in chosen and r.measure in USUAL]
+    notes = [f"not judged, because neither report has its section: {r.text}" for r in absent]
     clean = examine(CLEAN, current, baseline, lenient=True)
     if isinstance(clean, list):
-        figures = judge_change(CLEAN, clean[0]).figures
-        notes.append(f"clean accuracy, which never fails: {figures}")
+        notes.append(f"clean accuracy, which never fails: {judge_change(CLEAN, clean[0]).figures}")
     notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
         current=current.run.model.spec,
@@ -144,8 +140,7 @@ def examine(
     except (BaselineError, EvaluationError, UsageError) as error:
         if typed and isinstance(error, UsageError):
             raise
-        wrong = isinstance(error, EvaluationError)
-        status: VerdictStatus = "error" if wrong else "not comparable"
+        status: VerdictStatus = "error" if isinstance(error, EvaluationError) else "not comparable"
         return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=error.message)
 
 
@@ -225,10 +220,8 @@ def _read_shared(
         least = 0.0 if lenient else pairing.ALL_BUT_FEW
         takes = pairing.find_shared(rule.measure, new.ids, known, least)
         again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
-    after, before = (
-        pairing.read(rule, section, take, again=again, skipped=rows)
-        for section, take in zip((new, old), takes, strict=True)
-    )
+    pairs = zip((new, old), takes, strict=True)
+    after, before = (pairing.read(rule, s, take, again=again, skipped=rows) for s, take in pairs)
     for reading in (after, before):
         pairing.require_finite(rule, reading)
     return after, before, tuple(old.ids[i] for i in takes[1] or ())

@@ -71,17 +71,12 @@ def read(
     if rule.per_sample:
         pairs = {key: cells[take] for key, cells in _read_columns(rule, section).items()}
         points = {
-            key: float(reduce_values(rule.stat, v)) if v.size else np.nan
-            for key, v in pairs.items()
+            k: float(reduce_values(rule.stat, v)) if v.size else np.nan for k, v in pairs.items()
         }
     else:
-        kept = [
-            key
-            for key, row in rows.items()
-            if key not in skipped and all(_matches(row, w, section) for w in rule.selector)
-        ]
-        kept = _choose_worst(kept, rule.selector)
-        cells = {key: rows[key].get(rule.column) for key in kept}
+        kept = [key for key in rows if key not in skipped]
+        kept = [k for k in kept if all(_matches(rows[k], w, section) for w in rule.selector)]
+        cells = {k: rows[k].get(rule.column) for k in _choose_worst(kept, rule.selector)}
         points = {key: float(cell) for key, cell in cells.items() if cell is not None}
         # The values per sample behind rows: an array with the column's name, rows x samples.
         stored, shape = section.arrays.get(rule.column), (len(rows), len(section.ids))
@@ -89,11 +84,8 @@ def read(
         if rule.stat in TESTED and stored is not None and stored.shape == shape:
             lines = dict(zip(rows, stored.numpy()[:, take], strict=True))
             # If a sample has no such token, the mean over tokens is compared without a test.
-            pairs = {
-                key: lines[key]
-                for key in points
-                if not is_mean(rule) or np.isfinite(lines[key]).all()
-            }
+            whole = [k for k in points if not is_mean(rule) or np.isfinite(lines[k]).all()]
+            pairs = {key: lines[key] for key in whole}
         # Without a reduction, rows that are tested sample by sample need no figure of their own.
         plain = rule.about.reduction is None and rule.stat == "each"
         if again and points and not (plain and pairs):
@@ -206,17 +198,12 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
         attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)
-        worst: dict[Key, Values] = {
-            ball: np.min([values[trial] for trial in inside], axis=0)
-            for ball, inside in trials.worst_cases(attacked).items()
-        }
-        values = worst | values
-    matching = [
-        key
-        for key in values
-        if all(isinstance(key, TrialKey) and key.matches(word) for word in rule.selector)
-    ]
-    return {key: values[key] for key in _choose_worst(matching, rule.selector)}
+        balls = trials.worst_cases(attacked).items()
+        worst = [(ball, [values[trial] for trial in inside]) for ball, inside in balls]
+        values = {**{ball: np.min(each, axis=0) for ball, each in worst}, **values}
+    words = rule.selector
+    each = [k for k in values if all(isinstance(k, TrialKey) and k.matches(w) for w in words)]
+    return {key: values[key] for key in _choose_worst(each, words)}
 
 
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
@@ -239,8 +226,7 @@ def _matches(row: Row, word: str, section: Section) -> bool:
     if not equals:
         return any(isinstance(cell, str) and cell == word for cell in row.values())
     if key not in row:
-        message = f"rows of {section.measure} have no column {key!r}"
-        raise UsageError(message, suggestion(key, row))
+        raise UsageError(f"rows of {section.measure} have no column {key!r}", suggestion(key, row))
     cell = row[key]
     number = isinstance(cell, float)
     return float(trials.parse_radius(value)) == cell if number else value == str(cell)

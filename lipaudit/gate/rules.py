@@ -108,8 +108,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     tables: dict[str, Layout | Section] = {**layouts()}
     tables |= {section.measure: section for section in sections}
     if match["metric"] not in (known := list_metrics(tables)):
-        advice = suggestion(match["metric"], known)
-        raise UsageError(f"unknown metric {match['metric']!r}", advice)
+        raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
     measure, _, column = match["metric"].rpartition(".")
     table = tables[measure]
     stat = _stat(match["stat"], column, table)
@@ -412,6 +411,4 @@ def amount(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     value += 0.0  # -0.0 becomes 0.0
-    if unit and math.isfinite(value):
-        return f"{100 * value:+.3g}{unit}"
-    return f"{value:+.3g}"
+    return f"{100 * value:+.3g}{unit}" if unit and math.isfinite(value) else f"{value:+.3g}"

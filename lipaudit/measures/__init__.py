@@ -125,11 +125,10 @@ class AuditOptions(Settings):
     @field_validator("only", "skip")
     @classmethod
     def _require_measures(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        known = load_measures()
         for name in names or ():
-            if name not in load_measures():
-                raise UsageError(
-                    f"there is no measure {name!r}", suggestion(name, load_measures())
-                )
+            if name not in known:
+                raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
         return names
 
     @model_validator(mode="after")

@@ -552,10 +552,8 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     broken = ~base.join_parts(parts, "robust").astype(bool)
     # The first example that broke a sample; the last one tried where none did.
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
-    tensors = {
-        str(trial.key): np.ascontiguousarray(x_adv[:, i])
-        for i, trial in enumerate(options.trials())
-    }
+    keys = [str(trial.key) for trial in options.trials()]
+    tensors = {key: np.ascontiguousarray(x_adv[:, i]) for i, key in enumerate(keys)}
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
     tensors["y"] = base.join_parts(parts, "label").astype(np.int64)
     return [save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})]

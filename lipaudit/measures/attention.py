@@ -276,9 +276,8 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
             p, reach = whole[:, :, start:stop], slice(None)
         mass[..., reach] += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
-        profile = softmax.profile_rows(p, options.k, keys=seen)
         # Clones, because views would keep all rows in memory.
-        chunks.append([column.clone() for column in profile])
+        chunks.append([column.clone() for column in softmax.profile_rows(p, options.k, keys=seen)])
     columns = zip(*chunks, strict=True)
     rows = {n: torch.cat(c, 2) for n, c in zip(softmax.RowProfile._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)

@@ -242,12 +242,10 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
         size = count if [*part.ids] == [*ids[first : first + count]] else 1
         for start in range(0, count, size):
             whole = slice(0 if start else None)
-            values = {
-                name: value[slice(start, start + size) if len(value) == count else whole]
-                for name, value in part.values.items()
-            }
+            some = slice(start, start + size)
+            values = {n: v[some if len(v) == count else whole] for n, v in part.values.items()}
             extra = ({}, ()) if start else (part.facts, part.notes)
-            pieces.append(Part(part.ids[start : start + size], values, *extra))
+            pieces.append(Part(part.ids[some], values, *extra))
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
 
 

@@ -239,7 +239,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
 
     reduce = partial(_measure_layer, options=options, out_norms={})
     describe = partial(_describe_layers, options=options)
-    yield from layers.by_layer(net, batches, reduce, layers=options.layers, describe=describe)
+    return layers.by_layer(net, batches, reduce, layers=options.layers, describe=describe)
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
@@ -383,22 +383,21 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     # A bound that may overflow has its logarithm beside it.
     for name in (name for name, bound in load_bounds().items() if bound.log10_label):
         cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
-
-    def mark(values: Sequence[str], other: str) -> list[str]:
-        """Name the second kind of a head that lost its closed form on some samples."""
-        pairs = zip(values, lost, strict=True)
-        return [f"{v}, {other}" if changed and v != other else v for v, changed in pairs]
-
+    # A head that lost its closed form on some samples has a second kind and input there.
+    marked = {}
+    for name, other in (("kind", NUMERICAL), ("input", MODULE_INPUT)):
+        pairs = zip(facts[f"{name}s"], lost, strict=True)
+        marked[name] = [f"{v}, {other}" if gone and v != other else v for v, gone in pairs]
     rows = base.make_rows(
         BOUNDS_TABLE,
         **base.head_columns(facts["heads"]),
         **cells,
-        kind=mark(facts["kinds"], NUMERICAL),
-        input=mark(facts["inputs"], MODULE_INPUT),
+        **marked,
         tokens=measured["tokens"].max(0).astype(int),
         converged=~measured["missed"].any(0),
     )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
+    heads = [f"head {layer}.{head} ({module})" for layer, head, module in facts["heads"]]
     limits = {name: measured[name] for name in load_bounds()}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
@@ -407,17 +406,13 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
         notes=[
             *_write_notes(parts, measured, options),
-            *below_by_rounding(_name_heads(parts), ids, exact, limits),
+            *below_by_rounding(heads, ids, exact, limits),
         ],
     )
     sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
         sections.append(_make_ball_section(parts, measured, options))
     return sections
-
-
-def _name_heads(parts: Sequence[Part]) -> list[str]:
-    return [f"head {layer}.{head} ({module})" for layer, head, module in parts[0].facts["heads"]]
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
@@ -533,7 +528,7 @@ def _make_ball_section(
         r=[float(radius) for _ in names for radius in options.radius],
         **_reduce_columns(columns | more),
     )
-    heads = _name_heads(parts)
+    heads = (f"head {layer}.{head} ({module})" for layer, head, module in names)
     places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
     return BALLS_TABLE.section(
@@ -556,11 +551,8 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
         text = f"ball_sharp was not computed for {absent} heads: it {AFFINE_PLAIN}"
         yield Note.info("no-bound", text)
     for radius in options.radius:
-        shares = [
-            row.ball_sharp / row.ball_norm
-            for row in rows
-            if row.r == float(radius) and row.ball_norm and row.ball_sharp is not None
-        ]
+        known = [row for row in rows if row.r == float(radius) and row.ball_norm]
+        shares = [row.ball_sharp / row.ball_norm for row in known if row.ball_sharp is not None]
         if shares and (middle := float(np.median(shares))) > LOOSE:
             text = (
                 f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "

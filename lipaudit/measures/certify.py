@@ -32,8 +32,8 @@ from lipaudit.tables.columns import (
     OUTCOMES,
     Column,
     count_column,
+    limit_column,
     text_column,
-    wilson_limit,
 )
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COUNTED, Norm, Radius, parse_radius
@@ -192,8 +192,8 @@ CERTIFY_TABLE = Layout(
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **ACCURACY,
         "certified": CERTIFIED_SHARE,
-        "certified_low": wilson_limit("low"),
-        "certified_high": wilson_limit("high"),
+        "certified_low": limit_column("low"),
+        "certified_high": limit_column("high"),
         "undecided": count_column("undecided", "Samples neither broken nor certified."),
         "order": count_column(
             "order", "Proof method: 1 is affine, 2 quadratic (tighter and slower).", default=1

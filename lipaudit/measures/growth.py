@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, StructureError, UsageError, of_machine
+from lipaudit.errors import InputError, StructureError, UsageError, first_line, of_machine
 from lipaudit.measures.layers import choose_layers
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
@@ -72,8 +72,7 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     closing = 0
     if net.tokenize is not None:
         one, other = (net.tokenize(text, 64)[::-1] for text in ("one", "other words"))
-        pairs = zip(one, other, strict=False)
-        closing = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+        closing = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     ends = lengths[which, None] - closing + torch.arange(closing)
     places = torch.cat([torch.arange(n - closing).expand(len(which), -1), ends], 1)
     part = batch.rows(which)
@@ -94,17 +93,11 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
     except (AssertionError, ValueError, RuntimeError) as error:
         if of_machine(error):
             raise
-        modules = net.module.modules()
-        dynamic = any(hasattr(module, "dynamic_img_size") for module in modules)
-        advice = (
-            "Add --model-kwargs dynamic_img_size=true"
-            if dynamic
-            else "Leave out the modes that use data: --mode adversarial,radius,ascent"
-        )
-        reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{net.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
-        ) from error
+        advice = "Leave out the modes that use data: --mode adversarial,radius,ascent."
+        if any(hasattr(module, "dynamic_img_size") for module in net.module.modules()):
+            advice = "Add --model-kwargs dynamic_img_size=true."
+        text = f"{net.architecture} does not take {lengths[0]} tokens ({first_line(error)})"
+        raise InputError(text, advice) from error
 
 
 @dataclass(frozen=True)
@@ -172,8 +165,7 @@ class WorstHead:
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
         """Run independent searches for the tokens with the largest norm, and keep the best."""
-        number = 1000 * self.name["layer"] + self.name["head"]
-        seed = int(self.options.seed * 10**6 + number)
+        seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
         lengths = [n for n in lengths if not masked or n <= SEARCHED]
         ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
         for n, end in zip(lengths, ends, strict=True):
@@ -231,10 +223,8 @@ def worst_case(
             rows.extend(WorstHead(name, head, worst, own, mask, options).rows())
 
     capture(net, every, sample, measure_layer, layers={site.index for site in sites})
-    texts = [
-        f"{', '.join(who)}: no worst case was computed, {why}" for why, who in without.items()
-    ]
-    return rows, tuple(Note.info("no-worst-case", text) for text in texts)
+    each = (f"{', '.join(who)}: no worst case was computed, {why}" for why, who in without.items())
+    return rows, tuple(Note.info("no-worst-case", text) for text in each)
 
 
 def _fit_heads(layer: Layer) -> Heads | str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, find_first
+from lipaudit.data.batch import Batch, Share
 from lipaudit.errors import EvaluationError, StructureError, UsageError
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
@@ -72,7 +72,7 @@ def by_layer(
     sites: tuple[Site, ...] = ()
     for batch in batches:
         if not sites:
-            sites = find_layers(net, find_first(batches, batch))
+            sites = find_layers(net, batches.first if isinstance(batches, Share) else batch)
             selected = choose_layers(sites, layers)
             remarks = tuple(_note_layers(net, sites, selected))
         names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]
@@ -269,9 +269,7 @@ def below_by_rounding(
         norm: the name of the norm in the message.
     """
     with np.errstate(invalid="ignore"):  # NaN is never below
-        below = {
-            name: np.where(bound < exact, 1 - bound / exact, 0) for name, bound in bounds.items()
-        }
+        below = {name: np.where(b < exact, 1 - b / exact, 0) for name, b in bounds.items()}
     count = sum(int((shares > 0).sum()) for shares in below.values())
     if not count:
         return ()

@@ -277,16 +277,13 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     import numpy as np
 
     values = base.join_arrays(parts)
-    within = max(part.facts.get("within", 0.0) for part in parts)
-    facts = {**parts[0].facts, "within": within}
+    facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
     rows, fits, apart = [], [], []
     for curve in _make_curves(values, facts, options) if values else ():
         law, fit = _fit_law(curve.name, curve.n, curve.norm)
         rows += list(_make_rows(curve, law))
-        exponents = {
-            f"{name}_exponent": _fit_law({}, curve.n, bound)[1].exponent
-            for name, bound in curve.bounds.items()
-        }
+        of_bounds = {name: _fit_law({}, curve.n, each)[1] for name, each in curve.bounds.items()}
+        exponents = {f"{name}_exponent": each.exponent for name, each in of_bounds.items()}
         fits.append(fit.replace(**exponents))
     # A fit for each head, mode, mask and radius; in mode radius it is the radius that varies.
     groups: dict[tuple[Any, ...], list[Row]] = {}

@@ -94,10 +94,8 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
         padded = how.output(ids.to(device), mask.to(device))
     most = min(how.most, batch.limit or how.most)
     how = replace(how, most=most, reads_padding=not agree(alone, padded))
-    drafts = [
-        how.lexicon.draft(row.tolist(), text, how.most)
-        for row, text in zip(rows, written, strict=True)
-    ]
+    pairs = zip(rows, written, strict=True)
+    drafts = [how.lexicon.draft(row.tolist(), text, how.most) for row, text in pairs]
     lost = sum(draft.source is None for draft in drafts)
     if lost and (batch.texts or characters):
         raise InputError(

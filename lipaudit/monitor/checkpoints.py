@@ -151,11 +151,8 @@ class CheckpointFolder:
     def list_pending(self) -> list[Checkpoint]:
         """Return the checkpoints that are new or changed, in order."""
         paths = {each: self.reports.path(each.step) for each in checkpoints(self.folder)}
-        return [
-            each
-            for each, path in paths.items()
-            if not path.exists() or path.stat().st_mtime_ns <= each.changed
-        ]
+        times = {each: path.stat().st_mtime_ns for each, path in paths.items() if path.exists()}
+        return [each for each in paths if times.get(each, 0) <= each.changed]
 
     def measure(self, checkpoint: Checkpoint, observer: Observer) -> None:
         """Measure a checkpoint on the samples of the others, and write its report.

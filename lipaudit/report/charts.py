@@ -141,10 +141,8 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
         if not wide and not high:
             shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
         texts.setdefault(shape, []).append(html.escape(visible(text), quote=False))
-    lines = [
-        f"<{shape}><title>{chr(10).join(text)}</title></{shape.split()[0]}>"
-        for shape, text in texts.items()
-    ]
+    tips_of = {shape: "\n".join(lines) for shape, lines in texts.items()}
+    lines = [f"<{s}><title>{text}</title></{s.split()[0]}>" for s, text in tips_of.items()]
     return f'<g class="marks">{"".join(lines)}</g>' if lines else ""
 
 

@@ -109,19 +109,14 @@ def make_pages(
         {"fact": key} | {i: each.get(key) for i, each in enumerate(facts)} for key in differing
     ]
     if audited:
-        chapters.append(
-            Chapter("models", "What was audited?", (make_table("", audited, columns),))
-        )
+        chapters += [Chapter("models", "What was audited?", (make_table("", audited, columns),))]
     return Document(title, (*chapters, WORDS))
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
     """Return the opening of a page of several reports: what they lack, share and warn of."""
-    gaps = (
-        f"{name}: {gap}"
-        for name, report in zip(model_labels(reports), reports, strict=True)
-        if (gap := opening.describe_gaps(report))
-    )
+    lacks = zip(model_labels(reports), map(opening.describe_gaps, reports), strict=True)
+    gaps = (f"{name}: {gap}" for name, gap in lacks if gap)
     facts = [opening.list_facts(report).items() for report in reports]
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]
     common = [fact for fact in common if fact[0] in SHORT or not short]
@@ -137,7 +132,5 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
         for note in opening.list_top_notes(report)
         if note.level == "warning"
     )
-    return [
-        note.add_lead("" if len(names) == len(reports) else ", ".join(names))
-        for note, names in owners.items()
-    ]
+    leads = {n: "" if len(who) == len(reports) else ", ".join(who) for n, who in owners.items()}
+    return [note.add_lead(lead) for note, lead in leads.items()]

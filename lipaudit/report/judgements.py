@@ -255,8 +255,11 @@ def tabulate_ranking(
     for model in ranking.models:
         row: Cells = {"model": model.model}
         if ranking.criterion:
-            difference = _format_difference(model.difference)
-            row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": difference}
+            row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": None}
+            if difference := model.difference:  # the best model has none
+                limits = difference.texts["limits"]
+                row["difference"] = amount(_read_change(difference), difference.unit)
+                row["difference"] += f" ({limits})" if limits else ""
         for key in list(columns)[:most]:
             known = cards[model.model].get(key[1])
             row[key] = known and known.value
@@ -271,14 +274,6 @@ def describe_ranking(ranking: Ranking) -> str:
         f"{outcome.capitalize()}: {', '.join(models)}{f' ({reason})' if reason else ''}."
         for (outcome, reason), models in named.items()
     )
-
-
-def _format_difference(difference: Verdict | None) -> str | None:
-    """Write a difference with its limits; the best model has none."""
-    if difference is None:
-        return None
-    limits = difference.texts["limits"]
-    return amount(_read_change(difference), difference.unit) + (f" ({limits})" if limits else "")
 
 
 # Judgements

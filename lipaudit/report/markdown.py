@@ -46,10 +46,8 @@ def _write_block(block: blocks.Block) -> Iterator[str]:
             yield from (f"- {escape(i.title)}: {escape('; '.join(i.lines))}" for i in block.items)
             yield from ["", escape(block.text)]
         case Passage():
-            tokens = (
-                f"**{escape(t.text)}**" if t.top else escape(t.text)
-                for t in blocks.shade_tokens(block)
-            )
+            shown = blocks.shade_tokens(block)
+            tokens = (f"**{escape(t.text)}**" if t.top else escape(t.text) for t in shown)
             yield from [f"**{escape(block.title)}**", "", " ".join(tokens), ""]
             yield _small(blocks.explain_shades(block))
         case _:

@@ -34,11 +34,9 @@ LETTERS = 40
 def list_facts(report: Report) -> dict[str, str]:
     """Return facts on model, data and run, by name."""
     run, model, data = report.run, report.run.model, report.run.data
-    commits = (
-        f"{name} {source.commit[:12]} ({source.revision})"
-        for name, source in (("model", model), ("data", data))
-        if source.commit
-    )
+    sources = ("model", model), ("data", data)
+    commits = (f"{name} {s.commit[:12]} ({s.revision})" for name, s in sources if s.commit)
+    versions = {"lipaudit": run.lipaudit} | run.versions
     facts = {
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
@@ -46,9 +44,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "commit": ", ".join(commits),
         "preprocessing": "; ".join(f"{k} {format_setting(v)}" for k, v in run.preprocess.items()),
         "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
-        "versions": ", ".join(
-            f"{k} {v}" for k, v in ({"lipaudit": run.lipaudit} | run.versions).items()
-        ),
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,
         "status": ", ".join([report.status, *([report.shard.name] if report.shard else [])]),
         "reason": run.reason,
@@ -245,8 +241,10 @@ def write_answer(report: Report) -> Paragraph | None:
     """Answer in one or two sentences how robust a model is, and which head is steepest."""
     known = summary(report)
     texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
+    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
-    broken = list_broken(known)
+    # The intervals do not overlap: chance does not explain the loss.
+    broken = [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
     if attacked:
         weakest = broken[0] if broken else attacked[-1]
         verdict = "not robust there" if broken else "no loss beyond chance"
@@ -260,14 +258,6 @@ def write_answer(report: Report) -> Paragraph | None:
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
     tone = "broken" if broken else "open" if attacked else "answer"
     return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]
-
-
-def list_broken(known: Summary) -> list[Accuracy]:
-    """Return the accuracies under attack that are below clean accuracy beyond chance."""
-    # The intervals do not overlap: chance does not explain the loss.
-    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
-    attacked = [each for each in known.accuracy if each.kind == "attacked"]
-    return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
 
 
 # The next steps

@@ -31,10 +31,8 @@ from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 def list_names(samples: Sequence[str], places: Mapping[str, str]) -> list[Cells]:
     """Return the cells that name samples: the beginning of each id, and places if any is known."""
     placed = any(sample in places for sample in samples)
-    return [
-        {"sample": sample[:CHARACTERS]} | ({"place": places.get(sample)} if placed else {})
-        for sample in samples
-    ]
+    place = {sample: {"place": places.get(sample)} if placed else {} for sample in samples}
+    return [{"sample": sample[:CHARACTERS], **place[sample]} for sample in samples]
 
 
 # Per-sample figures
@@ -188,11 +186,8 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     names, balls = worst(report), broken(report)
     rows = list_names(names, find_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
-    figures = {
-        (each.section.measure, each.name): each
-        for each in list_columns(report)
-        if each.name in shown[each.section.measure].worst
-    }
+    known = [f for f in list_columns(report) if f.name in shown[f.section.measure].worst]
+    figures = {(figure.section.measure, figure.name): figure for figure in known}
     for row, name in zip(rows, names, strict=True):
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.

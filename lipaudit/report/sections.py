@@ -105,7 +105,12 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:
-        yield list_all_rows(first)
+        # Folded, with every column that is not empty.
+        rows, columns = first.rows, first.columns.items()
+        shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
+        lines = [{name: row.get(name) for name in shown} for row in rows]
+        keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
+        yield make_table(f"All rows ({len(rows)})", lines, shown, keys=keys, folded=True)
 
 
 # Tables, maps and histograms of columns
@@ -157,15 +162,6 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         yield Table("", tuple(shown.values()), lines, len(keys), strong)
 
 
-def list_all_rows(section: Section) -> Table:
-    """Return a folded table of every row and every column that is not empty."""
-    rows = section.rows
-    shown = {n: c for n, c in section.columns.items() if any(row.get(n) != "" for row in rows)}
-    lines = [{name: row.get(name) for name in shown} for row in rows]
-    keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-    return make_table(f"All rows ({len(rows)})", lines, shown, keys=keys, folded=True)
-
-
 # Maps of heads, histograms of samples
 
 
@@ -188,18 +184,14 @@ def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
         column = section.columns.get(name, cells.HEADINGS["value"])
         values = {(row.layer, row.head): row.get(name) for row in section.rows}
         if any(value is not None for value in values.values()):
-            about = column.meaning.rstrip(".")
-            title = cells.write_math(f"{column.label} of every head: {about}")
+            title = cells.write_math(f"{column.label} of every head: {column.meaning.rstrip('.')}")
             yield map_heads(f"{label}: {title}" if label else title, values, column)
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[Histogram]:
     """Collect the values of a per-sample column, unless they are all equal."""
-    values = {
-        label or "samples": tuple(v for v in finite(section.samples[name]) if abs(v) < EXTREME)
-        for label, section in sections.items()
-        if name in section.samples
-    }
+    known = {k: finite(s.samples[name]) for k, s in sections.items() if name in s.samples}
+    values = {k or "samples": tuple(v for v in vs if abs(v) < EXTREME) for k, vs in known.items()}
     if len({value for known in values.values() for value in known}) > 1:
         column = next(iter(sections.values())).sample_column(name)
         yield Histogram(f"{cells.write_math(column.label)} per sample", column, values)

@@ -146,9 +146,7 @@ def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
         yield _title(grid.title, width) if grid.title else Text("")
     rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
     widths = _choose_widths(grid, rows, width)
-    heads = [
-        wrap(head, w) for head, w in zip(grid.heads or [""] * len(widths), widths, strict=True)
-    ]
+    heads = [wrap(h, w) for h, w in zip(grid.heads or [""] * len(widths), widths, strict=True)]
     for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
         if number:
             yield Text("")
@@ -162,20 +160,17 @@ def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
             head = Text("\n" * (height - len(heads[i])) + "\n".join(heads[i]))
             piece.add_column(head, width=widths[i], justify=side, overflow="fold")
         for i, row in enumerate(rows):
-            style = "bold" if i in grid.strong else ""
-            piece.add_row(*(Text(row[j]) for j in group), style=style)
+            piece.add_row(*(Text(row[j]) for j in group), style="bold" if i in grid.strong else "")
         yield piece
     yield from (_prose(note, width, DIM) for note in grid.notes)
 
 
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the width of each column: of its longest value or the longest word of its heading."""
-    heads = grid.heads or [""] * len(grid.align)
     # A heading may wrap at spaces, a value never does.
-    widths = [
-        max(map(cell_len, [*head.split(), *(row[i] for row in rows)]), default=0)
-        for i, head in enumerate(heads)
-    ]
+    texts = [head.split() for head in grid.heads or [""] * len(grid.align)]
+    texts = [[*words, *(row[i] for row in rows)] for i, words in enumerate(texts)]
+    widths = [max(map(cell_len, each), default=0) for each in texts]
     if sum(widths) + GAP * (len(widths) - 1) <= width:
         return widths
     if grid.align.endswith("p"):  # prose gets the remaining width

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
-from lipaudit.measures import layouts, load_measures, option_types
+from lipaudit.measures import layouts, load_measures
 from lipaudit.report import cells
 from lipaudit.settings.option import Settings
 
@@ -108,12 +108,10 @@ def strip_name(name: str) -> str:
 
 def _list_measures() -> Iterator[Topic]:
     group = "Measures and sections"
-    for name in load_measures():
-        first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
-        texts = (
-            p.replace("\n", " ") for p in others if not (p.startswith("Example") or "\n " in p)
-        )
-        details = (" ".join(texts),) if others else ()
+    for name, measure in load_measures().items():
+        first, *more = (inspect.getdoc(measure.options) or "").split("\n\n")
+        texts = (p.replace("\n", " ") for p in more if not (p.startswith("Example") or "\n " in p))
+        details = (" ".join(texts),) if more else ()
         yield Topic(group, name, name, first.replace("\n", " "), details)
     for section, layout in layouts().items():
         title = layout.title or section

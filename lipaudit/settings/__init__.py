@@ -112,11 +112,8 @@ class RunOptions(Settings):
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
         # The samples have ids, and the data a name of their own in the report.
-        given = {
-            name: getattr(self, name)
-            for name, known in sorted(self.options().items())
-            if known.panel in (MODEL, DATA) and name not in ("data", "samples")
-        }
+        names = {n for n, known in self.options().items() if known.panel in (MODEL, DATA)}
+        given = {name: getattr(self, name) for name in sorted(names - {"data", "samples"})}
         # By identity: 0 equals False, and is a value that was given.
         return {name: _plain(v) for name, v in given.items() if v is not None and v is not False}
 

@@ -144,12 +144,7 @@ class Settings(BaseModel):
                 described[name] = Option(name=name, **known)
         return described
 
-    @model_validator(mode="after")
-    def _check_needs(self) -> Self:
-        self.require_needed()
-        return self
-
-    def require_needed(self) -> None:
+    def require_needed(self) -> Self:
         """Refuse options without an effect beside the others.
 
         Raises:
@@ -161,6 +156,9 @@ class Settings(BaseModel):
                     f"{known.flags[0]} needs {known.need.text}",
                     f"Change that, or leave out {known.flags[0]}.",
                 )
+        return self
+
+    _check_needs = model_validator(mode="after")(require_needed)
 
     def _differs(self, known: Option) -> bool:
         """Say whether an option differs from its default, which may be stored as text."""
@@ -418,9 +416,7 @@ Lengths = Annotated[
     tuple[int, ...], _read_with(read_lengths, "FIRST:LAST:logCOUNT, for example 8:256:log8")
 ]
 # Reads a comma-separated list.
-read_list = _read_with(
-    lambda text: tuple(distinct([p.strip() for p in text.split(",") if p.strip()]))
-)
+read_list = _read_with(lambda t: tuple(distinct([p.strip() for p in t.split(",") if p.strip()])))
 Names = Annotated[tuple[str, ...] | None, read_list]
 OneHead = Annotated[
     str | None,
@@ -457,9 +453,7 @@ Sizes = Annotated[
     ),
 ]
 # An exact attack radius together with the typed text, which the JSON stores.
-OneRadius = Annotated[
-    Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
-]
+OneRadius = Annotated[Radius, BeforeValidator(_radius), PlainSerializer(lambda r: r.text)]
 Radii = Annotated[
     tuple[Radius, ...],
     BeforeValidator(_radii),

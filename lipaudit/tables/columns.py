@@ -151,14 +151,9 @@ class Column:
         return value
 
 
-def text_column(label: str, meaning: str, default: str = "", **how: Any) -> Column:
-    """Declare a column of text."""
-    return Column(label, meaning, format="s", default=default, **how)
-
-
-def count_column(label: str, meaning: str, default: int = 0, **how: Any) -> Column:
-    """Declare a column of whole numbers that are never null."""
-    return Column(label, meaning, format="d", default=default, **how)
+# Columns of text, and of whole numbers that are never null.
+text_column = partial(Column, format="s", default="")
+count_column = partial(Column, format="d", default=0)
 
 
 def naming(columns: Mapping[str, Column]) -> list[str]:
@@ -531,12 +526,10 @@ HEAD_NORMS = {
 }
 
 
-def wilson_limit(label: str) -> Column:
-    """Return the column of one end of the interval of a share."""
-    return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
-
-
 accuracy_column = partial(Column, format=".1%", better="higher")
+# One end of the interval of a share.
+LIMIT = "95 % confidence limit (Wilson)."
+limit_column = partial(Column, meaning=LIMIT, format=".1%", status="estimate")
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
     "eps_text": text_column("eps", "The radius as it was typed."),
@@ -555,8 +548,8 @@ ACCURACY = {
         reading=ROBUST,
         reduction=Reduction("mean", "robust"),
     ),
-    "robust_low": wilson_limit("low"),
-    "robust_high": wilson_limit("high"),
+    "robust_low": limit_column("low"),
+    "robust_high": limit_column("high"),
 }
 
 CERTIFIED_SHARE = accuracy_column(

@@ -461,11 +461,6 @@ class Report(Frozen):
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
 
 
-def rows_of(section: Section | None) -> list[Row]:
-    """Return the rows of a section; empty if it was not measured."""
-    return [] if section is None else list(section.rows)
-
-
 def model_labels(reports: Sequence[Report]) -> list[str]:
     """Name each report by its model; repeated models get a letter in front."""
     specs = [report.run.model.spec for report in reports]

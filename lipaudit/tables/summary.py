@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from lipaudit.tables.columns import (
     order,
     wilson,
 )
-from lipaudit.tables.report import Note, Report, Section, rows_of
+from lipaudit.tables.report import Note, Report, Section
 from lipaudit.tables.trials import WORST, Radius, TrialKey, is_repeat, parse_column, parse_radius
 
 # The label and the column of each kind of accuracy.
@@ -186,15 +187,20 @@ def summary(report: Report) -> Summary:
         _list_balls(report),
         key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps))),
     )
-    return Summary(
-        warnings=tuple(_list_warnings(report)),
-        accuracy=(*_count_correct(report), *balls),
-        radii=_make_radii(report),
-        norms=_make_norms(report.section("jacobian")),
-        heads=_make_heads(rows_of(report.section("bounds"))),
-        fragile=_make_fragile(report.section("attention")),
-        bounds=tuple(_list_tightness(report.section("bounds"))),
-    )
+    readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
+        "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
+        "norms": ("jacobian", _make_norms),
+        "heads": ("bounds", _make_heads),
+        "fragile": ("attention", _make_fragile),
+        "bounds": ("bounds", _list_tightness),
+    }
+    figures = {
+        name: read(section)
+        for name, (measure, read) in readers.items()
+        if (section := report.section(measure)) and section.rows
+    }
+    accuracy = (*_count_correct(report), *balls)
+    return Summary(warnings=tuple(_list_warnings(report)), accuracy=accuracy, **figures)
 
 
 def list_shared_notes(report: Report) -> list[Note]:
@@ -238,13 +244,14 @@ def _list_balls(report: Report) -> Iterator[Accuracy]:
 
     Robust accuracy comes from certificates only if no attack section has the ball.
     """
-    balls = group_values(((r.norm, r.eps), r) for r in rows_of(report.section("attack")))
+    attack, certify = map(report.section, ("attack", "certify"))
+    balls = group_values(((r.norm, r.eps), r) for r in (attack.rows if attack else ()))
     found: list[tuple[str, str, Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
         found += [("attacked", "robust", row, {"attacks": tried}) for row in worst]
-    for row in rows_of(report.section("certify")):
+    for row in certify.rows if certify else ():
         if (row.norm, row.eps) not in balls:
             found.append(("attacked", "robust", row, {}))
         found.append(("certified", "certified", row, {"undecided": row.undecided}))
@@ -255,19 +262,18 @@ def _list_balls(report: Report) -> Iterator[Accuracy]:
             yield Accuracy(kind=kind, norm=row.norm, samples=row.samples, **known)
 
 
-def _make_radii(report: Report) -> Radii | None:
-    rows = rows_of(report.section("certify.radius"))
-    if not rows or not finite([rows[0].radius]):
+def _make_radii(balls: Section | None, section: Section) -> Radii | None:
+    row = section.rows[0]
+    if not finite([row.radius]):
         return None
-    row, section = rows[0], report.section("certify")
-    low, high = median_limits(section.samples.get("radius", ()) if section else ()) or (None, None)
+    low, high = median_limits(balls.samples.get("radius", ()) if balls else ()) or (None, None)
     known = {"norm": row.norm, "median": order(row.radius), "samples": row.samples}
     return Radii(low=low, high=high, adversarial=row.radius_adversarial, **known)
 
 
-def _make_norms(section: Section | None) -> ModelNorms | None:
-    rows = [row for row in rows_of(section) if not row.module]
-    if section is None or not rows or not finite((rows[0].median, rows[0].max)):
+def _make_norms(section: Section) -> ModelNorms | None:
+    rows = [row for row in section.rows if not row.module]
+    if not rows or not finite((rows[0].median, rows[0].max)):
         return None
     # The sample with the largest norm; empty if unknown.
     norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
@@ -279,8 +285,8 @@ def _make_norms(section: Section | None) -> ModelNorms | None:
     return ModelNorms(sample=sample, low=low, high=high, **figures)
 
 
-def _make_heads(rows: Sequence[Row]) -> SteepestHeads | None:
-    known = [row for row in rows if finite([row.exact])]
+def _make_heads(section: Section) -> SteepestHeads | None:
+    known = [row for row in section.rows if finite([row.exact])]
     if not known:
         return None
     rows = largest(known, "exact", STEEPEST)
@@ -295,14 +301,14 @@ def steepest(sections: Iterable[Section], count: int) -> list[str]:
     return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 
-def _make_fragile(section: Section | None) -> Fragile | None:
+def _make_fragile(section: Section) -> Fragile | None:
     """Summarise fragile rows, and choose the penalty that moves rows to their nearer regime.
 
     JaSMin with k = 0 lowers g1, towards uniform or one-hot rows. With k > 1 it lowers g1 / g_k,
     which also flattens one-hot rows, and ignores rows with at most k keys.
     """
-    rows = [row for row in rows_of(section) if finite([row.intermediate])]
-    if section is None or not rows:
+    rows = [row for row in section.rows if finite([row.intermediate])]
+    if not rows:
         return None
     names = ("intermediate", "uniform", "categorical")
     shares = {name: sum(finite(row[name] for row in rows)) / len(rows) for name in names}
@@ -320,9 +326,9 @@ def _make_fragile(section: Section | None) -> Fragile | None:
     )
 
 
-def _list_tightness(section: Section | None) -> Iterator[Tightness]:
-    for name, column in find_bounds(section.columns if section else {}).items():
-        if logs := finite(log10_ratio(row, name) for row in rows_of(section)):
+def _list_tightness(section: Section) -> Iterator[Tightness]:
+    for name, column in find_bounds(section.columns).items():
+        if logs := finite(log10_ratio(row, name) for row in section.rows):
             # The largest float is 1.8e308.
             typical, most = (10**x if x < 308 else math.inf for x in (median(logs), max(logs)))
             known = {"status": column.status, "median": typical, "largest": most}
@@ -365,8 +371,11 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     Without norms, samples with the smallest certified balls come first. Misclassified samples come
     last.
     """
-    balls = broken(report)
-    norms, right, proven = (_read_column(report, n) for n in ("norm", "correct", "radius"))
+    balls, columns = broken(report), dict[str, dict[str, Any]]()
+    for section in report.sections:
+        for name, values in section.samples.items():  # of the first section that has it
+            columns.setdefault(name, dict(zip(section.ids, values, strict=False)))
+    norms, right, proven = (columns.get(name, {}) for name in ("norm", "correct", "radius"))
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
         radius = min(finite([proven.get(sample)]), default=math.inf)
@@ -377,26 +386,21 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     return sorted(known, key=rank)[:count]
 
 
-def _read_column(report: Report, name: str) -> dict[str, Any]:
-    """Return a per-sample column by sample, of the first section that has it."""
-    sections = (section for section in report.sections if name in section.samples)
-    return next((dict(zip(s.ids, s.samples[name], strict=False)) for s in sections), {})
-
-
 def contradictions(report: Report) -> list[Contradiction]:
     """Return, for each sample broken in a certified ball, the first such pair.
 
     The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
     """
-    certificates, attack = report.section("certify"), report.section("attack")
-    certified = [
-        (sample, trial)
-        for kind, trial, sample, value in _list_figures(certificates)
-        if kind == "certified" and trial is not None and value == 1
+    certificates = report.section("certify")
+    if certificates is None:
+        return []
+    proven = [
+        (i, t) for kind, t, i, v in _list_figures(certificates) if kind == "certified" and v == 1
     ]
+    certified = [(sample, trial) for sample, trial in proven if trial is not None]
     certified += _list_searched(certificates, "radius")
     attacks: dict[str, list[TrialKey]] = {}
-    for section in (attack, certificates) if certified else ():
+    for section in filter(None, (report.section("attack"), certificates)):
         # An attack may stop before its radius: the example is then inside a smaller ball.
         far = {(i, t): value for kind, t, i, value in _list_figures(section) if kind == "distance"}
         for sample, trial in _list_fallen(section):
@@ -415,7 +419,7 @@ def contradictions(report: Report) -> list[Contradiction]:
     return list(first.values())
 
 
-def _list_fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
+def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
     """Yield the correct samples, with each trial that broke them."""
     right = {i: value for kind, _, i, value in _list_figures(section) if kind == "correct"}
     for kind, trial, sample, value in _list_figures(section):
@@ -423,19 +427,18 @@ def _list_fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
             yield sample, trial
 
 
-def _list_figures(section: Section | None) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
+def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
     """Yield every per-sample figure of a section: kind, trial, sample, value."""
-    if section is not None:
-        for name, values in section.samples.items():
-            kind, trial = parse_column(name)
-            for sample, value in zip(section.ids, values, strict=False):
-                yield kind, trial, sample, value
+    for name, values in section.samples.items():
+        kind, trial = parse_column(name)
+        for sample, value in zip(section.ids, values, strict=False):
+            yield kind, trial, sample, value
 
 
-def _list_searched(section: Section | None, column: str) -> Iterator[tuple[str, TrialKey]]:
+def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKey]]:
     """Yield the balls of certified and adversarial radii, if these were searched."""
     for kind, _, sample, value in _list_figures(section):
-        if section is not None and kind == column and finite([value]) and value > 0:
+        if kind == column and finite([value]) and value > 0:
             norm = section.settings.get("norm") or "linf"
             yield sample, TrialKey("", str(norm), _make_radius(value))
 

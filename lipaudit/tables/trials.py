@@ -140,10 +140,9 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     [('worst,linf,2/255', 1), ('worst,linf,4/255', 2)]
     """
     known = list(trials)
-    balls = dict.fromkeys(replace(trial, attack=WORST) for trial in known)
     return {
         ball: [t for t in known if t.norm == ball.norm and t.radius.value <= ball.radius.value]
-        for ball in balls
+        for ball in dict.fromkeys(replace(trial, attack=WORST) for trial in known)
     }
 
 

@@ -191,8 +191,7 @@ class Training:
                 losses.clear()
         net.module.eval()
         loss, penalty = sums / len(data)
-        finite = [p.isfinite().all() for p in net.module.parameters()]
-        if not torch.stack(finite).all():
+        if not torch.stack([p.isfinite().all() for p in net.module.parameters()]).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
             raise UsageError(
@@ -416,11 +415,7 @@ class TrainingRecord:
 
 
 def _describe(samples: Samples) -> dict[str, Any]:
-    return {
-        "spec": samples.spec,
-        "samples": len(samples.batch),
-        "suite_id": samples.suite_id,
-    }
+    return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:

@@ -15,12 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention import trace
-from lipaudit.models.attention.calls import (
-    Address,
-    AttentionCall,
-    Explicit,
-    make_additive,
-)
+from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, make_additive
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
@@ -228,9 +223,7 @@ class SpecformerPenalty:
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
         pairs = zip(self._slices, self.vectors, strict=True)
-        values, self.vectors = zip(
-            *(specformer(part.weight(), v) for part, v in pairs), strict=True
-        )
+        values, self.vectors = zip(*(specformer(p.weight(), v) for p, v in pairs), strict=True)
         return torch.stack(values).sum()
 
 

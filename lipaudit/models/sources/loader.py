@@ -22,9 +22,9 @@ from lipaudit.errors import (
     InputError,
     UsageError,
     explain_failure,
+    find_unmet_requirement,
     neighbours,
     refuse,
-    require_versions,
     similar,
 )
 from lipaudit.models.net import OWN, Net
@@ -65,7 +65,8 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
         UsageError: the options do not fit (a file of weights without `arch`).
         InputError: the model is missing, damaged or not supported.
     """
-    require_versions()
+    if words := find_unmet_requirement():
+        raise InputError(*words)
     options = options or LoadOptions()
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):

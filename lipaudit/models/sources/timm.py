@@ -351,7 +351,8 @@ def load_demo(name: str = "standard") -> ModelSpec:
     Raises:
         InputError: no demo has this name.
     """
-    refuse(name not in DEMOS, f"there is no demo {name!r}", suggestion(name, DEMOS))
+    if name not in DEMOS:
+        raise InputError(f"there is no demo {name!r}", suggestion(name, DEMOS))
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(read_weights(path)[0])

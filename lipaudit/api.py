@@ -188,10 +188,8 @@ def require_shared(outlines: Sequence[Outline]) -> None:
                 "samples depend on the model's input.",
             )
         if reason := _compare_classes(first, other):
-            raise InputError(
-                f"{reason}, so the labels of {one.spec} cannot fit both",
-                "Use class names in the data that both models know, or audit them separately.",
-            )
+            advice = "Use class names in the data that both models know, or audit them separately."
+            raise InputError(f"{reason}, so the labels of {one.spec} cannot fit both", advice)
 
 
 def _compare_classes(first: Outline, other: Outline) -> str:
@@ -334,10 +332,8 @@ def run_audits(
     """
     pairs = [*zip(models, requests, strict=True)]
     if len(pairs) == 1:
-        with (
-            open_job(*pairs[0], data, input_shape=input_shape) as job,
-            run_job(job, observer) as report,
-        ):
+        opened = open_job(*pairs[0], data, input_shape=input_shape)
+        with opened as job, run_job(job, observer) as report:
             yield report
         return
     outlines = []

@@ -27,6 +27,8 @@ def dumps(report: Report) -> str:
     """
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
+    if report.shard is None:
+        del document["shard"]
     drawn = json.loads(summary(report).model_dump_json())
     return escape_controls(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 
@@ -13,9 +14,15 @@ def main() -> None:
     gc.disable()
     try:
         from lipaudit.cli.app import app
-        from lipaudit.cli.output import replace_streams
+        from lipaudit.cli.output import Unheeded
 
-        replace_streams()
+        # Stdout and stderr accept every character, also without a reader (None: closed).
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+            # Strict streams of an ASCII terminal would end a long run with a UnicodeEncodeError.
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, Unheeded(stream))
         app()
     except KeyboardInterrupt:  # before the command line is read; commands say it themselves
         sys.stderr.write("error: interrupted\n")

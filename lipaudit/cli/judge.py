@@ -250,10 +250,8 @@ def read_or_measure(
     if current.endswith(".json"):  # a report, not a MODEL
         if how.model_fields_set:
             flags = ", ".join(map(flag, sorted(how.model_fields_set)))
-            raise UsageError(
-                f"{current} is a report, so {flags} has no effect",
-                "Leave them out: they are for a MODEL.",
-            )
+            text = f"{current} is a report, so {flags} has no effect"
+            raise UsageError(text, "Leave them out: they are for a MODEL.")
         return schema.load(Path(current))
     from lipaudit.api import open_job
     from lipaudit.cli.measure import RUNS, make_folder

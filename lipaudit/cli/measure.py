@@ -44,10 +44,8 @@ def make_measure(name: str) -> Callable[..., None]:
         kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
         if run.shard and not kept:
             number, of = run.shard
-            raise UsageError(
-                f"--shard {number}/{of}: a shard must be written as JSON to be merged later",
-                f"Add -o shard-{number}.json.",
-            )
+            text = f"--shard {number}/{of}: a shard must be written as JSON to be merged later"
+            raise UsageError(text, f"Add -o shard-{number}.json.")
         command, place = typed_command(), launcher.find_place()
         request = prepare.Request(model, {name: options}, run, command=command, place=place)
         with (
@@ -219,10 +217,8 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
     }
     for name, value in refused.items():
         if value is not None:
-            raise UsageError(
-                f"{name}: only when one MODEL is measured, not for {what}",
-                "Leave it out. One process: no srun, and RANK and WORLD_SIZE unset.",
-            )
+            advice = "Leave it out. One process: no srun, and RANK and WORLD_SIZE unset."
+            raise UsageError(f"{name}: only when one MODEL is measured, not for {what}", advice)
 
 
 def require_whole(reports: Mapping[str, Report], again: str) -> None:

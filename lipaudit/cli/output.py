@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 _SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
 
 
-def replace_streams() -> None:
-    """Let stdout and stderr accept every character, also without a reader (None: closed)."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-        # Strict streams of an ASCII terminal would end a long run with a UnicodeEncodeError.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, Unheeded(stream))
-
-
 def say(text: str) -> None:
     """Write a line to stderr, with control characters of foreign text made visible.
 

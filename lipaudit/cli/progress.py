@@ -7,6 +7,8 @@ import re
 import time
 import traceback
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from rich.console import Console
@@ -24,26 +26,31 @@ from lipaudit.tables import Note
 HEARTBEAT = 30.0
 
 
+# A console on stderr: long lines are not broken.
+make_console = partial(Console, stderr=True, soft_wrap=True, highlight=False)
+
+
+@dataclass(eq=False)
 class OnStderr(Observer):
     """Draws the progress of a job; restores the terminal at the end of its block.
 
-    Args:
+    Attributes:
         terminal: quiet silences the downloading libraries, too; verbose prints the traceback of a
             failed measure.
+        console: where it is drawn.
+        bar: the bar of the current measure, on a terminal.
+        said: notes that were printed.
     """
 
-    def __init__(self, terminal: Terminal) -> None:
-        self.quiet, self.verbose = terminal.quiet, terminal.verbose
-        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self.bar: Progress | None = None
-        self.total, self.done = 0, 0
-        self.start = self.last = 0.0
-        self.said: set[tuple[str, str]] = set()
+    terminal: Terminal
+    console: Console = field(default_factory=make_console)
+    bar: Progress | None = None
+    said: set[tuple[str, str]] = field(default_factory=set)
 
     def __enter__(self) -> Self:
         gc.enable()  # `main` disabled it, and the garbage of models holds tensors
         self.silence = ExitStack()
-        if self.quiet:
+        if self.terminal.quiet:
             self.silence.enter_context(silence_clients())
         return self
 
@@ -60,7 +67,7 @@ class OnStderr(Observer):
         colour = "yellow" if note.level == "warning" else "dim"
         numbers = rf"\d[\d.,]*|\b({'|'.join(load_measures())})\b"
         blank = note.text if note.code == "reused" else re.sub(numbers, "#", note.text)
-        if not self.quiet and (note.code, blank) not in self.said:
+        if not self.terminal.quiet and (note.code, blank) not in self.said:
             self.said.add((note.code, blank))
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
 
@@ -68,7 +75,7 @@ class OnStderr(Observer):
         """Start a bar, or the clock without a terminal."""
         self.total, self.done = samples, 0
         self.start = self.last = time.monotonic()
-        if not self.quiet and self.console.is_terminal:
+        if not self.terminal.quiet and self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
@@ -92,7 +99,7 @@ class OnStderr(Observer):
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done)
         # No estimate is possible before the first sample or after the last.
-        elif not self.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
+        elif not self.terminal.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
             left = (now - self.start) / done * (self.total - done)
             text = f"{measure}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
             self.console.print(text, markup=False)
@@ -101,10 +108,10 @@ class OnStderr(Observer):
     def fails(self, measure: str, error: Exception) -> None:
         """Remove the bar, and print that the other measures continue."""
         self.ends(measure)
-        if self.verbose:
+        if self.terminal.verbose:
             text = visible("".join(traceback.format_exception(error)), keep="\n\t")
             self.console.print(text, markup=False)
-        if not self.quiet:
+        if not self.terminal.quiet:
             reason = f"{escape(visible(first_line(error)))}; the others still run"
             self.console.print(f"[red]{escape(visible(measure))} failed:[/] {reason}")
 

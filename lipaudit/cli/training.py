@@ -191,9 +191,7 @@ def watch(
             f"not every checkpoint was measured: {reasons}", first.advice, first.exit_code
         )
     if not reports:
-        raise InputError(
-            f"{folder} holds no checkpoint with a step in its name",
-            "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
-        )
+        advice = "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt."
+        raise InputError(f"{folder} holds no checkpoint with a step in its name", advice)
     again = "Delete its report to measure it again."
     require_whole({each.run.model.spec: each for each in reports}, again)

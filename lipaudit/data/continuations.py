@@ -126,10 +126,8 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
     limit, notes = limit_tokens(net, options)
     origin, tokenize, vocabulary = table.origin, net.tokenize, net.vocabulary
     if tokenize is None or not vocabulary:
-        raise InputError(
-            f"{origin} holds text, and the model has no tokenizer",
-            "Put tokenizer.json beside config.json.",
-        )
+        advice = "Put tokenizer.json beside config.json."
+        raise InputError(f"{origin} holds text, and the model has no tokenizer", advice)
     table.require_rows(options)  # before columns: unreadable rows have none
     rows = {i: table.rows[i] for i in table.sound}
     form, faults = _choose_form(table, rows, options), dict(table.faults)

@@ -295,11 +295,9 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         commit = find_commit(repository, offline=offline)
         whole = _open_table(commit, config, whole_split)
         commit.remember()
+    advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
     with explain_failure(
-        f"the split {split!r} cannot be read",
-        "Name a split, or a part of one: test[:100], test[10%:20%].",
-        ValueError,
-        AssertionError,
+        f"the split {split!r} cannot be read", advice, ValueError, AssertionError
     ):
         (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
@@ -349,10 +347,5 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
     names = [str(each) for each in known]
     listed = ", ".join(names) or "none"
     near = f"Did you mean {(similar(name, names) or names)[0]!r}? " if names else ""
-    refuse(
-        name not in names,
-        f"{place} has no {what} {name!r} (it has: {listed})"
-        if name
-        else f"{place} has several {what}s: {listed}",
-        f"{near}Write {FORM}.",
-    )
+    has = f"no {what} {name!r} (it has: {listed})" if name else f"several {what}s: {listed}"
+    refuse(name not in names, f"{place} has {has}", f"{near}Write {FORM}.")

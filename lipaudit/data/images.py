@@ -172,11 +172,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         InputError: the file is damaged, or has no samples.
     """
     arrays: dict[str, Tensor] = {}
-    with explain_failure(
-        f"{path} is not a readable array file",
-        "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...).",
-        Exception,
-    ):
+    advice = "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...)."
+    with explain_failure(f"{path} is not a readable array file", advice, Exception):
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":

@@ -376,10 +376,8 @@ def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[
         return choose_text_columns(table, options)
     image = choose_column(table, None, IMAGES)
     if net.kind != "image" or image is None:
-        raise InputError(
-            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
-            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
-        )
+        text = f"{table.origin} has no column of images (columns: {', '.join(table.columns)})"
+        raise InputError(text, f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.")
     return (image,)
 
 

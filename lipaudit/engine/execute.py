@@ -125,9 +125,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         except (Exception, KeyboardInterrupt) as error:
             text = f"finished batches are kept: {request.continuation}"
             # One error may end the jobs of several models: it is noted once.
-            if any(each.paths for each in journals) and text not in getattr(
-                error, "__notes__", ()
-            ):
+            noted = getattr(error, "__notes__", ())
+            if any(each.paths for each in journals) and text not in noted:
                 error.add_note(text)
                 observer.note(Note.info("kept", text))
             raise

@@ -66,10 +66,8 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
         return None
     host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
     if not host or not port:
-        raise UsageError(
-            "several processes were started, but no address for their communication is set",
-            "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
-        )
+        text = "several processes were started, but no address for their communication is set"
+        raise UsageError(text, "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.")
     # torchrun always sets LOCAL_RANK; other launchers may not.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
@@ -84,10 +82,8 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
     import torch
 
     if run.shard:
-        raise UsageError(
-            "--shard and a launcher of several processes both split the samples",
-            "Leave --shard out, or run one process.",
-        )
+        text = "--shard and a launcher of several processes both split the samples"
+        raise UsageError(text, "Leave --shard out, or run one process.")
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
         if Path(run.device_map).is_file():

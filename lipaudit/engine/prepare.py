@@ -127,19 +127,15 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
         if request.run.shard:
-            raise UsageError(
-                f"{path} needs all samples, and a shard has only some",
-                "Leave it out, or measure in one process without --shard.",
-            )
+            text = f"{path} needs all samples, and a shard has only some"
+            raise UsageError(text, "Leave it out, or measure in one process without --shard.")
     run, measures = request.run, request.measures
     net = net or load_net(request.model, load_options(run))
     for group in (run, *measures.values()):
         group.require_kind(net.kind)
     if run.score is not None and net.next_logits is None:
-        raise UsageError(
-            f"{net.architecture} is not a language model, so it cannot score continuations",
-            "Leave --score out.",
-        )
+        text = f"{net.architecture} is not a language model, so it cannot score continuations"
+        raise UsageError(text, "Leave --score out.")
     # All measures share the samples, so texts get the largest length that any measure needs.
     if run.max_tokens is None and (needed := [o.tokens for o in measures.values() if o.tokens]):
         run = run.model_copy(update={"max_tokens": max(needed)})
@@ -208,10 +204,8 @@ def _suit_measure(
     if score is None:
         return options.adapt(net.kind, net.changes, NEEDED)
     if options.scores == "never":
-        raise UsageError(
-            f"{name} does not support scores",
-            "Leave --score out, or use it with attack or jacobian.",
-        )
+        text = f"{name} does not support scores"
+        raise UsageError(text, "Leave --score out, or use it with attack or jacobian.")
     # Word attacks change texts that a model reads alone, not prompts.
     return options.adapt(net.kind, (), "it scores continuations")
 

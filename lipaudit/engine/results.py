@@ -208,10 +208,8 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     whole = sorted(pairs, key=lambda pair: pair[0].number)
     if not whole or [shard.number for shard, _ in whole] != [*range(1, whole[0][0].of + 1)]:
         names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
-        raise InputError(
-            f"shards given: {names}; the shards of a run are needed once each",
-            "Measure a missing one with --shard, and name each once.",
-        )
+        text = f"shards given: {names}; the shards of a run are needed once each"
+        raise InputError(text, "Measure a missing one with --shard, and name each once.")
     shard, first = whole[0]
     conditions = _list_conditions(*whole[0])
     for other, report in whole[1:]:
@@ -272,10 +270,8 @@ def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]
         try:
             parts += unpack_parts(shard.parts[measure])
         except (KeyError, ValueError) as error:
-            raise InputError(
-                f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}",
-                "Copy the file again, or measure the shard again.",
-            ) from error
+            text = f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}"
+            raise InputError(text, "Copy the file again, or measure the shard again.") from error
     names, ids = sample_ids(parts), shards[0].ids[: shards[0].counts[measure]]
     # With another batch size a shard has other batches: samples are then repeated or missing.
     if sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids):

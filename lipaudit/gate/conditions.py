@@ -171,12 +171,9 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     # Another version may record more packages, and a resizing that was not recorded: ids of
     # samples come from resized pixels, so another resizing gives other samples.
     whole = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
-    found = [
-        (name.split()[0], f"{name}: {old.get(name, ABSENT)} became {new.get(name, ABSENT)}")
-        for name in old | new
-        if (name in whole or name in old.keys() & new.keys())
-        and old.get(name, ABSENT) != new.get(name, ABSENT)
-    ]
+    names = [name for name in old | new if name in whole or (name in old and name in new)]
+    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
+    found = [(n.split()[0], f"{n}: {was} became {now}") for n, was, now in pairs if was != now]
     restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
     if restarted and has_same_weights(current, baseline):
         text = (

@@ -324,12 +324,11 @@ def _decide(
     rules: Sequence[Rule], examinations: Sequence[list[Contrast] | Verdict], alpha: float
 ) -> Iterator[Verdict]:
     """Correct for many rules, then within each rule for many rows, both by Holm's procedure."""
-    rows = [
-        {c.name: c.evidence.p(_compute_margin(rule)) for c in found if c.evidence and not c.same}
-        if isinstance(found, list)
-        else {}
-        for rule, found in zip(rules, examinations, strict=True)
-    ]
+    rows = list[dict[str, float]]()
+    for rule, found in zip(rules, examinations, strict=True):
+        tested = found if isinstance(found, list) else []
+        margin = _compute_margin(rule)
+        rows.append({c.name: c.evidence.p(margin) for c in tested if c.evidence and not c.same})
     # By the union bound, whatever the dependence between rows.
     smallest = {i: min(1.0, len(ps) * min(ps.values())) for i, ps in enumerate(rows) if ps}
     corrected = statistics.correct_by_holm(smallest, alpha)

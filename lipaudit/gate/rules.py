@@ -202,10 +202,8 @@ def _limit(text: str, rule: str) -> Limit:
             return Limit("difference", value / 100, "pp")
         if signed and value > -100:  # nothing falls by more than 100 %
             return Limit("relative", value / 100, "%")
-    raise UsageError(
-        f"{text!r} is not a limit (in {rule!r})",
-        "Write a change with a sign (+5%, -2pp, +0.1), an absolute value without (0.7).",
-    )
+    advice = "Write a change with a sign (+5%, -2pp, +0.1), an absolute value without (0.7)."
+    raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 
 
 NORMS = ("jacobian.norm:median <= +5%", "bounds.exact:each <= +20%")

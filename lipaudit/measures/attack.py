@@ -304,10 +304,8 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
         net, "Attack a classifier with labels, or the scores of a language model (--score sum)."
     )
     if batch.y is None or bool((batch.y < 0).any()):
-        raise InputError(
-            "an attack needs a label for every sample",
-            "Give labelled samples with --data (a folder, .npz, .csv...).",
-        )
+        text = "an attack needs a label for every sample"
+        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
@@ -329,10 +327,8 @@ def require_decision(net: Net, advice: str) -> None:
             "torch.cat([0 * z, z], 1).",
         )
     if net.kind == "text" and net.entry is None:
-        raise InputError(
-            f"the embedding layer of {net.architecture} was not found",
-            "Write a py: factory that returns a ModelSpec with its `entry`.",
-        )
+        text = f"the embedding layer of {net.architecture} was not found"
+        raise InputError(text, "Write a py: factory that returns a ModelSpec with its `entry`.")
 
 
 def _make_part(

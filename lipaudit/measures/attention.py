@@ -200,10 +200,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
     for number, part in enumerate(by_layer(net, batches, reduce_layer, **how)):
         if asked is not None and not drawn:
-            raise UsageError(
-                f"layer {asked[0]} is not measured, so there is no map of it",
-                f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
-            )
+            advice = f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers)."
+            raise UsageError(f"layer {asked[0]} is not measured, so there is no map of it", advice)
         remarks = part.notes
         if windowed:
             text = (

@@ -210,11 +210,10 @@ def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
     # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
     plain = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
     count = max(len(v) for v in plain if isinstance(v, list | tuple))
-    cells = [v if isinstance(v, list | tuple) else [v] * count for v in plain]
-    return tuple(
-        make_row(known, {n: None if v != v else v for n, v in zip(columns, row, strict=True)})
-        for row in zip(*cells, strict=True)
-    )
+    whole = (v if isinstance(v, list | tuple) else [v] * count for v in plain)
+    cells = [[None if cell != cell else cell for cell in column] for column in whole]
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True))
+    return tuple(make_row(known, row) for row in rows)
 
 
 def head_columns(heads: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:

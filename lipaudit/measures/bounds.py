@@ -15,10 +15,10 @@ from lipaudit.tables.columns import (
     HEAD,
     HEAD_NORMS,
     NEAR,
+    NORM_OF,
     WITHIN_COLUMN,
     Column,
     Reduction,
-    norm_of,
 )
 from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
@@ -126,7 +126,7 @@ LAYERS_TABLE = Layout(
             "exact",
             "Norm with the heads concatenated, before W_O (--concat).",
             better="lower",
-            reading=norm_of("the layer's input", "the outputs of its heads"),
+            reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
             reduction=Reduction("median", "exact"),
         ),
         "exact_out": Column(

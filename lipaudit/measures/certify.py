@@ -290,15 +290,11 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
 
     require_decision(net, "Certify a classifier.")
     if net.scored:
-        raise InputError(
-            f"{net.architecture} scores continuations: certificates need a classifier",
-            "Use `lipaudit attack`, or certify a classifier.",
-        )
+        text = f"{net.architecture} scores continuations: certificates need a classifier"
+        raise InputError(text, "Use `lipaudit attack`, or certify a classifier.")
     if len(set(devices(net.module))) > 1:
-        raise UsageError(
-            "certificates are computed on one device, but --device-map uses several",
-            "Leave --device-map out, or name one device beside cpu and disk.",
-        )
+        text = "certificates are computed on one device, but --device-map uses several"
+        raise UsageError(text, "Leave --device-map out, or name one device beside cpu and disk.")
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.input_shape)
     # At one order the longest sample needs the most memory: check each order in use.

@@ -290,10 +290,9 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
                 cells = [base.number_or_none(cell) for cell in cells]
             columns[name] = tuple(cells)
     several = "block_norm" in arrays
-    of_maps = {  # (samples, maps): of the model, then of its blocks
-        n: np.column_stack([arrays[n], *(arrays[f"block_{n}"].T if several else ())])
-        for n in OF_BLOCKS
-    }
+    of_blocks = {n: arrays[f"block_{n}"].T if several else () for n in OF_BLOCKS}
+    # Arrays (samples, maps): of the model, then of its blocks.
+    of_maps = {n: np.column_stack([arrays[n], *of_blocks[n]]) for n in OF_BLOCKS}
     ends = [{"from_": facts["from"], "to": facts["to"], "method": facts["method"]}]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"

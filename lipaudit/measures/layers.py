@@ -39,10 +39,8 @@ def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[
     """
     surplus = [layer for layer in layers or () if layer >= len(sites)]
     if surplus:
-        raise UsageError(
-            f"there is no attention layer {surplus[0]}: the model has {len(sites)}",
-            f"Give layers from 0 to {len(sites) - 1}.",
-        )
+        text = f"there is no attention layer {surplus[0]}: the model has {len(sites)}"
+        raise UsageError(text, f"Give layers from 0 to {len(sites) - 1}.")
     return tuple(site for site in sites if layers is None or site.index in layers)
 
 

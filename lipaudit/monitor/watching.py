@@ -135,10 +135,8 @@ class Monitor:
         if self._active:
             # All steps are measured on the same samples; here it shows whether that is possible.
             request, module = self._request, _module(self._model)
-            with (
-                _protect(module, request.run.seed),
-                open_job(self._model, request, self._data) as job,
-            ):
+            protected = _protect(module, request.run.seed)
+            with protected, open_job(self._model, request, self._data) as job:
                 samples = job.samples
             few = request.run.samples is None
             notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
@@ -171,10 +169,9 @@ class Monitor:
         start = time.monotonic()
         with self._warn_on_failure(step):
             try:
-                with (
-                    _protect(_module(self._model), self._request.run.seed),
-                    open_job(self._model, self._request, self._data, samples=self._samples) as job,
-                ):
+                protected = _protect(_module(self._model), self._request.run.seed)
+                asked = self._model, self._request, self._data
+                with protected, open_job(*asked, samples=self._samples) as job:
                     report = execute(job)
             finally:
                 seconds = time.monotonic() - start

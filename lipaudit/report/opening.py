@@ -141,14 +141,10 @@ def show_scorecard(report: Report) -> list[Chapter]:
     """Return the chapter of the first figures of a report; none if no section has one."""
     lines = list_figures(report)
     marks, notes = cells.list_footnotes([line.column for line in lines])
-    rows = tuple(
-        (
-            cells.write_math(line.label) + mark,
-            cells.format_value(line.value, line.column),
-            cells.write_math(line.text),
-        )
-        for line, mark in zip(lines, marks, strict=True)
-    )
+    labels = [cells.write_math(line.label) + mark for line, mark in zip(lines, marks, strict=True)]
+    figures = [cells.format_value(line.value, line.column) for line in lines]
+    texts = [cells.write_math(line.text) for line in lines]
+    rows = tuple(zip(labels, figures, texts, strict=True))
     return [Chapter("scorecard", "Scorecard", (Card(rows, "; ".join(notes)),))] if rows else []
 
 

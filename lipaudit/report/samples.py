@@ -129,10 +129,8 @@ def list_known(report: Report) -> list[str]:
     """
     measured = [i for section in report.sections for i in section.ids]
     if not measured:
-        raise InputError(
-            "the report has no results for single samples",
-            "Use a report of bounds, jacobian, attack, certify or audit.",
-        )
+        text = "the report has no results for single samples"
+        raise InputError(text, "Use a report of bounds, jacobian, attack, certify or audit.")
     return list(dict.fromkeys([*measured, *report.places]))
 
 

@@ -152,10 +152,8 @@ class Settings(BaseModel):
         """
         for known in self.options().values():
             if known.need and self._differs(known) and not known.need.holds(self):
-                raise UsageError(
-                    f"{known.flags[0]} needs {known.need.text}",
-                    f"Change that, or leave out {known.flags[0]}.",
-                )
+                text = f"{known.flags[0]} needs {known.need.text}"
+                raise UsageError(text, f"Change that, or leave out {known.flags[0]}.")
         return self
 
     _check_needs = model_validator(mode="after")(require_needed)

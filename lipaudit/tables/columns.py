@@ -443,12 +443,11 @@ CERTIFIED = (
 )
 
 
-def norm_of(source: str, target: str) -> str:
-    """Return the reading of the norm of a Jacobian at the samples."""
-    return (
-        f"The largest factor by which a very small change of {source} can grow in {target}. A "
-        "large change may grow more. The solver approaches the norm from below: see within."
-    )
+# How to read the norm of a Jacobian at the samples, from an input to an output.
+NORM_OF = (
+    "The largest factor by which a very small change of {} can grow in {}. A large change may "
+    "grow more. The solver approaches the norm from below: see within."
+)
 
 
 WITHIN_COLUMN = Column("within", f"{PROVEN}.", status="estimate", format=".2g", reading=WITHIN)
@@ -481,7 +480,7 @@ HEAD_NORMS = {
         "exact",
         "||J||, the norm of the head's Jacobian.",
         better="lower",
-        reading=norm_of("the layer's input", "the head's output"),
+        reading=NORM_OF.format("the layer's input", "the head's output"),
         reduction=Reduction("median", "exact"),
     ),
     "exact_max": Column(

@@ -305,11 +305,9 @@ class Layout:
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
         """Return the cells that columns reduce from these values of each sample."""
-        return {
-            name: float(reduce_values(column.reduction.stat, samples[column.reduction.values]))
-            for name, column in self.columns.items()
-            if column.reduction and column.reduction.values in samples
-        }
+        how = {name: column.reduction for name, column in self.columns.items() if column.reduction}
+        known = {n: (each.stat, samples.get(each.values)) for n, each in how.items()}
+        return {n: float(reduce_values(*each)) for n, each in known.items() if each[1] is not None}
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""
@@ -411,11 +409,6 @@ class Report(Frozen):
     sections: tuple[Section, ...]
 
     _check_lengths = field_validator("samples")(require_aligned)
-
-    @model_serializer(mode="wrap")
-    def _leave_out_empty(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out an empty shard, for the report of a whole run."""
-        return {k: v for k, v in plain(self).items() if k != "shard" or v}
 
     @property
     def places(self) -> dict[str, str]:

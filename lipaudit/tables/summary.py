@@ -183,9 +183,9 @@ FEW = 0.05
 
 def summary(report: Report) -> Summary:
     """Return the summary of a report; figures that it lacks are left out."""
-    balls = sorted(
-        _list_balls(report),
-        key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps))),
+    accuracies = sorted(  # the clean one has no norm, and comes first
+        _list_accuracies(report),
+        key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps or "0"))),
     )
     readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
         "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
@@ -199,8 +199,8 @@ def summary(report: Report) -> Summary:
         for name, (measure, read) in readers.items()
         if (section := report.section(measure)) and section.rows
     }
-    accuracy = (*_count_correct(report), *balls)
-    return Summary(warnings=tuple(_list_warnings(report)), accuracy=accuracy, **figures)
+    warnings = tuple(_list_warnings(report))
+    return Summary(warnings=warnings, accuracy=tuple(accuracies), **figures)
 
 
 def list_shared_notes(report: Report) -> list[Note]:
@@ -228,23 +228,20 @@ def _list_warnings(report: Report) -> Iterator[Note]:
     yield from (note.add_lead(measures[0]) for note, measures in owners.items())
 
 
-def _count_correct(report: Report) -> Iterator[Accuracy]:
-    """Count the correct samples without attack, among the attacked samples if there are any."""
-    for section in filter(None, map(report.section, ("attack", "jacobian", "certify"))):
+def _list_accuracies(report: Report) -> Iterator[Accuracy]:
+    """Yield the accuracy without attack, those under attack by ball, and the certified ones.
+
+    The first is that of the attacked samples, if there are any. Robust accuracy comes from
+    certificates only if no attack section has the ball.
+    """
+    attack, jacobian, certify = map(report.section, ("attack", "jacobian", "certify"))
+    for section in filter(None, (attack, jacobian, certify)):
         cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
         if flags := finite(flag for name, flag in cells if not is_repeat(name)):
             right, n = sum(flag > 0 for flag in flags), len(flags)
             low, high = wilson(right, n)
             yield Accuracy(kind="clean", share=right / n, low=low, high=high, samples=n)
-            return
-
-
-def _list_balls(report: Report) -> Iterator[Accuracy]:
-    """Yield the accuracies under attack by ball, and the certified ones.
-
-    Robust accuracy comes from certificates only if no attack section has the ball.
-    """
-    attack, certify = map(report.section, ("attack", "certify"))
+            break
     balls = group_values(((r.norm, r.eps), r) for r in (attack.rows if attack else ()))
     found: list[tuple[str, str, Row, dict[str, Any]]] = []
     for group in balls.values():

@@ -131,17 +131,16 @@ class Training:
     def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
         self.net, self.recipe = net, recipe
         steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
-        weights, decay = net.module.parameters(), recipe.weight_decay
-        self.optimizer: Optimizer = (
-            AdamW(weights, lr=recipe.lr, weight_decay=decay)
-            if recipe.optimizer == "adamw"
-            else SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
-        )
-        self.schedule: LRScheduler = (
-            OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
-            if recipe.schedule == "onecycle"
-            else CosineAnnealingLR(self.optimizer, steps)
-        )
+        weights = net.module.parameters()
+        how: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        if recipe.optimizer == "adamw":
+            self.optimizer: Optimizer = AdamW(weights, **how)
+        else:
+            self.optimizer = SGD(weights, momentum=recipe.momentum, **how)
+        if recipe.schedule == "onecycle":
+            self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
+        else:
+            self.schedule = CosineAnnealingLR(self.optimizer, steps)
         # An attack starts from the plain image, so it would undo a mix and keep its labels.
         mixes = net.kind == "image" and recipe.adversarial is None
         self.mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
@@ -194,10 +193,8 @@ class Training:
         if not torch.stack([p.isfinite().all() for p in net.module.parameters()]).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
-            raise UsageError(
-                f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0",
-                "Give a smaller --k.",
-            )
+            text = f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0"
+            raise UsageError(text, "Give a smaller --k.")
         return float(loss), float(penalty) if recipe.penalty else None
 
     def step(self, batch: Batch) -> tuple[int, Tensor]:
@@ -245,15 +242,11 @@ class Training:
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.classes is None:
-        raise UsageError(
-            f"training needs a classifier, and {net.name} is not one",
-            "For a timm or transformers model, add a new classifier with --classes.",
-        )
+        advice = "For a timm or transformers model, add a new classifier with --classes."
+        raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
     if has_lifted_weights(net.module) or net.device_map:
-        raise UsageError(
-            "training needs its weights on one device, in the precision of the run",
-            "Leave --weights and --device-map out.",
-        )
+        text = "training needs its weights on one device, in the precision of the run"
+        raise UsageError(text, "Leave --weights and --device-map out.")
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
 
@@ -262,10 +255,8 @@ def _require_labels(net: Net, data: Batch, name: str) -> None:
     classes = net.classes or 0
     known = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
     if not known or not len(data):
-        raise UsageError(
-            f"{name} needs samples with labels from 0 to {classes - 1}",
-            "Give labelled samples (a folder of classes, .npz, .csv).",
-        )
+        text = f"{name} needs samples with labels from 0 to {classes - 1}"
+        raise UsageError(text, "Give labelled samples (a folder of classes, .npz, .csv).")
 
 
 def _read_labels(batch: Batch) -> Tensor:
@@ -326,10 +317,8 @@ def check_target(out: Path, *, resume: bool) -> None:
     names = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
     held = next((name for name in names if (out / name).exists()), None)
     if held and not resume:
-        raise UsageError(
-            f"{out} already contains {held}",
-            "Give another --out, or add --resume to continue the training in it.",
-        )
+        advice = "Give another --out, or add --resume to continue the training in it."
+        raise UsageError(f"{out} already contains {held}", advice)
     require_folder(out)
 
 

@@ -72,10 +72,8 @@ def attention_penalty(
             by the model's run if its batch size is unknown.
     """
     if name != "jasmin":
-        raise UsageError(
-            f"{name!r} is not a penalty on attention maps",
-            "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch).",
-        )
+        advice = "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch)."
+        raise UsageError(f"{name!r} is not a penalty on attention maps", advice)
     if k == 1 or k < 0 or reduction not in get_args(Reduction):
         raise UsageError(
             f"k = {k}, reduction = {reduction!r}", "Use k = 0, 2, 3... and max or mean."
@@ -131,10 +129,8 @@ class _Watch:
     def total(self) -> Tensor:
         """Return the sum since the last call."""
         if not self.layers:
-            raise InputError(
-                "no attention was seen",
-                "Before penalty(), run the uncompiled model inside the block, with gradients.",
-            )
+            advice = "Before penalty(), run the uncompiled model inside the block, with gradients."
+            raise InputError("no attention was seen", advice)
         if self.mask is not None and not self.masked:
             raise InputError(
                 f"a mask of shape {tuple(self.mask.shape)} does not fit the queries of any "
@@ -215,10 +211,8 @@ class SpecformerPenalty:
         self._slices = list(_slices(net, batch))
         generator = torch.Generator().manual_seed(0)
         # Where the power iteration starts; each call goes on from the vectors of the last one.
-        self.vectors: Sequence[Tensor] = [
-            torch.randn(part.columns.shape, generator=generator).to(net.device, net.dtype)
-            for part in self._slices
-        ]
+        starts = [torch.randn(p.columns.shape, generator=generator) for p in self._slices]
+        self.vectors: Sequence[Tensor] = [start.to(net.device, net.dtype) for start in starts]
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""

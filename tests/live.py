@@ -19,7 +19,7 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = self.largest = 0
+        self.most = self.largest = self._total = 0
         self._alive: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(
@@ -33,9 +33,10 @@ class Live(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         reference = StorageWeakRef(storage)
-        if reference not in self._alive:
-            for gone in [one for one in self._alive if one.expired()]:
-                del self._alive[gone]
+        self._total += storage.nbytes() - self._alive.get(reference, 0)
         self._alive[reference] = storage.nbytes()
         self.largest = max(self.largest, storage.nbytes())
-        self.most = max(self.most, sum(self._alive.values()))
+        if self._total > self.most:  # with what has gone since: look for that only now
+            self._alive = {one: size for one, size in self._alive.items() if not one.expired()}
+            self._total = sum(self._alive.values())
+            self.most = max(self.most, self._total)

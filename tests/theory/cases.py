@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Pairs, Projection, affine_heads
-from lipaudit.theory.worst_tokens import move_heads
+from lipaudit.theory.policy import Policy
 
 HEADS = 2
+
+# Every way in which small layers are bounded: exact block norms, the formula, single precision.
+POLICIES = (Policy(), Policy(dense_entries=0))
+POLICIES += (Policy(dense_entries=0, single_keys=1, single_blocks=1),)
 
 # What differs from plain affine attention; see `Options`.
 CASES: dict[str, dict[str, Any]] = {
@@ -341,9 +345,14 @@ MASKS = {
 }
 
 
+def affine_layer(heads: Heads) -> Layer:
+    """Return affine heads with what autograd needs."""
+    return Layer(heads, dict.fromkeys("qkv", lambda _h, y: y))
+
+
 def truth(heads: Heads) -> Tensor:
     """||J|| of every affine head, (batch, heads)."""
-    return dense_norms(Layer(heads, dict.fromkeys("qkv", lambda _h, y: y)).jacobian())
+    return dense_norms(affine_layer(heads).jacobian())
 
 
 def dense_norms(j: Tensor) -> Tensor:
@@ -360,11 +369,15 @@ def corner(seed: int, tokens: str, values: str, mask: str, *, gain: float, biase
     if biases:
         bias = {"q": randn(seed + 4, HEADS, D), "k": randn(seed + 5, HEADS, D)}
         bias["v"] = wv.abs().amax((1, 2))[:, None] * randn(seed + 6, HEADS, D).float().double()
-        to = {n: getattr(heads, f"to_{n}") for n in "qkv"}
-        made = {f"to_{n}": Projection(to[n].weight, bias[n], None, "affine") for n in "qkv"}
-        rows = {n: getattr(heads, n) + bias[n][:, None] for n in "qkv"}
-        heads = replace(heads, **made, **rows)
+        heads = with_biases(heads, bias)
     return heads if MASKS[mask] is None else replace(heads, bias=MASKS[mask][None, None])
+
+
+def with_biases(heads: Heads, biases: dict[str, Tensor]) -> Heads:
+    """Add biases (heads, d) to some of the maps to q, k and v of affine heads."""
+    maps = {f"to_{n}": replace(getattr(heads, f"to_{n}"), bias=b) for n, b in biases.items()}
+    rows = {n: getattr(heads, n) + b[:, None] for n, b in biases.items()}
+    return replace(heads, **maps, **rows)
 
 
 def without_padding(heads: Heads, b: int, length: int) -> Heads:
@@ -376,22 +389,11 @@ def without_padding(heads: Heads, b: int, length: int) -> Heads:
 
 
 def growing_head(
-    seed: int,
-    *,
-    n: int = 4,
-    width: int = 6,
-    d: int = 3,
-    dv: int = 3,
-    gain: float = 1.5,
-    biased: str = "q",
+    seed: int, n: int = 4, width: int = 6, d: int = 3, dv: int = 3, *, gain=1.5, biased: str = "q"
 ) -> Heads:
-    """Return one affine head that can be moved to other tokens, with biases of some maps."""
+    """Return one affine head, with biases of some maps."""
     gen = torch.Generator().manual_seed(seed)
     weights = [gain * _randn(gen, 1, width, e) / width**0.5 for e in (d, d, dv)]
     heads = affine_heads(_randn(gen, 1, n, width), *weights)
-    maps = {
-        f"to_{name}": Projection(w, _randn(gen, 1, w.shape[2]), None, "affine")
-        for name, w in zip("qkv", weights, strict=True)
-        if name in biased
-    }
-    return move_heads(replace(heads, **maps), heads.x)
+    sizes = zip("qkv", (d, d, dv), strict=True)
+    return with_biases(heads, {name: _randn(gen, 1, e) for name, e in sizes if name in biased})

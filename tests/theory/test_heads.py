@@ -1,4 +1,7 @@
-"""The containers: the map P, computed once for all that a visit asks; precision, slices."""
+"""The containers: the map P, computed once for all that a visit asks; precision, slices.
+
+Maps too large to be kept: their rows are met block by block, and nothing else changes.
+"""
 
 from collections import Counter
 from dataclasses import fields, replace
@@ -11,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from lipaudit.measures.layers import per_sample
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
-from lipaudit.theory.heads import Heads, affine_heads
+from lipaudit.theory.heads import Heads, Projection, affine_heads, rows_in_reach
 from lipaudit.theory.policy import Policy
+from lipaudit.theory.products import sketched_vjp_x
+from tests.live import Live
 
 
 def tensors(heads):
@@ -33,21 +38,17 @@ def test_attention_gives_the_outputs_of_plain_softmax_attention(layer):
             torch.testing.assert_close(out[b, h], truth, rtol=1e-12, atol=1e-12)
 
 
-def test_a_row_without_keys_is_zero(random_layer):
+def test_a_row_without_keys_is_zero_and_nan_is_not_taken_for_a_mask(random_layer):
     heads = random_layer("affine").heads
     mask = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
     mask[..., 2, :] = -torch.inf
     p = replace(heads, bias=mask).attention()
     assert p[..., 2, :].eq(0).all()
     assert torch.equal(p[..., 3, :], heads.attention()[..., 3, :])
-
-
-@pytest.mark.parametrize("name", ["affine", "padding"])
-def test_nan_is_not_taken_for_a_mask(random_layer, name):
-    heads = random_layer(name).heads
-    q = heads.q.clone()
-    q[0, 1, 0, 0] = torch.nan
-    assert replace(heads, q=q).attention()[0, 1, 0].isnan().all()
+    for each in (heads, random_layer("padding").heads):
+        q = each.q.clone()
+        q[0, 1, 0, 0] = torch.nan
+        assert replace(each, q=q).attention()[0, 1, 0].isnan().all()
 
 
 def test_to_changes_the_precision_of_everything(layer):
@@ -100,13 +101,18 @@ def test_giant_logits_hide_no_key_that_is_as_large(random_layer, size):
     assert seen.sum(-1).flatten().tolist() == [0, 4, 4, 4, 4]
 
 
-def test_one_hot_rows_do_not_look_causal(random_layer):
+def test_one_hot_rows_and_parts_of_causal_layers_are_not_taken_for_causal(random_layer):
     """Giant logits leave P = 0 above the diagonal, where nothing is masked."""
     heads = random_layer("position-bias").heads
     peaked = 500.0 * torch.eye(5, dtype=torch.float64)[None, None] + heads.bias
-    peaked = replace(heads, bias=peaked, scale=0 * heads.scale)
-    assert not replace(peaked, bias=4 * peaked.bias).attention().triu(1).any()
-    assert not replace(peaked, bias=4 * peaked.bias).is_causal()
+    peaked = replace(heads, bias=4 * peaked, scale=0 * heads.scale)
+    assert not peaked.attention().triu(1).any()
+    assert not peaked.is_causal()
+    mask = torch.zeros(1, 2, 5, 5, dtype=torch.float64)
+    mask[:, 0] = torch.full((5, 5), -torch.inf).triu(1)
+    heads = replace(heads, bias=mask)
+    assert not heads.is_causal()
+    assert [heads.pick(slice(h, h + 1)).is_causal() for h in (0, 1)] == [True, False]
 
 
 def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(random_layer):
@@ -160,31 +166,17 @@ def visit(heads: Heads):
     return values | head_bounds(heads)
 
 
-@pytest.mark.parametrize("size", [{}, {"n": 40, "width": 30, "d": 6}], ids=["dense", "factored"])
 @pytest.mark.parametrize("name", KINDS)
-def test_the_map_is_computed_once_in_each_precision(random_layer, name, size):
-    heads = random_layer(name, **size).heads.to(torch.float32)
-    with Softmaxes() as softmaxes:
-        visit(heads)
-    assert softmaxes.count == {torch.float32: 1, torch.float64: 1}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_shared_map_changes_no_number(random_layer, name):
+def test_the_map_is_computed_once_in_each_precision_and_changes_no_number(random_layer, name):
+    for size in ({}, {"n": 40, "width": 30, "d": 6}):  # dense and factored
+        with Softmaxes() as softmaxes:
+            visit(random_layer(name, **size).heads.to(torch.float32))
+        assert softmaxes.count == {torch.float32: 1, torch.float64: 1}
     heads = random_layer(name).heads
     shared, seeds = visit(heads), range(2)
     alone = head_bounds(replace(heads)) | {"exact": head_norms(replace(heads), seeds=seeds).norm}
     for key, value in alone.items():
         torch.testing.assert_close(shared[key], value, rtol=1e-12, atol=0, equal_nan=True)
-
-
-def test_a_part_of_a_causal_layer_is_not_taken_for_causal(random_layer):
-    heads = random_layer("affine").heads
-    mask = torch.zeros(1, 2, 5, 5, dtype=torch.float64)
-    mask[:, 0] = torch.full((5, 5), -torch.inf).triu(1)
-    heads = replace(heads, bias=mask)
-    assert not heads.is_causal()
-    assert [heads.pick(slice(h, h + 1)).is_causal() for h in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("change", ["q", "k", "scale", "bias", "sink"])
@@ -217,3 +209,90 @@ def test_a_known_map_carries_gradients_all_the_same():
     (expected,) = torch.autograd.grad(truth, x, retain_graph=True)
     (gradient,) = torch.autograd.grad(heads.attention()[..., 0].sum(), x)
     torch.testing.assert_close(gradient, expected)
+
+
+# Maps too large to be kept.
+
+SEEDS = range(10)
+LONG = Policy(map_limit=0, chunk_entries=24)
+
+
+def norms_of(heads):
+    heads = replace(heads)  # nothing that is known of the maps
+    how = {"seeds": SEEDS, "max_steps": 4}  # alike at every step: none needs to be the last
+    norms, layer = {"head": head_norms(heads, **how)}, layer_norms(heads, **how)
+    norms |= {"layer": layer.concat} | ({} if layer.out is None else {"out": layer.out})
+    values = {name: each.norm for name, each in norms.items()}
+    if not heads.is_causal() and heads.sink is None:
+        values["gain"] = splitting_gain(heads, values["head"], seeds=SEEDS)
+    u = torch.randn(heads.v.shape[:2] + heads.q.shape[2:3] + heads.v.shape[3:]).to(heads.v)
+    u = u if heads.valid is None else u * heads.valid[:, None, :, None]
+    inputs = {"x": heads.x} | ({} if heads.x_kv is None else {"x_kv": heads.x_kv})
+    whole = {name: torch.eye(x.shape[2]).to(x) for name, x in inputs.items()}
+    _, pulled = sketched_vjp_x(heads, u, torch.ones(u.shape[:2]).to(u), whole)
+    values |= {f"pulled {name}": t for name, t in pulled.items()}
+    return values
+
+
+def test_exact_norms_are_those_of_kept_maps(layer):
+    long = replace(layer.heads, policy=LONG)
+    torch.manual_seed(0)
+    kept = norms_of(layer.heads)
+    torch.manual_seed(0)
+    met = norms_of(long)
+    assert len(long.row_blocks()) > 1 or layer.heads.q.shape[2] < 3
+    for name, values in kept.items():
+        torch.testing.assert_close(met[name], values, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_are_cut_to_the_keys_that_they_see(random_layer):
+    heads = random_layer("rotary").heads
+    n = heads.q.shape[2]
+    window = torch.ones(n, n, dtype=torch.bool).tril().triu(-1)[None, None]
+    causal, sliding = replace(heads, causal=True), replace(heads, bias=window)
+    for one, first in ((causal, 0), (sliding, 2)):
+        p, keys = rows_in_reach(one, 3, 5)
+        assert keys == slice(first, 5)
+        whole = torch.zeros_like(one.attention()[:, :, 3:5])
+        whole[..., keys] = p
+        torch.testing.assert_close(whole, one.attention()[:, :, 3:5], rtol=1e-12, atol=0)
+
+
+SHORT = Policy(map_limit=2**15, chunk_entries=2**14, map_entries=1)
+
+
+def rotary_heads(tokens, count, width, policy=SHORT):
+    """A causal layer with rotary-like maps, one sample; by default too long to be kept."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(1, tokens, 8), torch.randn(3, count, 8, width)
+    heads = replace(affine_heads(x, *weights), causal=True, policy=policy)
+    turns = torch.linalg.qr(torch.randn(1, 1, tokens, width, width)).Q
+    q, k = ((turns @ (x[:, None] @ w)[..., None])[..., 0] for w in weights[:2])
+    to_q, to_k = (Projection(w, None, turns, "rotation") for w in weights[:2])
+    return replace(heads, q=q, k=k, to_q=to_q, to_k=to_k)
+
+
+def test_exact_norms_of_long_layers_keep_no_map():
+    """Memory of a block of rows in float64, and of vectors: it grows as the tokens do.
+
+    Two steps: each keeps as much as any other.
+    """
+    most = []
+    for tokens in (256, 512):
+        heads, live = rotary_heads(tokens, 4, 2), Live()
+        with live:
+            head_norms(heads, seeds=[0], max_steps=2)
+            layer_norms(heads, seeds=[0], max_steps=2)
+        assert live.largest <= 2 * 8 * SHORT.chunk_entries
+        most.append(live.most)
+    assert most[1] < 2.2 * most[0]
+    assert most[1] < 4 * 512**2 * 8 / 2  # the maps of the four heads, in double precision
+
+
+def test_bounds_of_long_layers_keep_the_maps_of_one_head():
+    """P in float64 and in float32, the norms of its blocks in float32, and blocks of rows."""
+    tokens, heads, live = 512, rotary_heads(512, 4, 2), Live()
+    with live:
+        head_bounds(heads)
+    assert live.largest <= 8 * tokens**2
+    assert live.most < 20 * tokens**2

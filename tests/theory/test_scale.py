@@ -1,6 +1,7 @@
 """Nothing but W_V has a scale: every norm and bound scales with it, exactly."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import unit_values
+from tests.theory.cases import POLICIES
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")
 POWERS = (-30, -12, 12, 30)  # of ten
-BITS = (-100, -40, 40, 100)  # of two
+FACTORS = {
+    torch.float32: [(2.0**bits, 1.0) for bits in (-100, -40, 40, 100)],  # one head beside another
+    torch.float64: [(2.0**bits, 2.0**bits) for bits in (-1000, 530)],  # W_V^2 is 0 or infinite
+}
 
 
 def scaled(heads, factors):
@@ -28,70 +33,58 @@ def scaled(heads, factors):
     return replace(heads, v=heads.v * f[:, None, None], to_v=to_v)
 
 
+def bounds_of(heads):
+    at_x, sizes = head_bounds(heads), ball_size_bounds(heads, 0.1)
+    bounds = {name: at_x[name] for name in load_bounds()} | {"ball": ball_sharp(heads, 0.1)}
+    return bounds | {f"{name} on a ball": bound for name, bound in sizes.items()}
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_bounds_scale_with_each_heads_values(random_layer, policy, name):
-    heads = random_layer(name).heads.to(torch.float32)
-    plain = head_bounds(replace(heads, policy=policy))
-    for power in BITS:  # one head beside an ordinary one
-        bounds = head_bounds(replace(scaled(heads, (2.0**power, 1.0)), policy=policy))
-        for bound in load_bounds():
-            want = plain[bound] * torch.tensor([2.0**power, 1.0], dtype=torch.float64)
-            torch.testing.assert_close(bounds[bound], want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("bits", [-1000, 530])
-@pytest.mark.parametrize("name", ["affine", "biases", "cross-attention"])
-def test_values_near_the_ends_of_float64_scale_too(random_layer, policy, name, bits):
-    """Squares of W_V would vanish or overflow: weights are measured in its own unit."""
-    layer, factor = random_layer(name), 2.0**bits
-    plain = replace(layer.heads, policy=policy)
-    each = [
-        head_bounds(heads) | {"ball": ball_sharp(heads, 0.1)} | ball_size_bounds(heads, 0.1)
-        for heads in (plain, scaled(plain, (factor, factor)))
-    ]
+def test_bounds_scale_with_each_heads_values(random_layer, name):
+    layer = random_layer(name)
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    for name in ("ball", *load_bounds()):
-        usual, found = (bounds[name] for bounds in each)
-        torch.testing.assert_close(found, factor * usual, rtol=0, atol=0, equal_nan=True)
-        assert (found.isnan() | (found >= factor * exact)).all()
+    for dtype, policy in product(FACTORS, POLICIES):
+        heads = replace(layer.heads.to(dtype), policy=policy)
+        usual = bounds_of(heads)
+        for factors in FACTORS[dtype]:
+            f = torch.tensor(factors, dtype=torch.float64)
+            for bound, value in bounds_of(scaled(heads, factors)).items():
+                want = f * usual[bound]
+                torch.testing.assert_close(value, want, rtol=0, atol=0, equal_nan=True)
+                assert dtype is torch.float32 or (value.isnan() | (value >= f * exact)).all()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_norms_scale_with_each_heads_values(random_layer, name):
+def test_norms_scale_with_the_values(random_layer, name):
     layer = random_layer(name)
-    heads, exact = layer.heads.to(torch.float32), torch.linalg.matrix_norm(layer.jacobian(), 2)
-    for power in POWERS:
-        norms = head_norms(scaled(heads, (10.0**power, 1.0)), seeds=[0, 1], tol=1e-6)
-        want = exact * torch.tensor([10.0**power, 1.0], dtype=torch.float64)
-        torch.testing.assert_close(norms.norm, want, rtol=2e-5, atol=0)
-        assert norms.converged.all()
-
-
-@pytest.mark.parametrize("name", ["affine", "biases", "rotary", "cross-attention"])
-def test_norms_of_layers_scale_with_the_values(random_layer, name):
-    layer = random_layer(name)
-    heads = layer.heads.to(torch.float32)
-    exact, through = (
-        torch.linalg.matrix_norm(layer.layer_jacobian(out=out), 2) for out in (False, True)
+    heads, how = layer.heads.to(torch.float32), {"seeds": [0, 1], "tol": 1e-6}
+    exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+    concat, out = (
+        torch.linalg.matrix_norm(layer.layer_jacobian(out=each), 2) for each in (False, True)
     )
-    for power in POWERS:
-        factor = 10.0**power
-        both = layer_norms(scaled(heads, (factor, factor)), seeds=[0, 1], tol=1e-6)
-        torch.testing.assert_close(both.concat.norm, factor * exact, rtol=2e-5, atol=0)
-        torch.testing.assert_close(both.out.norm, factor * through, rtol=2e-5, atol=0)
+    for factor in (10.0**power for power in POWERS):
+        one = scaled(heads, (factor, 1.0))
+        norms, both = head_norms(one, **how), layer_norms(scaled(heads, (factor, factor)), **how)
         # The same W_V W_O,h in another way: the size of the values moves to W_O.
-        moved = replace(scaled(heads, (factor, 1.0)), out=heads.out.clone())
-        moved.out[0] /= factor
-        same = layer_norms(moved, seeds=[0, 1], tol=1e-6)
-        torch.testing.assert_close(same.out.norm, through, rtol=2e-5, atol=0)
+        moved = replace(one, out=heads.out / torch.tensor([factor, 1.0])[:, None, None])
+        same = layer_norms(moved, **how).out
+        assert norms.converged.all()
+        for found, want in (
+            (norms.norm, exact * torch.tensor([factor, 1.0]).double()),
+            (both.concat.norm, factor * concat),
+            (both.out.norm, factor * out),
+            (same.norm, out),
+        ):
+            torch.testing.assert_close(found, want, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("power", POWERS)
 def test_the_gain_of_splitting_has_no_scale(random_layer, power):
     heads = random_layer("affine").heads.to(torch.float32)
-    plain = splitting_gain(heads, head_norms(heads, seeds=[0, 1]).norm, seeds=[0, 1])
-    small = scaled(heads, (10.0**power, 1.0))
-    gain = splitting_gain(small, head_norms(small, seeds=[0, 1]).norm, seeds=[0, 1])
+    plain, gain = (
+        splitting_gain(each, head_norms(each, seeds=[0, 1]).norm, seeds=[0, 1])
+        for each in (heads, scaled(heads, (10.0**power, 1.0)))
+    )
     torch.testing.assert_close(gain, plain, rtol=1e-3, atol=0)
 
 

@@ -14,6 +14,7 @@ from lipaudit.theory.ascent import ball_norm
 from lipaudit.theory.ball import ball_sharp
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads, unit_values
+from tests.theory.cases import affine_layer
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
 AFFINE += ("learned-query-same-length", "wide-values", "one-token")
@@ -92,12 +93,8 @@ def small_heads(random_layer, request):
 
 
 def curvature(heads, rho):
-    at = point(heads)
+    at = ball.read_point(heads)
     return float(ball.bound_curvature(at, ball.bound_moves(at, rho)))
-
-
-def point(heads):
-    return ball.read_point(heads)
 
 
 R = 1e-3
@@ -105,22 +102,16 @@ ROUNDED = 1 + 1e-9
 TIGHT = 0.05  # a limit this far above what is reached would have lost a factor
 
 
-@pytest.mark.parametrize("name", ["p", "u", "z", "v"])
+@pytest.mark.parametrize("name", ["p", "u", "z", "v", "shift"])
 def test_what_moves_stays_within_its_limit(small_heads, name):
-    read = {"p": lambda at: at["p"][..., None]}.get(name, lambda at: at[name])
-    limit = getattr(ball.bound_moves(point(small_heads), R), name)[0, 0]
-    start, end = largest(small_heads, read, R)
-    limit = limit.view_as(end) if name != "p" else limit
+    """`shift` is of values beside their outputs."""
+    gap = head_at(small_heads, small_heads.x[0])["gap"]
+    read = {"p": lambda at: at["p"][..., None], "shift": lambda at: at["gap"] - gap}
+    limit = getattr(ball.bound_moves(ball.read_point(small_heads), R), name)[0, 0]
+    start, end = largest(small_heads, read.get(name, lambda at: at[name]), R)
+    limit = limit if name in read else limit.view_as(end)
     assert (end <= limit * ROUNDED).all()
     assert ((end - start) >= TIGHT * (limit - start)).any()
-
-
-def test_values_stay_as_close_to_their_outputs_as_the_limit_says(small_heads):
-    gap = head_at(small_heads, small_heads.x[0])["gap"]
-    limit = ball.bound_moves(point(small_heads), R).shift[0, 0]
-    _, end = largest(small_heads, lambda at: at["gap"] - gap, R)
-    assert (end <= limit * ROUNDED).all()
-    assert (end >= TIGHT * limit).any()
 
 
 def rows_of_weights(seed, peak):
@@ -156,16 +147,10 @@ def alone(seed, moving):
 
 def second_derivative(heads):
     """D^2 O of the only head as a stack of matrices, one per output, by plain autograd."""
-    x = heads.x[0]
-    to = {name: getattr(heads, f"to_{name}") for name in "qkv"}
+    x, layer = heads.x[0], affine_layer(heads)
 
     def output(flat):
-        moved = flat.view_as(x)
-        q, k, v = (
-            getattr(heads, name)[0, 0] if p is None else moved @ p.weight[0]
-            for name, p in to.items()
-        )
-        return ((heads.scale[0, 0] * q @ k.T).softmax(-1) @ v).flatten()
+        return layer.output(0, 0, flat.view_as(x), flat.view_as(x)).flatten()
 
     def jacobian(flat):
         return torch.autograd.functional.jacobian(output, flat, create_graph=True)
@@ -211,18 +196,8 @@ def test_values_that_moved_count_with_their_distance(z, u):
     even, nothing = 0.5 * ones @ ones.mT, 0 * ones @ ones.mT
     flags = torch.zeros_like(ones, dtype=torch.bool)
     one = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
-    point = ball.BallPoint(
-        p=even,
-        z=nothing,
-        w=nothing,
-        u=0 * ones,
-        wv=one,
-        a=one,
-        slope=nothing,
-        bend=nothing,
-        one_hot=flags,
-        uneven=flags,
-    )
+    rows = dict.fromkeys(("z", "w", "slope", "bend"), nothing)
+    point = ball.BallPoint(p=even, u=0 * ones, wv=one, a=one, one_hot=flags, uneven=flags, **rows)
     on = ball.BallLimits(p=even, spread=even, u=u * ones, z=z * ones, v=0 * ones, shift=ones)
     assert float(ball.bound_curvature(point, on)) >= max(z**2, 2**-0.5 * (z + u) ** 2)
 
@@ -232,7 +207,7 @@ def test_attention_that_is_flat_at_x_bends_within_its_limit():
     gen = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 1, 2, 2, generator=gen, dtype=torch.float64)
     x, r = torch.zeros(1, 3, 2, dtype=torch.float64), 0.1
-    limit = ball.bound_moves(point(affine_heads(x, *weights)), r).p.log() + math.log(3)
+    limit = ball.bound_moves(ball.read_point(affine_heads(x, *weights)), r).p.log() + math.log(3)
     e = torch.randn(4000, 3, 2, generator=gen, dtype=torch.float64)
     e = r * e / e.flatten(1).norm(dim=1)[:, None, None]
     growth = affine_heads(e, *weights).attention().log().amax((0, 1)) + math.log(3)
@@ -244,8 +219,8 @@ def test_attention_that_is_flat_at_x_bends_within_its_limit():
 def test_the_growth_is_no_less_than_the_integral_of_the_curvature(r):
     """The curvature grows: with each panel at its end the sum is above the integral, by little."""
     heads = alone(0, "qkv")
-    middles = [curvature(heads, r * (i + 0.5) / 200) for i in range(200)]
-    whole, ends = r * sum(middles) / 200, (curvature(heads, 0.0), curvature(heads, r))
+    middles = [curvature(heads, r * (i + 0.5) / 50) for i in range(50)]
+    whole, ends = r * sum(middles) / 50, (curvature(heads, 0.0), curvature(heads, r))
     growth = float(ball.bound_growth(heads, r))
     assert whole <= growth <= whole + r / ball.PANELS * (ends[1] - ends[0]) * ROUNDED
 
@@ -276,26 +251,20 @@ def test_no_ascent_exceeds_the_bound(random_layer, name, seed, gain, r, twins):
     assert (found <= ball_sharp(heads, r) * ROUNDED).all()
 
 
-def test_what_is_beyond_every_number_is_infinite(random_layer):
-    heads = random_layer("affine", samples=1).heads
-    bound = ball_sharp(heads, 1e160)
-    assert (bound == torch.inf).all()
-
-
-@pytest.mark.parametrize("name", AFFINE)
-def test_a_ball_of_radius_zero_is_the_point(random_layer, name):
-    heads = random_layer(name).heads
-    assert torch.equal(ball_sharp(heads, 0.0), head_bounds(heads)["sharp"])
-
-
-def test_the_bound_grows_with_the_ball(layer):
-    bounds = torch.stack([ball_sharp(layer.heads, r) for r in (0.0, 1e-3, 0.1, 1.0, 30.0)])
+def test_the_bound_grows_with_the_ball_from_the_point(layer):
+    """It is that at X, then finite, and infinite once it is beyond every number."""
+    radii = (0.0, 1e-3, 0.1, 1.0, 30.0, 1e160)
+    bounds = torch.stack([ball_sharp(layer.heads, r) for r in radii])
     heads = layer.heads
     maps = (heads.to_q, heads.to_k, heads.to_v)
     affine = all(p is None or p.local is None for p in maps) and heads.x_kv is None
-    affine = affine and heads.pairs is None and heads.sink is None
-    assert (bounds.isfinite() if affine else bounds.isnan()).all()
-    assert not (bounds.diff(dim=0) < 0).any()
+    if not affine or heads.pairs is not None or heads.sink is not None:
+        assert bounds.isnan().all()
+        return
+    assert torch.equal(bounds[0], head_bounds(heads)["sharp"])
+    assert bounds[:-1].isfinite().all()
+    assert (bounds[-1] == torch.inf).all()
+    assert not (bounds[:-1].diff(dim=0) < 0).any()
 
 
 def test_entries_that_underflow_stay_in_play(random_layer):
@@ -317,7 +286,7 @@ def test_a_key_that_underflowed_for_all_queries_keeps_its_distance():
     p, z = heads.attention()[0, 0], heads.k[0, 0]  # s = 1 and W_Q = 1
     assert not p[:, 1].any()
     truth = (z.mT - p @ z).abs().tril()
-    torch.testing.assert_close(point(heads).z[0, 0].tril(), truth, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(ball.read_point(heads).z[0, 0].tril(), truth, rtol=1e-6, atol=1e-5)
 
 
 def test_a_negative_radius_is_refused(random_layer):

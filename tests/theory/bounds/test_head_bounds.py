@@ -11,34 +11,13 @@ from lipaudit.theory.ball import ball_size_bounds
 from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
 from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import Pairs, affine_heads, are_affine_everywhere, unit_values
+from lipaudit.theory.heads import Pairs, affine_heads, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
-from tests.theory.cases import dense_norms, randn, without_padding
+from tests.theory.cases import POLICIES, dense_norms, randn, without_padding
 
 OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
-AFFINE = ("hu", "castin", "mean_field", "appendix_c")
-
-
-def test_bounds_for_affine_heads_are_missing_elsewhere_and_only_there(layer):
-    bounds = head_bounds(layer.heads)
-    for name in AFFINE:
-        assert bounds[name].isnan().all() != are_affine_everywhere(layer.heads), name
-
-
-def test_ingredients_are_what_they_are_called(random_layer):
-    heads = random_layer("affine").heads
-    bounds = head_bounds(heads)
-    p = heads.attention()
-    jacobians = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
-    torch.testing.assert_close(bounds["p_norm"], torch.linalg.matrix_norm(p, 2), rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        bounds["softmax_norm_max"], torch.linalg.matrix_norm(jacobians, 2).amax(-1)
-    )
-    x_norm = torch.linalg.matrix_norm(heads.x, 2)
-    torch.testing.assert_close(bounds["x_norm"][:, 0], x_norm, rtol=1e-6, atol=0)
-    torch.testing.assert_close(bounds["radius"][:, 0], heads.x.norm(dim=-1).amax(-1))
 
 
 def test_one_token_is_bounded_by_its_value_map(random_layer):
@@ -49,8 +28,7 @@ def test_one_token_is_bounded_by_its_value_map(random_layer):
 
 def test_hu_is_not_given_where_it_does_not_hold(random_layer):
     heads = random_layer("affine").heads
-    tiny = replace(heads, x=heads.x * 1e-6)
-    assert head_bounds(tiny)["hu"].isnan().all()
+    assert head_bounds(replace(heads, x=heads.x * 1e-6))["hu"].isnan().all()
 
 
 def test_the_query_term_is_the_frobenius_norm(random_layer):
@@ -114,6 +92,10 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
     g1 = top[:, 0] * (1 - top[:, 0] + top[:, 1])
     growth = min((a * big**2).exp().item(), n**0.5)
     expected = {
+        "p_norm": norm(p),
+        "softmax_norm_max": norm(m).max(),
+        "x_norm": norm(x),
+        "radius": heads.x[0].norm(dim=-1).max(),
         "hu": n * (n + 1) * x.norm() ** 2 * (norm(wv) * norm(wq) * norm(wk) + norm(wv)),
         "castin": 3**0.5 * norm(wv) * (a**2 * big**4 * (4 * n + 1) + n).sqrt(),
         "mean_field": norm(wv) * ((1 + a * big**2) * growth + a * big**2),
@@ -126,6 +108,23 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
     limit = 5**0.25 * spread  # a Schatten-4 norm of rank at most 5 - 1
     appendix_c = [norm(wv) * (norm(p) + 2 * v * norm(x) * a) for v in (spread, limit)]
     assert appendix_c[0] <= bounds["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("t", [1.0, 2.0, 3.0, 6.0])
+def test_theorem_3_has_no_factor_to_spare(t):
+    """Two tokens x and -x of width 1, t = s w_q w_k x^2: its second term is reached.
+
+    P has p = sigma(2 t) on its diagonal, and M(P_i) = p (1 - p) [[1, -1], [-1, 1]]. For x that
+    moves along (1, -1), J is w_v (2 p - 1 + 8 t p (1 - p)); the theorem has ||P|| = 1 for 2 p - 1.
+    With c < 2 in place of its 2 it fails where 2 (2 - c) t p > 1. `sharp` is the norm itself.
+    """
+    x, one = torch.tensor([[[1.0], [-1.0]]]).double(), torch.ones(1, 1, 1).double()
+    heads, p = affine_heads(x, t * one, one, 5 * one), torch.tensor(2 * t).double().sigmoid()
+    exact, bounds = dense_norms(dense_jacobian(heads)), head_bounds(heads)
+    assert exact.item() == pytest.approx(5 * (2 * p - 1 + 8 * t * p * (1 - p)).item())
+    assert bounds["sharp"].item() == pytest.approx(exact.item(), rel=1e-10)
+    for name in ("theorem3", "theorem3_g1", "appendix_c"):
+        assert (bounds[name] - exact).item() == pytest.approx(10 * (1 - p).item(), rel=1e-5), name
 
 
 @pytest.mark.parametrize("dense_entries", [POLICY.dense_entries, 0])
@@ -143,12 +142,13 @@ def test_padding_changes_no_bound(random_layer, dense_entries):
 @pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize("value_gain", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("gain", [1e-3, 1.0, 30.0])  # nearly uniform to nearly one-hot rows
-def test_bounds_of_other_logits_hold_at_the_edges(random_layer, policy, name, value_gain, gain):
+def test_bounds_of_other_logits_hold_at_the_edges(random_layer, name, value_gain, gain):
     layer = random_layer(name, gain=gain, value_gain=value_gain, twins=True)
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    bounds = head_bounds(replace(layer.heads, policy=policy))
-    for bound in ("sharp", "theorem3", "theorem3_g1"):
-        assert (bounds[bound] >= exact * (1 - 1e-12)).all(), bound
+    for policy in POLICIES:
+        bounds = head_bounds(replace(layer.heads, policy=policy))
+        for bound in ("sharp", "theorem3", "theorem3_g1"):
+            assert (bounds[bound] >= exact * (1 - 1e-12)).all(), (bound, policy)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -23,7 +23,17 @@ def spectral(matrices):
 
 
 def test_dense_jacobian_is_that_of_autograd(layer):
-    torch.testing.assert_close(dense_jacobian(layer.heads), layer.jacobian(), rtol=0, atol=1e-12)
+    """And so is J^T u."""
+    heads, truth = layer.heads, layer.jacobian()
+    torch.testing.assert_close(dense_jacobian(heads), truth, rtol=0, atol=1e-12)
+    shape = (*heads.q.shape[:3], heads.v.shape[3])
+    u = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs = {"x": heads.x} | ({} if heads.x_kv is None else {"x_kv": heads.x_kv})
+    whole = {name: torch.eye(x.shape[2]).to(x) for name, x in inputs.items()}
+    u, found = sketched_vjp_x(heads, u, torch.ones(shape[:2]).to(u), whole)
+    pulled = [found.get(name, torch.zeros_like(x)).flatten(1) for name, x in inputs.items()]
+    expected = torch.einsum("bhox,bho->bx", truth, u.flatten(2))
+    torch.testing.assert_close(torch.cat(pulled, 1), expected, rtol=0, atol=1e-12)
 
 
 def test_norms_of_heads_and_layers(layer):
@@ -39,20 +49,6 @@ def test_norms_of_heads_and_layers(layer):
         assert norms.converged.all()
         assert (norms.upper >= truth * (1 - rtol)).all()
     assert layer_norms(replace(layer.heads, out=None), seeds=SEEDS).out is None
-
-
-def test_vjp_is_the_transposed_jacobian(layer):
-    heads = layer.heads
-    gen = torch.Generator().manual_seed(5)
-    shape = (*heads.q.shape[:3], heads.v.shape[3])
-    u = torch.randn(shape, generator=gen, dtype=torch.float64)
-    inputs = {"x": heads.x} | ({} if heads.x_kv is None else {"x_kv": heads.x_kv})
-    whole = {name: torch.eye(x.shape[2]).to(x) for name, x in inputs.items()}
-    u, found = sketched_vjp_x(heads, u, torch.ones(shape[:2]).to(u), whole)
-    truth = torch.einsum("bhox,bho->bx", layer.jacobian(), u.flatten(2))
-    pulled = [found.get(name, torch.zeros_like(x)).flatten(1) for name, x in inputs.items()]
-    pulled = torch.cat(pulled, 1)
-    torch.testing.assert_close(pulled, truth, rtol=0, atol=1e-12)
 
 
 KINDS = ["biases", "qk-norm", "windows", "softcap", "relative", "relative-own", "sink"]
@@ -148,8 +144,7 @@ def test_splitting_gain_of_many_tokens(random_layer):
     p = heads.attention()
     c = p[..., None] * (heads.v[:, :, None] - (p @ heads.v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, heads.k)
-    blocks = t @ heads.to_q.weight.mT[:, None] / 8**0.5
-    largest = spectral(blocks).amax(2)
+    largest = spectral(t @ heads.to_q.weight.mT[:, None] / 8**0.5).amax(2)
     gain = splitting_gain(heads, largest / 3, seeds=SEEDS, tol=1e-11)
     torch.testing.assert_close(gain, torch.full_like(gain, 3.0), rtol=1e-10, atol=0)
     assert splitting_gain(heads, largest * 3, seeds=SEEDS).eq(1).all()
@@ -161,11 +156,21 @@ def test_two_inputs_gain_nothing(random_layer):
     assert splitting_gain(layer.heads, exact, seeds=SEEDS).eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["causal", "sink"])
-def test_causal_attention_and_sinks_have_no_splitting_gain(random_layer, name):
-    """Copies of all tokens take from the share of a sink: no closed form."""
-    with pytest.raises(ValueError, match=name):
-        splitting_gain(random_layer(name).heads, torch.ones(2, 2), seeds=SEEDS)
+def test_causal_attention_and_sinks_have_no_splitting_gain(random_layer):
+    """Copies of all tokens take from the share of a sink; a causal mask is one as a bias, too."""
+    heads = random_layer("causal").heads
+    future = torch.ones(heads.q.shape[2], heads.k.shape[2], dtype=torch.bool).triu(1)
+    mask = torch.zeros(1, 1, *future.shape, dtype=torch.float64).masked_fill(future, -torch.inf)
+    by_bias = replace(heads, causal=False, bias=mask)
+    assert by_bias.is_causal()
+    assert not replace(heads, causal=False).is_causal()
+    for each, name in (
+        (heads, "causal"),
+        (by_bias, "causal"),
+        (random_layer("sink").heads, "sink"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            splitting_gain(each, torch.ones(2, 2), seeds=SEEDS)
 
 
 def test_a_bias_of_the_values_acts_beside_a_sink(random_layer):
@@ -191,25 +196,16 @@ def test_a_weak_sink_is_none_and_a_strong_one_takes_all(random_layer):
     torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 3).double())
 
 
-def test_a_causal_mask_is_one_however_it_comes(random_layer):
-    heads = random_layer("causal", samples=1).heads
-    future = torch.ones(heads.q.shape[2], heads.k.shape[2], dtype=torch.bool).triu(1)
-    mask = torch.zeros(1, 1, *future.shape, dtype=torch.float64).masked_fill(future, -torch.inf)
-    by_bias = replace(heads, causal=False, bias=mask)
-    assert by_bias.is_causal()
-    assert not replace(heads, causal=False).is_causal()
-    with pytest.raises(ValueError, match="causal"):
-        splitting_gain(by_bias, torch.ones(1, heads.q.shape[1]), seeds=[0])
-
-
 @pytest.mark.parametrize("name", ["affine", "causal", "cross-attention"])
 def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
     """W_V of a random model has singular values close together, and J is nearly P kron W_V^T."""
     one = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
     how = {"tol": 1e-10, "max_steps": 2000}
     truth, whole = (f(one, seeds=[0], **how) for f in (head_norms, layer_norms))
-    starts = range(60)
-    heads = repeated(one, len(starts))
+    starts = range(60)  # the sample many times, each of which starts by a seed of its own
+    names = [name for name in ("x", "x_kv", "q", "k", "v") if getattr(one, name) is not None]
+    again = {name: torch.cat([getattr(one, name)] * len(starts)) for name in names}
+    heads = replace(one, **again, sample=torch.arange(len(starts)))
     norm, together = (f(heads, seeds=starts) for f in (head_norms, layer_norms))
     assert len(norm.norm) == len(together.out.norm) == len(starts)
     for norms, expected in (
@@ -220,24 +216,12 @@ def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
         torch.testing.assert_close(norms, expected.expand_as(norms), rtol=1e-4, atol=0)
 
 
-def repeated(heads, times):
-    """One sample many times, each of which starts by a seed of its own."""
-    names = [name for name in ("x", "x_kv", "q", "k", "v") if getattr(heads, name) is not None]
-    again = {name: torch.cat([getattr(heads, name)] * times) for name in names}
-    return replace(heads, **again, sample=torch.arange(times))
-
-
-def some_heads(*, gain, n=6, width=8, count=3, d=4):
-    """Plain heads with an output projection; W_Q and W_K times the gain."""
-    draw = {"generator": torch.Generator().manual_seed(5), "dtype": torch.float64}
-    wq, wk, wv = (torch.randn(count, width, d, **draw) for _ in range(3))
-    heads = affine_heads(torch.randn(2, n, width, **draw), gain * wq, gain * wk, wv)
-    return replace(heads, out=torch.randn(count, d, width, **draw))
-
-
 def test_weak_attention_takes_few_products():
     """Singular values crowd: a start that knew single heads only took up to 18 and 14."""
-    heads = some_heads(gain=0.02, n=24, width=192, count=6, d=32)
+    draw = {"generator": torch.Generator().manual_seed(5), "dtype": torch.float64}
+    wq, wk, wv = (torch.randn(6, 192, 32, **draw) for _ in range(3))
+    heads = affine_heads(torch.randn(2, 24, 192, **draw), 0.02 * wq, 0.02 * wk, wv)
+    heads = replace(heads, out=torch.randn(6, 32, 192, **draw))
     norms = layer_norms(heads, seeds=(0, 1), within=0.2)
     assert norms.concat.products.max() <= 10
     assert norms.out.products.max() <= 10

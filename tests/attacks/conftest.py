@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,14 +48,6 @@ def linear() -> Callable[..., tuple[Linear, Tensor, Tensor]]:
     return build
 
 
-@dataclass(frozen=True)
-class Digits:
-    x: Tensor
-    y: Tensor
-    conv: nn.Module
-    attention: nn.Module
-
-
 class _Attention(nn.Module):
     """A transformer of one block on the eight rows of an image."""
 
@@ -85,7 +78,7 @@ def _train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def digits() -> Digits:
+def digits() -> SimpleNamespace:
     """The last 64 handwritten digits, and two small models trained on the first 1400."""
     data = load_digits()
     x = torch.tensor(data.images / 16.0)[:, None]
@@ -96,8 +89,9 @@ def digits() -> Digits:
             nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(512, 10)
         )
         conv = _train(conv, x[:1400], y[:1400], 6)
-        attention = _train(_Attention(), x[:1400], y[:1400], 12)
-    return Digits(x[-64:].float(), y[-64:], conv.float(), attention.float())
+        attention = _train(_Attention(), x[:1400], y[:1400], 6)
+    models = {"conv": conv.float(), "attention": attention.float()}
+    return SimpleNamespace(x=x[-64:].float(), y=y[-64:], **models)
 
 
 @pytest.fixture

@@ -92,55 +92,49 @@ def test_a_sample_does_not_notice_its_neighbours(linear, radius):
         torch.testing.assert_close(one.x_adv[1::2], two.x_adv[1::2])
 
 
-def test_radius_zero_changes_nothing(digits, everything):
-    clean, *outcomes = evaluate(digits.conv, digits.x, digits.y, everything("l2", "0"))
+@pytest.mark.parametrize("wrong", [False, True])
+def test_radius_zero_changes_nothing_and_what_is_misclassified_is_left_alone(
+    digits, everything, wrong
+):
+    logits = digits.conv(digits.x)
+    y, plan = logits.argmin(1) if wrong else digits.y, everything("l2", None if wrong else "0")
+    clean, *outcomes = evaluate(digits.conv, digits.x, y, plan)
+    assert clean.robust.any() != wrong
+    assert len(outcomes) == 6
     for outcome in outcomes:
         assert torch.equal(outcome.x_adv, digits.x)
         assert torch.equal(outcome.robust, clean.robust)
+        assert torch.equal(outcome.tried, clean.robust)
         assert outcome.forwards == 0
 
 
-def test_within_a_trial_only_survivors_are_attacked(digits, radius):
-    plan = read_plan("custom:apgd-ce,square", radii=[radius("0.08")], steps=5, queries=20)
-    clean, apgd, square = evaluate(digits.conv, digits.x, digits.y, plan)
+def test_within_a_trial_and_over_restarts_only_survivors_are_attacked(digits, radius):
+    def outcomes(attacks, **how):
+        plan = read_plan(f"custom:{attacks}", radii=[radius("0.08")], **how)
+        return evaluate(digits.conv, digits.x, digits.y, plan)
+
+    clean, apgd, square = outcomes("apgd-ce,square", steps=5, queries=20)
     assert torch.equal(apgd.tried, clean.robust)
     assert torch.equal(square.tried, apgd.robust)
     broken = apgd.tried & ~apgd.robust
     assert 6 * int(apgd.robust.sum()) < apgd.backwards < 6 * int(apgd.tried.sum())
     assert 7 * int(apgd.robust.sum()) < apgd.forwards < 7 * int(apgd.tried.sum())
     assert torch.equal(square.x_adv[broken], apgd.x_adv[broken])
-
-
-def test_restarts_of_pgd_are_spent_on_survivors(digits, radius):
-    def robust(restarts):
-        plan = read_plan("custom:pgd", radii=[radius("0.08")], steps=3, restarts=restarts)
-        return list(evaluate(digits.conv, digits.x, digits.y, plan))[1]
-
-    one, four = robust(1), robust(4)
+    (_, one), (_, four) = (outcomes("pgd", steps=3, restarts=n) for n in (1, 4))
     assert not (four.robust & ~one.robust).any()
     passes = 5
     assert one.forwards == passes * int(one.tried.sum())
     assert four.forwards <= one.forwards + 3 * passes * int(one.robust.sum())
 
 
-def test_when_all_are_misclassified_nothing_runs(digits, everything):
-    wrong = digits.conv(digits.x).argmin(1)
-    clean, *outcomes = evaluate(digits.conv, digits.x, wrong, everything("linf"))
-    assert not clean.robust.any()
-    assert len(outcomes) == 6
-    assert not any(o.tried.any() or o.robust.any() or o.forwards for o in outcomes)
-
-
 def test_a_chunk_alone_gives_what_it_gives_among_others(digits, radius):
+    """Seeds differ by attack and chunk."""
     x, y = digits.x.repeat(2, 1, 1, 1), digits.y.repeat(2)
     plan = read_plan("custom:pgd,square", radii=[radius("0.08")], steps=3, queries=30)
     together = [o for o in evaluate(digits.conv, x, y, plan, seed=5) if o.chunk == 1]
     alone = evaluate_chunk(digits.conv, Chunk(1, x[CHUNK:], y[CHUNK:]), plan, seed=5)
     for one, two in zip(together, alone, strict=True):
         assert torch.equal(one.x_adv, two.x_adv)
-
-
-def test_seeds_differ_by_attack_and_chunk():
     seeds = {derive_seed(s, a, c) for s in (0, 1) for a in ("pgd", "square") for c in (0, 1, 11)}
     assert len(seeds) == 12
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -219,10 +213,12 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
     assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum()) == 16
 
 
-def test_samples_in_half_precision_are_refused(radius):
+def test_samples_in_half_precision_are_refused_and_none_give_no_outcome(radius):
     plan = read_plan("custom:fgsm", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="float16"):
         list(evaluate(lambda z: z, torch.rand(4, 3).half(), torch.tensor([0, 1, 2, 0]), plan))
+    nothing = evaluate(lambda z: z, torch.rand(0, 3), torch.zeros(0, dtype=torch.int64), plan)
+    assert list(nothing) == []
 
 
 def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
@@ -231,35 +227,25 @@ def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
     def overflow(z):
         return model(z) / ((z - x[: len(z)]).abs().amax() < 1e-6)
 
-    plan = read_plan("custom:fgsm", radii=[radius("0.1")])
-    outcomes = evaluate(overflow, x, y, plan)
+    outcomes = evaluate(overflow, x, y, read_plan("custom:fgsm", radii=[radius("0.1")]))
     assert next(outcomes).robust.any()
     with pytest.raises(EvaluationError, match="not finite on 20 fgsm samples of chunk 0"):
         next(outcomes)
 
 
-def test_no_samples_give_no_outcome(radius):
-    plan = read_plan("custom:fgsm", radii=[radius("0.1")])
-    nothing = evaluate(lambda z: z, torch.rand(0, 3), torch.zeros(0, dtype=torch.int64), plan)
-    assert list(nothing) == []
-
-
 FINE = Checks(classes=10, samples=100, correct=90, zero_gradients=0, random=0, probabilities=0)
 
 
-def codes(checks):
-    return [note.code for note in note_signs(checks)]
-
-
 @pytest.mark.parametrize(
-    ("correct", "expected"), [(10, True), (15, True), (17, False), (90, False), (0, True)]
+    ("checks", "expected"),
+    [
+        *((replace(FINE, correct=n), n < 16) for n in (0, 10, 15, 17, 90)),
+        (replace(FINE, classes=2, samples=2, correct=2), False),  # no sample wrong is no guessing
+        (replace(FINE, classes=2, samples=2, correct=1), True),
+    ],
 )
-def test_guessing_is_told_from_knowing(correct, expected):
-    found = codes(replace(FINE, correct=correct))
-    assert ("clean-accuracy-at-chance" in found) == expected
-    few = replace(FINE, classes=2, samples=2, correct=2)  # no sample wrong is no guessing
-    assert codes(few) == []
-    assert codes(replace(few, correct=1)) == ["clean-accuracy-at-chance"]
+def test_guessing_is_told_from_knowing(checks, expected):
+    assert ["clean-accuracy-at-chance"] * expected == [note.code for note in note_signs(checks)]
 
 
 def test_counts_add_up_and_keep_the_classes():

@@ -51,18 +51,6 @@ class Changed(nn.Module):
         return self.behind(self.inner(self.before(x)))
 
 
-class Conv(nn.Module):
-    """A linear model that takes images of so many channels, and nothing else."""
-
-    def __init__(self, w: Tensor, b: Tensor, shape: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(shape[0], len(w), shape[1:])
-        self.conv.weight.data, self.conv.bias.data = w.reshape(-1, *shape).clone(), b.clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).flatten(1)
-
-
 class Score(nn.Module):
     """Two classes by the sign of a score."""
 
@@ -174,18 +162,15 @@ def test_a_radius_larger_than_the_box_is_refused_and_without_a_box_attacked():
 # Gradients that are not finite.
 
 
-def rooted(inner: nn.Module) -> nn.Module:
-    """Add a branch of zeros to a model, whose gradient is NaN where a pixel is 0."""
+class Rooted(nn.Module):
+    """Adds a branch of zeros to a model, whose gradient is NaN where a pixel is 0."""
 
-    class Rooted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) + torch.where(x > 2, x.sqrt(), 0.0).sum((1, 2, 3))[:, None]
-
-    return Rooted()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.where(x > 2, x.sqrt(), 0.0).sum((1, 2, 3))[:, None]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +193,7 @@ def test_gradients_that_are_nan_at_pixels_of_0(counts, eps, norm, name, classes)
     if not counts:
         w[:, :4] = 0
     y = Lin(w, b)(x).argmax(1)
-    found = attack(rooted(Lin(w, b)), x, y, eps=str(eps), norm=norm, attack=name)
+    found = attack(Rooted(Lin(w, b)), x, y, eps=str(eps), norm=norm, attack=name)
     assert found == [robust_truth(w, b, x, y, eps, norm)]
 
 
@@ -249,7 +234,7 @@ def noise(offset: float, masked: bool = False):
         (lambda m: Changed(m, lambda x: (8 * x).round() / 8), "zero-gradients"),
         (lambda m: Changed(m, behind=lambda z: 1e6 * z), "zero-gradients"),
         (lambda m: Changed(m, behind=lambda z: (z / 10).softmax(1)), "probabilities"),
-        (rooted, "gradients-not-finite"),
+        (Rooted, "gradients-not-finite"),
     ],
 )
 def test_a_warning_names_what_makes_attacks_weak(change, code):
@@ -288,7 +273,7 @@ def test_samples_that_depend_on_their_batch_are_refused(wrap, name, options):
         measure(wrap(Lin(w, b)), x, y, name, **options)
 
 
-def shell() -> tuple[nn.Module, Tensor, Tensor]:
+def test_what_is_broken_in_a_thin_shell_is_broken_at_every_larger_radius():
     """Right but in a thin shell around (0.5, 0.5), where the other class is far ahead."""
 
     def score(x: Tensor) -> Tensor:
@@ -296,11 +281,7 @@ def shell() -> tuple[nn.Module, Tensor, Tensor]:
         return 1 - far - 1000 * (0.02 - (far - 0.09).abs()).clamp_min(0)
 
     x = 0.5 + 0.01 * (torch.rand(32, 1, 1, 2, generator=draw(3)) - 0.5)
-    return Score(score), x, torch.zeros(32, dtype=torch.int64)
-
-
-def test_what_is_broken_in_a_thin_shell_is_broken_at_every_larger_radius():
-    model, x, y = shell()
+    model, y = Score(score), torch.zeros(32, dtype=torch.int64)
     grid = torch.linspace(0, 1, 401)
     points = torch.cartesian_prod(grid, grid)
     wrong = points[model(points[:, None, None]).argmax(1) == 1]
@@ -320,25 +301,17 @@ def test_what_is_broken_in_a_thin_shell_is_broken_at_every_larger_radius():
 # Large coordinates.
 
 
-def far() -> tuple[nn.Module, Tensor, Tensor, float]:
+def test_a_coordinate_of_1e5_takes_float64_and_a_warning_says_so():
     """Sequences with one coordinate at 1e5 that the model does not look at."""
     w, b, x, _ = linear(shape=(4, 4))
     x = x - 0.5
-    w[:, 0] = 0
-    x[:, 0, 0] = 1e5
-    model = Lin(w, 0 * b)
+    w[:, 0], x[:, 0, 0] = 0, 1e5
+    model, how = Lin(w, 0 * b), {"eps": "0.02", "norm": "linf", "input_shape": (4, 4)}
     y = model(x).argmax(1)
-    return model, x, y, robust_truth(w, 0 * b, x, y, 0.02, "linf", None)
-
-
-FAR = {"eps": "0.02", "norm": "linf", "input_shape": (4, 4)}
-
-
-def test_a_coordinate_of_1e5_takes_float64_and_a_warning_says_so():
-    model, x, y, truth = far()
-    assert attack(model, x, y, attack=APGD, dtype="float64", **FAR) == [truth]
+    truth = robust_truth(w, 0 * b, x, y, 0.02, "linf", None)
+    assert attack(model, x, y, attack=APGD, dtype="float64", **how) == [truth]
     for dtype, warned in (("float32", True), ("float64", False)):
-        assert ("ball-below-resolution" in codes(model, x, y, dtype=dtype, **FAR)) == warned
+        assert ("ball-below-resolution" in codes(model, x, y, dtype=dtype, **how)) == warned
 
 
 @pytest.mark.parametrize("box", [None, (0.0, 1e5)])
@@ -360,24 +333,23 @@ def test_square_beside_a_pixel_of_1e5(box):
 
 # Array shapes and boxes.
 
+SEQUENCES = {"input_shape": (6, 4)}
+
 
 @pytest.mark.parametrize(
     ("shape", "box", "build", "options"),
     [
         ((1, 4, 4), RANGE, Lin, {"input_shape": (1, 4, 4)}),
         ((4, 4), (-1.0, 1.0), Lin, {}),  # values beyond [0, 1] are no pixels
-        ((6, 4), RANGE, lambda w, b: Changed(Lin(w, b), lambda z: z.flatten(1)), {}),
+        ((6, 4), RANGE, lambda w, b: Changed(Lin(w, b), lambda z: z.flatten(1)), SEQUENCES),
     ],
     ids=["input_shape", "beyond [0, 1]", "sequences"],
 )
 def test_arrays_of_two_axes_are_images_or_sequences(shape, box, build, options):
     w, b, x, y = linear(shape=shape, box=box)
-    if shape == (6, 4):
-        options = {"input_shape": shape}
-    limits = RANGE if len(shape) == 3 else None
-    given = x[:, 0] if len(shape) == 3 else x
-    found = attack(build(w, b), given, y, eps="0.1", norm="linf", **options)
-    assert found == [robust_truth(w, b, x, y, 0.1, "linf", limits)]
+    image = len(shape) == 3
+    found = attack(build(w, b), x[:, 0] if image else x, y, eps="0.1", norm="linf", **options)
+    assert found == [robust_truth(w, b, x, y, 0.1, "linf", RANGE if image else None)]
 
 
 def test_arrays_that_can_be_read_in_two_ways_are_refused():
@@ -394,8 +366,11 @@ def test_arrays_that_can_be_read_in_two_ways_are_refused():
 @pytest.mark.parametrize(("shape", "last"), [((3, 5, 4), False), ((3, 6, 5), True)])
 def test_channels_come_first_or_last(shape, last):
     w, b, x, y = linear(shape=shape)
+    conv = nn.Conv2d(shape[0], len(w), shape[1:])  # which takes so many channels, and no others
+    conv.weight.data, conv.bias.data = w.reshape(-1, *shape).clone(), b.clone()
+    model = Changed(conv, behind=lambda z: z.flatten(1))
     right = float((Lin(w, b)(x).argmax(1) == y).double().mean())
-    assert classify(Conv(w, b, shape), x.movedim(1, -1) if last else x, y) == right
+    assert classify(model, x.movedim(1, -1) if last else x, y) == right
 
 
 @pytest.mark.parametrize(
@@ -445,8 +420,9 @@ def test_what_gives_no_logits_per_sample_is_refused(behind):
     with pytest.raises(InputError):
         attack(model, x, y, eps="0.1")
     if behind is take_one:
+        x, y = x[:16], y[:16]
         truth = robust_truth(w, b, x, y, 0.1)
-        assert attack(model, x, y, eps="0.1", batch_size=1, attack="pgd") == [truth]
+        assert attack(model, x, y, eps="0.1", batch_size=1, attack="pgd", steps=10) == [truth]
 
 
 def test_one_logit_has_to_be_two():
@@ -486,7 +462,15 @@ def status(now: Any, before: Any) -> str:
 
 
 def test_the_gate_counts_samples_that_repeat_once():
-    """By 5 of 32 samples the baseline is more robust; four copies of each tell no more."""
+    """By 5 of 32 samples the baseline is more robust; four copies of each tell no more.
+
+    Certificates count them once, too.
+    """
+    w, b, x, y = linear(n=4)
+    twice = measure(
+        Lin(w, b), x.repeat(2, 1, 1, 1), y.repeat(2), "certify", eps="0.01", attack="fgsm"
+    )
+    assert twice.section("certify").rows[0].samples == 4
     once, four = reports(0.12, 1), reports(0.12, 1, copies=4)
     assert four[0].section("attack").rows[0].samples == 32
     assert status(*once) == status(*four) == "inconclusive"
@@ -498,13 +482,6 @@ def test_the_gate_counts_samples_that_repeat_once():
         return report.model_copy(update={"sections": (section,)})
 
     assert status(*map(number_samples, four)) == "regressed"
-
-
-def test_certificates_count_samples_that_repeat_once():
-    w, b, x, y = linear(n=4)
-    x, y = x.repeat(2, 1, 1, 1), y.repeat(2)
-    report = measure(Lin(w, b), x, y, "certify", eps="0.01", attack="fgsm")
-    assert report.section("certify").rows[0].samples == 4
 
 
 def test_the_gate_reads_radii_by_their_value_and_refuses_flags_that_are_none():

@@ -2,13 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lipaudit.attacks.kinds import (
-    ATTACKS,
-    PRESETS,
-    Attack,
-    adapt,
-    read_plan,
-)
+from lipaudit.attacks.kinds import ATTACKS, PRESETS, Attack, adapt, read_plan
 from lipaudit.errors import UsageError
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.tables.trials import parse_budget, parse_radius
@@ -26,59 +20,36 @@ def test_paper_brings_its_own_radii_and_says_what_is_ours():
     plan = read_plan("paper")
     found = [
         (trial.label, trial.radius.text, trial.attacks[0].steps, [n.code for n in trial.notes])
-        for trial in plan[1:]
+        for trial in plan
     ]
-    assert (plan[0].label, plan[0].radius.text, plan[0].notes) == ("fgsm", "2/255", ())
     assert found == [
+        ("fgsm", "2/255", 100, []),
         ("fgsm", "4/255", 100, []),
         ("pgd", "2/255", 4, ["own-step-size"]),
         ("pgd", "4/255", 4, ["own-step-size"]),
         ("autoattack", "2/255", 10, ["own-queries"]),
     ]
     assert {attack.steps for attack in plan[-1].attacks} == {10}
-    with pytest.raises(UsageError, match="fixes"):
-        read_plan("paper", radii=[parse_radius("8/255")])
 
 
-def test_custom_keeps_the_order_and_takes_settings():
+def test_custom_keeps_the_order_and_takes_settings_and_a_changed_preset_says_so():
     radii = [parse_radius("0.1"), parse_radius("0.2")]
     plan = read_plan("custom:square, pgd", norm="l2", radii=radii, queries=7, steps=3, restarts=2)
     assert [trial.radius for trial in plan] == radii
-    assert plan[0].norm == "l2"
-    assert plan[0].attacks == (
-        Attack("square", steps=3, restarts=2, queries=7),
-        Attack("pgd", steps=3, restarts=2, queries=7),
-    )
-    assert plan[0].notes == ()
-
-
-def test_a_changed_preset_says_so():
-    (trial,) = read_plan("standard", radii=[parse_radius("0.1")], queries=100)
+    same = {"steps": 3, "restarts": 2, "queries": 7}
+    assert plan[0].attacks == (Attack("square", **same), Attack("pgd", **same))
+    assert (plan[0].norm, plan[0].notes) == ("l2", ())
+    (trial,) = read_plan("standard", radii=radii[:1], queries=100)
     assert trial.attacks[-1].queries == 100
     assert [note.code for note in trial.notes] == ["preset-changed"]
     assert "queries = 100" in trial.notes[0].text
 
 
-@pytest.mark.parametrize(
-    ("spec", "settings", "message"),
-    [
-        ("strong", {}, "unknown attack preset 'strong'"),
-        ("custom:apgd", {}, "unknown attack 'apgd'"),
-        ("standard", {"radii": []}, "no attack radius"),
-        ("quick", {"steps": 0}, "steps is 0"),
-    ],
-)
-def test_mistakes_are_named(spec, settings, message):
-    given = {"radii": [parse_radius("0.1")]} | settings
-    with pytest.raises(UsageError, match=message):
-        read_plan(spec, **given)
-
-
 def test_what_was_changed_is_reported():
     assert [n.code for n in adapt(Attack("apgd-t"), 2)[1]] == ["attack-skipped"]
     assert [n.code for n in adapt(Attack("apgd-t"), 3)[1]] == ["attack-replaced"]
-    assert [n.code for n in adapt(Attack("fab-t"), 4)[1]] == ["fewer-targets"]
-    assert adapt(Attack("fab-t"), 4)[0].targets == 3
+    fitted, notes = adapt(Attack("fab-t"), 4)
+    assert (fitted.targets, [n.code for n in notes]) == (3, ["fewer-targets"])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -114,6 +85,11 @@ def test_attacks_that_count_bring_radii_and_queries_of_their_own():
 @pytest.mark.parametrize(
     ("attack", "radii", "how", "message"),
     [
+        ("strong", "0.1", {}, "unknown attack preset 'strong'"),
+        ("custom:apgd", "0.1", {}, "unknown attack 'apgd'"),
+        ("standard", "", {}, "no attack radius"),
+        ("quick", "0.1", {"steps": 0}, "steps is 0"),
+        ("paper", "8/255", {}, "fixes"),
         ("words", "0.5", {}, "0.5 is not a whole number of words"),
         ("pgd", "2words", {}, "no requested attack changes words"),
         ("words", "1", {"norm": "l2"}, "cannot search l2 balls"),
@@ -123,7 +99,7 @@ def test_attacks_that_count_bring_radii_and_queries_of_their_own():
         ("pgd,words", "2words", {}, "no attack radius"),
     ],
 )
-def test_requests_that_mean_nothing_are_refused(attack, radii, how, message):
+def test_mistakes_and_requests_that_mean_nothing_are_refused(attack, radii, how, message):
     with pytest.raises(UsageError, match=message) as caught:
         keys(attack, radii, **how)
     assert caught.value.advice
@@ -203,14 +179,15 @@ def test_a_model_gets_what_its_texts_can_be_changed_by():
         AttackOptions.parse({"attack": advised, "eps": eps}).adapt("text", ())
 
 
-def test_norms_of_tokens_are_for_tokens():
-    with pytest.raises(UsageError, match="token-l2 is a norm for token embeddings") as caught:
-        suited("image", attack="pgd", eps="0.1", norm="token-l2")
-    assert caught.value.advice == "--norm linf or l2"
-
-
-def test_a_file_holds_what_the_attacks_give():
-    for attack, eps, name in (("words", "1", "a.safetensors"), ("pgd", "0.1", "a.jsonl")):
-        options = AttackOptions.parse({"attack": attack, "eps": eps, "save_adv": name})
-        with pytest.raises(UsageError, match="cannot store"):
-            options.adapt("text")
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        ("image", {"attack": "pgd", "eps": "0.1", "norm": "token-l2"}, "is a norm for token emb"),
+        ("text", {"attack": "words", "eps": "1", "save_adv": "a.safetensors"}, "cannot store"),
+        ("text", {"attack": "pgd", "eps": "0.1", "save_adv": "a.jsonl"}, "cannot store"),
+    ],
+)
+def test_norms_and_files_have_to_suit_the_samples(kind, given, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        AttackOptions.parse(given).adapt(kind)
+    assert kind == "text" or caught.value.advice == "--norm linf or l2"

@@ -1,7 +1,6 @@
 """Attacks that change texts: against every change there is, and what they must leave alone."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lipaudit.attacks.text import (
 )
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables.trials import parse_radius
+from tests.attacks.text_folders import list_typing_errors
 
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 LETTERS = "αβγδ"
@@ -122,29 +122,14 @@ def substitutions(ids):
 
 
 def errors(ids):
-    """Yield every text with a word one error away, found among all words of such lengths."""
+    """Yield every text with a typing error in a word of two letters or more."""
     words = Lexicon(torch.tensor(KINDS)).words(ids)
-    typed = {spell(word) for word in words if len(word) > 1}
-    letters = sorted(set("".join(typed)))
+    letters = "".join({spell(word) for word in words if len(word) > 1})
     for place, word in enumerate(words):
-        if len(word) < 2:
-            continue
         old = spell(word)
-        for size in (len(old) - 1, len(old), len(old) + 1):
-            for new in map("".join, product(letters, repeat=size)):
-                if one_error(old, new):
-                    changed = (*words[:place], tuple(encode(new)), *words[place + 1 :])
-                    yield tuple(i for each in changed for i in each)
-
-
-def one_error(old: str, new: str) -> bool:
-    if len(old) == len(new):
-        differ = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-        swapped = len(differ) == 2 and differ[1] == differ[0] + 1
-        crossed = swapped and old[differ[0]] == new[differ[1]] and old[differ[1]] == new[differ[0]]
-        return len(differ) == 1 or crossed
-    long, short = sorted((old, new), key=len, reverse=True)
-    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+        for new in list_typing_errors(old, letters) - {old} if len(word) > 1 else ():
+            changed = (*words[:place], tuple(encode(new)), *words[place + 1 :])
+            yield tuple(i for each in changed for i in each)
 
 
 @pytest.mark.parametrize(("name", "every"), [("words", substitutions), ("characters", errors)])
@@ -196,19 +181,15 @@ def test_what_is_no_word_stays_and_padding_is_masked(name):
 
 
 @pytest.mark.parametrize("name", ["words", "characters"])
-@pytest.mark.parametrize("queries", [3, ALL])
-def test_the_device_batch_changes_nothing(name, queries):
+@pytest.mark.parametrize("queries", [5, ALL])
+def test_neither_the_device_batch_nor_neighbours_change_a_text(name, queries):
     (_, _, first), (_, _, second) = (
         attacked(name, 2, batch_size=size, queries=queries) for size in (64, 1)
     )
     assert first.drafts == second.drafts
     assert (first.forwards, first.backwards) == (second.forwards, second.backwards)
-
-
-def test_a_sample_does_not_depend_on_its_neighbours():
-    _, _, together = attacked("characters", 2, queries=5)
-    _, _, alone = attacked("characters", 2, queries=5, texts=[TEXTS[3], TEXTS[-1]])
-    assert alone.drafts[0] == together.drafts[3]
+    _, _, alone = attacked(name, 2, queries=queries, texts=[TEXTS[3], TEXTS[-1]])
+    assert alone.drafts[0] == first.drafts[3]
 
 
 def test_queries_bound_the_evaluations():
@@ -248,43 +229,37 @@ def test_neighbours_are_the_nearest_by_cosine():
         assert others.tolist() == sorted(same, key=lambda i: -float(cosine[i]))
 
 
-def test_a_word_is_typed_whatever_its_tokens_spell():
+def test_a_word_is_typed_whatever_its_tokens_spell_and_none_without_spelling():
     """The characters are the user's: what tokens decode to plays no part."""
-    reader = Model().reader()
+    _, chunk, _ = attacked("words", 1)
+    reader = chunk.texts.reader
     mute = replace(reader.lexicon, spell=lambda ids: "")
     for words in TEXTS:
         known = mute.draft(text(words), (words,), 40)
         assert known.texts == (words,)
         assert [known.source.word(i) for i in range(1, len(known.words) - 1)] == words.split()
-
-
-def test_a_model_without_spelling_has_no_characters():
-    _, chunk, _ = attacked("words", 1)
-    mute = replace(chunk.texts.reader, lexicon=Lexicon(torch.tensor(KINDS)))
-    chunk = replace(chunk, texts=replace(chunk.texts, reader=mute))
+    none = replace(reader, lexicon=Lexicon(torch.tensor(KINDS)))
+    chunk = replace(chunk, texts=replace(chunk.texts, reader=none))
     trial = Trial("characters", "characters", parse_radius("1"), (Attack("characters"),))
-    f = ByRow(lambda z, rows: mute.forward(z, None, chunk.mask[rows]))
+    f = ByRow(lambda z, rows: none.forward(z, None, chunk.mask[rows]))
     with pytest.raises(UsageError, match="needs a tokenizer"):
         list(evaluate_chunk(f, chunk, [trial], box=None))
 
 
 @pytest.mark.parametrize(
-    ("new", "message"),
+    ("words", "changed", "message"),
     [
-        (Draft(((START,), (FIRST + 1,), (END,))), "did not report"),
-        (Draft(((UNKNOWN,), (FIRST,), (END,)), (0,)), "that is not a word"),
-        (Draft(((START,), (END,))), "that is not a word"),
-        (
-            Draft(((START,), (FIRST + 1,), (END,)), (1, 1)),
-            "made 2 changes, but only 1 are allowed",
-        ),
+        (((START,), (FIRST + 1,), (END,)), (), "did not report"),
+        (((UNKNOWN,), (FIRST,), (END,)), (0,), "that is not a word"),
+        (((START,), (END,)), (), "that is not a word"),
+        (((START,), (FIRST + 1,), (END,)), (1, 1), "made 2 changes, but only 1 are allowed"),
     ],
 )
-def test_an_attack_that_cheats_is_found_out(new, message):
-    old = Draft(((START,), (FIRST,), (END,)))
+def test_an_attack_that_cheats_is_found_out(words, changed, message):
+    old, lexicon = Draft(((START,), (FIRST,), (END,))), Lexicon(torch.tensor(KINDS))
     with pytest.raises(EvaluationError, match=message):
-        check_drafts([new], [old], Lexicon(torch.tensor(KINDS)), 1, "cheat")
-    check_drafts([old], [old], Lexicon(torch.tensor(KINDS)), 1, "honest")
+        check_drafts([Draft(words, changed)], [old], lexicon, 1, "cheat")
+    check_drafts([old], [old], lexicon, 1, "honest")
 
 
 def test_the_steepest_change_is_tried_first():

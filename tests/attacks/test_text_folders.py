@@ -22,11 +22,14 @@ from tests.attacks.text_folders import (
     compare,
     differs,
     save,
-    typing_errors,
 )
 
 ALIKE = ["good film.", "a bad plot", "very great", "poor actor", "the actors", "but a film"]
 """Texts of one length, in characters."""
+
+
+def find_folder(name: str) -> Folder:
+    return next(folder for folder in FOLDERS if folder.name == name)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -44,8 +47,7 @@ def test_changed_texts_are_judged_without_padding(tmp_path):
         "convbert", "character", "ConvBertForSequenceClassification",
         H | LONG | {"embedding_size": 16, "head_ratio": 1, "num_hidden_layers": 4},
     )  # fmt: skip
-    save(folder, tmp_path / "model")
-    plain = Plain(folder, tmp_path / "model")
+    plain = save(folder, tmp_path / "model")
     lines = _changed(plain, tmp_path, most=20)
     assert any(line["changes"] for line in lines)
     for line in lines:
@@ -54,9 +56,8 @@ def test_changed_texts_are_judged_without_padding(tmp_path):
 
 def test_no_saved_text_is_longer_than_texts_are_cut_to(tmp_path):
     """Read again, it would be cut, and another text would be judged."""
-    folder = next(f for f in FOLDERS if f.name == "bert, characters")
-    save(folder, tmp_path / "model")
-    plain = Plain(folder, tmp_path / "model")
+    folder = find_folder("bert, characters")
+    plain = save(folder, tmp_path / "model")
     most = len(plain.inputs(ALIKE[0])["input_ids"][0])
     lines = _changed(plain, tmp_path, most=most)
     assert any(line["changes"] for line in lines)
@@ -96,25 +97,9 @@ def _changed(plain: Plain, path: Path, *, most: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "adv.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "count"),
-    [
-        ("good", "good", 0),
-        ("good", "godo", 1),
-        ("good", "gxod", 1),
-        ("ab", "bxa", 2),
-        ("a", "", 1),
-    ],
-)
-def test_typing_errors_are_counted(old, new, count):
-    assert typing_errors(old, new) == count
-
-
 def test_rows_and_sinks_are_means_over_what_their_columns_say(tmp_path):
     """Over all rows, or over samples first: beside plain transformers on texts of all lengths."""
-    folder = next(f for f in FOLDERS if f.name == "bert, cased WordPiece")
-    save(folder, tmp_path / "model")
-    plain = Plain(folder, tmp_path / "model")
+    plain = save(find_folder("bert, cased WordPiece"), tmp_path / "model")
     plain.module.set_attn_implementation("eager")
     rows, sinks = [], []
     for text in TEXTS:

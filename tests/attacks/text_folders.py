@@ -39,7 +39,8 @@ BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 ROBERTA = ("<s>", "<pad>", "</s>", "<unk>")
 LLAMA = ("<unk>", "<s>", "</s>")
 T5_TOKENS = ("<pad>", "</s>", "<unk>")
-T5_NAMES = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA_NAMES = {"unk_token": "<unk>", "eos_token": "</s>"}
+T5_NAMES = LLAMA_NAMES | {"pad_token": "<pad>"}
 AROUND = "[CLS]:0 $A:0 [SEP]:0"
 CLASSES = 3
 
@@ -113,15 +114,14 @@ FOLDERS = [
            {"pad_token": "</s>", "eos_token": "</s>"}),
     Folder("llama, Unigram, no pad, end appended", "unigram", "LlamaForSequenceClassification",
            H | LONG | {"pad_token_id": None, **ENDS},
-           LLAMA, "<s>:0 $A:0 </s>:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
+           LLAMA, "<s>:0 $A:0 </s>:0", LLAMA_NAMES),
     Folder("qwen2, bytes, config and tokenizer disagree", "bytes",
            "Qwen2ForSequenceClassification",
            H | LONG | {"pad_token_id": "<s>", "num_key_value_heads": 2},
            LLAMA, "<s>:0 $A:0 </s>:0", {"unk_token": "<unk>", "pad_token": "</s>"}),
     Folder("bart, bytes, reads the end", "bytes", "BartForSequenceClassification",
            BART | {"pad_token_id": "<pad>", **ENDS, "decoder_start_token_id": "</s>"},
-           ROBERTA, "<s>:0 $A:0 </s>:0",
-           {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}),
+           ROBERTA, "<s>:0 $A:0 </s>:0", T5_NAMES),
     Folder("t5 classifier, Unigram", "unigram", "T5ForSequenceClassification",
            T5 | {"pad_token_id": "<pad>", "eos_token_id": "</s>",
                  "decoder_start_token_id": "<pad>"}, T5_TOKENS, "$A:0 </s>:0", T5_NAMES),
@@ -132,24 +132,24 @@ FOLDERS = [
            GPT2 | NO_IDS, (), "", {}),
     Folder("llama language model, Unigram, start", "unigram", "LlamaForCausalLM",
            H | LONG | {"pad_token_id": None, **ENDS},
-           LLAMA, "<s>:0 $A:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
+           LLAMA, "<s>:0 $A:0", LLAMA_NAMES),
     Folder("gpt-neox language model, whole words", "word", "GPTNeoXForCausalLM",
            H | LONG | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": "</s>"},
            LLAMA, "", {"unk_token": "<unk>", "pad_token": "</s>"}),
     Folder("bloom language model, characters, end appended", "character", "BloomForCausalLM",
            {"hidden_size": 16, "n_layer": 1, "n_head": 2, "pad_token_id": "</s>", **ENDS},
-           LLAMA, "$A:0 </s>:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
+           LLAMA, "$A:0 </s>:0", LLAMA_NAMES),
 ]  # fmt: skip
 
 
 def train_tokenizer(folder: Folder) -> transformers.PreTrainedTokenizerFast:
     """Train a tokenizer of a folder's kind on the texts, but for the one with a zebra."""
     kind = folder.tokens
+    piece = (models.WordPiece, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(),
+             trainers.WordPieceTrainer)  # fmt: skip
     model, pre, decoder, trainer = {
-        "uncased": (models.WordPiece, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(),
-                    trainers.WordPieceTrainer),
-        "cased": (models.WordPiece, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(),
-                  trainers.WordPieceTrainer),
+        "uncased": piece,
+        "cased": piece,
         "bytes": (models.BPE, pre_tokenizers.ByteLevel(add_prefix_space=False),
                   decoders.ByteLevel(), trainers.BpeTrainer),
         "unigram": (models.Unigram, pre_tokenizers.Metaspace(), decoders.Metaspace(),
@@ -184,8 +184,8 @@ def train_tokenizer(folder: Folder) -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def save(folder: Folder, path: Path) -> None:
-    """Write a folder: its tokenizer, and a model with random weights."""
+def save(folder: Folder, path: Path) -> "Plain":
+    """Write a folder: its tokenizer, and a model with random weights; return what is read."""
     tokenizer = train_tokenizer(folder)
     settings = {
         name: tokenizer.convert_tokens_to_ids(value)
@@ -203,6 +203,7 @@ def save(folder: Folder, path: Path) -> None:
                 torch.nn.init.normal_(weight, std=0.7)
     for each in (tokenizer, module):
         each.save_pretrained(path)
+    return Plain(folder, path)
 
 
 class InDouble(TorchFunctionMode):
@@ -285,30 +286,23 @@ class Plain:
         return total
 
 
-def typing_errors(old: str, new: str) -> int:
-    """Return the least number of letters put in, left out, replaced or swapped.
+def list_typing_errors(word: str, letters: str) -> set[str]:
+    """Return every word with one letter put in, left out, replaced or swapped with the next."""
+    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    return (
+        {a + c + b for a, b in cuts for c in letters}
+        | {a + b[1:] for a, b in cuts if b}
+        | {a + c + b[1:] for a, b in cuts if b for c in letters}
+        | {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}
+    )
 
-    The distance of Damerau and Levenshtein (Lowrance and Wagner, 1975), which lets what was
-    swapped be changed again.
-    """
-    far = len(old) + len(new)
-    least = {(-1, -1): far}
-    least |= {(i, -1): far for i in range(len(old) + 1)} | {(i, 0): i for i in range(len(old) + 1)}
-    least |= {(-1, j): far for j in range(len(new) + 1)} | {(0, j): j for j in range(len(new) + 1)}
-    seen: dict[str, int] = {}
-    for i, letter in enumerate(old, 1):
-        match = 0
-        for j, other in enumerate(new, 1):
-            row, column = seen.get(other, 0), match
-            match = j if letter == other else match
-            least[i, j] = min(
-                least[i - 1, j - 1] + (letter != other),
-                least[i, j - 1] + 1,
-                least[i - 1, j] + 1,
-                least[row - 1, column - 1] + i - row + j - column - 1,
-            )
-        seen[letter] = i
-    return least[len(old), len(new)]
+
+def count_typing_errors(old: str, new: str) -> int:
+    """Return the least number of typing errors between two words; 99 for more than two."""
+    near, other = (list_typing_errors(word, old + new) for word in (old, new))
+    if old == new:
+        return 0
+    return 1 if new in near else 2 if near & other else 99
 
 
 def distance(kind: str, old: str, new: str) -> int:
@@ -318,7 +312,7 @@ def distance(kind: str, old: str, new: str) -> int:
     if len(before) != len(after) or blank[0] != blank[1]:
         return 99
     changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
-    return len(changed) if kind == "words" else sum(typing_errors(*pair) for pair in changed)
+    return len(changed) if kind == "words" else sum(count_typing_errors(*pair) for pair in changed)
 
 
 Figures = dict[str, tuple[list[float], list[float]]]
@@ -327,8 +321,7 @@ Figures = dict[str, tuple[list[float], list[float]]]
 
 def compare(folder: Folder, path: Path) -> Figures:
     """Return the figures of a folder, each beside its truth."""
-    save(folder, path / "model")
-    plain = Plain(folder, path / "model")
+    plain = save(folder, path / "model")
     return _measure(plain, path) | (_score(plain, path) if folder.scored else {})
 
 

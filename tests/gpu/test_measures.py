@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.head_norms import head_norms
-from lipaudit.theory.heads import affine_heads
-from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral import random_starts, spectral_norms
-from tests.simulated.test_measures import CASES, find_differences
+from tests.simulated.test_measures import CASES, check_single_precision, find_differences
 
 pytestmark = pytest.mark.gpu
 
@@ -31,20 +25,8 @@ def test_a_card_gives_the_figures_of_the_cpu(card, model, name):
 
 
 def test_bounds_met_in_single_precision_hold_on_a_card(card):
-    generator = torch.Generator().manual_seed(3)
-    x, *weights = (
-        torch.randn(*shape, generator=generator) for shape in ((2, 400, 64), *[(4, 64, 32)] * 3)
-    )
-    heads = affine_heads(x.to(card), *(0.1 * w.to(card) for w in weights))
-    double = dataclasses.replace(POLICY, single_keys=10**6)
     with exact_arithmetic(torch.device(card)):
-        exact = head_norms(heads, seeds=[0, 1]).norm
-        single, wide = (
-            head_bounds(dataclasses.replace(heads, policy=policy)) for policy in (POLICY, double)
-        )
-    for name in ("sharp", "appendix_c"):
-        assert (single[name].cpu() >= exact).all()
-        assert (single[name] <= wide[name] * (1 + 2 * POLICY.single_loss)).all()
+        check_single_precision(card, 400)
 
 
 def test_a_step_of_lanczos_on_a_card_waits_once(card):

@@ -9,18 +9,10 @@ import torch
 
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.huggingface import describe_transformers
+from tests.nets import TEXT
 from tests.simulated import device
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "vocab_size": 60,
-    "pad_token_id": 0,
-    "num_labels": 3,
-}
+SMALL = TEXT | {"pad_token_id": 0, "num_labels": 3}
 
 
 @pytest.fixture(scope="session")

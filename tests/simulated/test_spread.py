@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loader import LoadOptions, load_net
+from tests.nets import TEXT
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import MEASURES, SCALING
 
@@ -20,7 +22,7 @@ PLACES: dict[str, dict[str, str]] = {
     "bert": {"": FIRST, "bert.encoder.layer.1": SECOND, "bert.encoder.layer.0.output": "disk"},
     "llama": {"": FIRST, "model.layers.0.mlp": SECOND, "model.layers.1": "cpu", "score": SECOND},
 }
-TEXT = {"norm": "token-l2", "eps": "0.5"}
+TOKENS = {"norm": "token-l2", "eps": "0.5"}
 NAMES = ["bounds", "attention", "jacobian", "jacobian-rows", "by-layer", "fgsm-pgd", "scaling"]
 CASES = [(model, name) for model in PLACES for name in NAMES] + [("bert", "words")]
 
@@ -44,7 +46,7 @@ def spread(simulated, tmp_path):
 def test_two_accelerators_and_the_disk_give_the_figures_of_one(spread, model, name):
     measure, options = MEASURES[name]
     options = options | (SCALING | {"mode": "real,radius"} if name == "scaling" else {})
-    options = options | (TEXT if name == "fgsm-pgd" and model != "demo" else {})
+    options = options | (TOKENS if name == "fgsm-pgd" and model != "demo" else {})
     path, places = spread(model)
     here, there = (
         lipaudit.measure(path, measure, **samples(model), **options, **where).model_dump(
@@ -61,19 +63,16 @@ def test_two_accelerators_and_the_disk_give_the_figures_of_one(spread, model, na
 
 @pytest.mark.parametrize("target", ["loss", "hidden", "logits:1"])
 def test_positions_of_texts_are_read_on_any_of_two_accelerators(simulated, tmp_path, target):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(**TEXT)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     places = {"": FIRST, "model.layers.1": SECOND, "lm_head": SECOND}
     (tmp_path / "map.json").write_text(json.dumps(places))
+    how = {"samples": 2, "max_tokens": 6, "target": target}
     here, there = (
-        lipaudit.measure(
-            str(tmp_path), "jacobian", samples=2, max_tokens=6, target=target, **where
-        ).sections[0]
+        lipaudit.measure(str(tmp_path), "jacobian", **how, **where).sections[0].samples
         for where in ({"device": FIRST}, {"device_map": str(tmp_path / "map.json")})
     )
-    assert here.samples == there.samples
+    assert here == there
 
 
 def test_weights_are_read_where_they_are_computed_with(spread):

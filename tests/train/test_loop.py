@@ -9,12 +9,13 @@ from torch import nn
 
 from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.data.batch import identify_samples
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.loader import assemble
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches
+from tests.nets import own_net
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -36,12 +37,14 @@ class WithDropout(nn.Module):
         return self.head(self.norm(rows.mean(1)))
 
 
-def net_with_dropout():
+def seeded_net(make):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = WithDropout()
-    spec = ModelSpec(module, (1, 8, 8))
-    return assemble(spec, LoadOptions(), name="toy", source="py")
+        return own_net(make(), (1, 8, 8), kind="image")
+
+
+def net_with_dropout():
+    return seeded_net(WithDropout)
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +82,17 @@ def test_a_penalty_goes_down_and_is_resumed(name):
     for weight in (0.0, 0.05):
         net = make_demo(0)
         with_weight = recipe.model_copy(update={"weight": weight})
-        runs[weight] = list(train(net, load_shipped("train")[:150], with_weight))
+        runs[weight] = list(train(net, load_shipped("train")[:96], with_weight))
     assert runs[0.05][-1].penalty < runs[0.0][-1].penalty
     again = make_demo(0)
-    rest = list(train(again, load_shipped("train")[:150], recipe, state=runs[0.05][0].state))
+    rest = list(train(again, load_shipped("train")[:96], recipe, state=runs[0.05][0].state))
     assert [e.penalty for e in rest] == [e.penalty for e in runs[0.05][1:]]
     assert same(weights(again), runs[0.05][-1].state["model"])
 
 
 def small_net():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10)
-    spec = ModelSpec(nn.Sequential(*layers), (1, 8, 8))
-    return assemble(spec, LoadOptions(), name="toy", source="py")
+    layers = (nn.Flatten, lambda: nn.Linear(64, 24), nn.ReLU, lambda: nn.Linear(24, 10))
+    return seeded_net(lambda: nn.Sequential(*(make() for make in layers)))
 
 
 def test_gradients_are_cut_to_a_norm(digits):
@@ -175,15 +175,10 @@ def test_data_without_labels_are_refused(digits, change, held_out, message):
 def test_models_without_classes_and_losses_without_limit(digits):
     with pytest.raises(UsageError, match="classifier"):
         next(train(replace(small_net(), classes=None), digits, QUICK))
-    with pytest.raises(EvaluationError, match="loss is not finite"):
-        list(train(net_with_dropout(), digits, QUICK.model_copy(update={"lr": 1e30})))
-
-
-def test_the_last_step_may_not_destroy_the_weights(digits):
-    wild = {"lr": 1e38, "weight_decay": 100.0}
-    one_step = QUICK.model_copy(update={"epochs": 1, "batch_size": 200, **wild})
-    with pytest.raises(EvaluationError, match="weights are not finite"):
-        list(train(net_with_dropout(), digits, one_step))
+    one_step = {"epochs": 1, "batch_size": 200, "lr": 1e38, "weight_decay": 100.0}
+    for wild, says in (({"lr": 1e30}, "loss is not finite"), (one_step, "weights are not finite")):
+        with pytest.raises(EvaluationError, match=says):
+            list(train(net_with_dropout(), digits, QUICK.model_copy(update=wild)))
 
 
 def test_a_sample_left_over_is_trained_on_with_others(digits):
@@ -201,16 +196,13 @@ def test_a_penalty_that_no_row_can_have_is_refused(digits):
     list(train(make_demo(0), digits, recipe.model_copy(update={"k": 16})))
 
 
-def test_shifts_move_every_image_within_reach():
+def test_shifts_move_every_image_within_reach_and_flips_mirror_about_half():
     x = torch.zeros(50, 1, 5, 5)
     x[:, :, 2, 2] = 1
     moved = shift_images(x, 1, torch.Generator().manual_seed(0))
     places = {tuple(place) for place in moved.nonzero()[:, 2:].tolist()}
     assert moved.sum() == 50
     assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
-
-
-def test_flips_mirror_about_half():
     x = torch.rand(200, 2, 3, 4)
     made = flip_images(x, torch.Generator().manual_seed(0))
     kept = (made == x).flatten(1).all(1)
@@ -236,15 +228,10 @@ def test_mixing_shares_out_the_classes():
 
 
 def test_shipped_digits_have_the_ids_of_loading():
-    from lipaudit.data.loading import DataOptions, load_data
-
-    net = make_demo(0)
-    loaded = load_data("demo", net, DataOptions(samples=360)).batch
-    assert set(load_shipped("test").ids) == set(loaded.ids)
-    assert (
-        identify_samples(list(load_shipped("test").x), load_shipped("test").y.tolist())
-        == load_shipped("test").ids
-    )
+    loaded = load_data("demo", make_demo(0), DataOptions(samples=360)).batch
+    test = load_shipped("test")
+    assert set(test.ids) == set(loaded.ids)
+    assert identify_samples(list(test.x), test.y.tolist()) == test.ids
 
 
 def test_recipes_that_make_no_sense():
@@ -256,14 +243,9 @@ def test_recipes_that_make_no_sense():
 @pytest.mark.slow(seconds=31)
 def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
-    from lipaudit.models.sources.loader import load_net
-
-    net = make_demo(0)
-    *_, last = train(
-        net, load_shipped("train"), RECIPES["standard"], held_out=load_shipped("test")
-    )
+    net, test = make_demo(0), load_shipped("test")
+    *_, last = train(net, load_shipped("train"), RECIPES["standard"], held_out=test)
     with torch.no_grad():
-        theirs = load_net("demo").output(load_shipped("test")).argmax(1)
-        mine = net.output(load_shipped("test")).argmax(1)
+        mine, theirs = (each.output(test).argmax(1) for each in (net, load_net("demo")))
     assert last.accuracy > 0.96
     assert (mine == theirs).double().mean() > 0.95

@@ -1,10 +1,12 @@
-"""No random command line and no damaged file ends in an internal error.
+"""No random command line and no damaged report, baseline, shard or other file is a bug.
 
-Options are those of the application, by their types; values are usual, at the edge, or junk.
-The long run: FUZZ_INPUTS=5000 FUZZ_SEED=1 python -m pytest -m slow tests/cli/test_fuzz.py
+Options are those of the application, by their types; values are usual, at the edge, or junk. Of
+damaged reports the exit code is 0 (of the gate also 1), 4, 5 or 6, and an error is one line with
+one hint. The long runs: FUZZ_INPUTS=5000 DAMAGED=3000 FUZZ_SEED=1 python -m pytest -m slow FILE
 """
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -12,6 +14,8 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,134 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from PIL import Image
 from safetensors.torch import save_file
 
 import lipaudit
 from lipaudit.schema import dumps
-from tests.cli.test_damaged import damage
 from tests.commands import invoke, list_commands
 from tests.report.conftest import make_report
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 3, 10**400, 1e308, 1e-320, "NaN", "Infinity", "-Infinity"),
+    *("x", "", "\x00", "\ud800", "é" * 300, [], {}, [None], [[]], {"a": None}, ["x"], "2/255"),
+)
+CRAFTED: list[tuple[str, tuple[str | int, ...], Any]] = [
+    ("report bad.json", (0, "rows"), None),
+    ("report bad.json", (3, "settings", "k"), []),
+    ("report bad.json", (3, "arrays", "map_tokens@1.2", "data", 0), None),
+    ("report bad.json", (4, "samples", "norm", 0), ""),
+    ("report bad.json", (5, "rows", 0, "robust"), -1),
+    ("report bad.json", (8, "rows", 0, "n"), -1),
+    ("report bad.json", (8, "rows", 0, "n"), 0),
+    ("gate bad.json -b whole.json", (5, "rows", 0, "robust"), 1e308),
+    ("compare whole.json bad.json", (5, "samples", "ids"), ...),
+    ("compare bad.json whole.json", (5, "samples", "ids"), ...),
+]
+"""What once ended in an internal error: a command, a place in a section, a value (...: none)."""
+READERS = (
+    *("report bad.json", "report bad.json whole.json", "inspect bad.json"),
+    *("compare bad.json whole.json", "compare whole.json bad.json"),
+    *("gate bad.json -b whole.json", "gate whole.json -b bad.json", "baseline check bad.json"),
+    *("baseline update bad.json -o new.json --reason x", "merge bad.json shard2.json"),
+)
+FORMATS = {"gate": ("text", "html", "junit"), "baseline": ("text", "json")}
+FACE = re.compile(r"error: [^\n]+\n(  hint: [^\n]+\n)?")
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, str]:
+    """A report of every measure, and two shards."""
+    how: dict[str, Any] = {"samples": 4, "eps": "0.1", "attack": "fgsm"}
+    shards = {f"shard{i}": lipaudit.measure("demo", "attack", shard=f"{i}/2", **how) for i in "12"}
+    return {name: dumps(report) for name, report in ({"whole": make_report()} | shards).items()}
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container of a document with each of its keys; of lists the first two items."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, each in inner:
+        yield value, key
+        if isinstance(each, dict | list):
+            yield from places(each)
+
+
+def change(document: Any, chosen: random.Random, others: list[Any]) -> None:
+    """Change a document in one place."""
+    everywhere = list(places(document))
+    if not everywhere:
+        return
+    inside, key = chosen.choice(everywhere)
+    how = chosen.choice(["value", "value", "remove", "double", "rename", "swap", "shorten"])
+    if how == "remove":
+        del inside[key]
+    elif how == "double" and isinstance(inside, list):
+        inside.insert(key, deepcopy(inside[key]))
+    elif how == "rename" and isinstance(inside, dict):
+        name = chosen.choice(["x", "ids", "robust@x", "robust@worst,linf,0.1", "1.2"])
+        inside[name] = inside.pop(key)
+    elif how == "swap":
+        elsewhere, other = chosen.choice(list(places(chosen.choice(others))))
+        inside[key] = deepcopy(elsewhere[other])
+    elif how == "shorten" and isinstance(inside[key], list | str):
+        inside[key] = inside[key][: len(inside[key]) // 2]
+    else:
+        inside[key] = chosen.choice(VALUES)
+
+
+def damage(text: str, chosen: random.Random, others: list[str]) -> str:
+    """Return a document that is cut, or changed in one to three places."""
+    if chosen.random() < 0.05:
+        return text[: chosen.randrange(len(text))]
+    document, loaded = json.loads(text), [json.loads(other) for other in others]
+    for _ in range(chosen.choice([1, 1, 2, 3])):
+        change(document, chosen, loaded)
+    return json.dumps(document)
+
+
+def is_internal(done: Result) -> bool:
+    """Say whether a command ended in an error of our own."""
+    leaked = done.exception is not None and not isinstance(done.exception, SystemExit)
+    return leaked or "internal error" in done.stderr
+
+
+def read_damaged(line: str, *options: str) -> tuple[int, str]:
+    """Run a command; return its exit code, and what is wrong with how it ended."""
+    done = invoke(*line.split(), *options, code=None)
+    # A judgement is no error: its exit code is that of its gravest verdict, whatever that is.
+    judged = line.startswith("gate") and done.stdout and not done.stderr
+    fine = {0, 1, 3, 5, 6} if judged else {0, 4, 5}
+    fault = ""
+    if is_internal(done) or done.exit_code not in fine:
+        fault = f"exit {done.exit_code}: {done.exception!r} {done.stderr[-500:]}"
+    elif done.exit_code in (4, 5) and not judged and not FACE.fullmatch(done.stderr):
+        fault = f"not one line: {done.stderr[-500:]}"
+    return done.exit_code, fault
+
+
+def write(name: str, text: str) -> None:
+    with open(f"{name}.json", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+
+
+def try_damaged(documents: dict[str, str], seed: int, count: int) -> tuple[list[str], set[int]]:
+    """Try so many damaged files; return what is wrong, and the exit codes."""
+    for name, text in documents.items():
+        write(name, text)
+    chosen, faults, codes = random.Random(seed), [], set()
+    for number in range(count):
+        line = chosen.choice(READERS)
+        name = "shard1" if "merge" in line else "whole"
+        write("bad", damage(documents[name], chosen, [chosen.choice([*documents.values()])]))
+        format = chosen.choice(FORMATS.get(line.split()[0], ("table", "markdown", "html", "json")))
+        code, fault = read_damaged(line, *([] if "update" in line else ["-f", format]))
+        codes.add(code)
+        if fault:
+            faults.append(f"#{number} {line}: {fault}")
+            print(faults[-1], flush=True)
+    return faults, codes
+
 
 ROUND = 60
 """Command lines for each directory of files."""
@@ -121,9 +245,8 @@ def find_fault(args: tuple[str, ...], seconds: float) -> str:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
         sys.unraisablehook = report
-    leaked = done.exception is not None and not isinstance(done.exception, SystemExit)
     traced = "Traceback" in done.stderr and not {"-v", "--verbose"} & {*args}
-    if leaked or traced or "internal error" in done.stderr:
+    if is_internal(done) or traced:
         return f"{done.exception!r} {done.stderr[-600:]}"
     if stopped:
         return ""
@@ -181,7 +304,7 @@ class Typist:
 def write_files(seed: int, originals: list[str], count: int) -> list[str]:
     """Write files of every kind that is read, whole and damaged, into the working directory."""
     rng = random.Random(seed)
-    _write_whole(originals)
+    write_whole(originals)
     whole = sorted(str(p) for p in Path().iterdir())
     for number in range(count):
         path = Path(rng.choice([name for name in whole if Path(name).is_file()]))
@@ -193,7 +316,7 @@ def write_files(seed: int, originals: list[str], count: int) -> list[str]:
     return sorted(str(p) for p in Path().iterdir()) + ["nowhere.json", "no/where.npz", "."]
 
 
-def _write_whole(reports: list[str]) -> None:
+def write_whole(reports: list[str]) -> None:
     for number, text in enumerate(reports):
         Path(f"r{number}.json").write_text(text)
     x = np.random.default_rng(0).integers(0, 256, (3, 1, 8, 8), dtype=np.uint8)
@@ -207,9 +330,7 @@ def _write_whole(reports: list[str]) -> None:
     Path("t.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b"}\n')
     Path("t.tsv").write_text("text\tlabel\n\u00fc\t1\n")
     Path("t.txt").write_text("some words\n" * 9)
-    Path("c.toml").write_text(
-        'samples = 1\nseed = 3\n[gate]\nfail-on = ["attack.robust >= -2pp"]\n'
-    )
+    Path("c.toml").write_text('samples = 1\n[gate]\nfail-on = ["attack.robust >= -2pp"]\n')
     Path("pic").mkdir()
     Image.new("L", (8, 8)).save("pic/a.png")
     Path("torn").mkdir()
@@ -221,9 +342,8 @@ def _write_whole(reports: list[str]) -> None:
     Path("empty.json").touch()
     Path("empty.npz").touch()
     Path("deep.json").write_text("[" * 200_000)
-    Path("big.json").write_text(
-        '{"schema": "lipaudit.report", "schema_version": 1' + "0" * 5000 + "}"
-    )
+    large = f'{{"schema": "lipaudit.report", "schema_version": 1{"0" * 5000}}}'
+    Path("big.json").write_text(large)
     Path("\u00fcml\u00e4ut \U0001f600.json").write_text("{}")
     Path("broken.json").symlink_to("gone.json")
     Path("loop.npz").symlink_to("loop.npz")
@@ -280,7 +400,38 @@ def test_nothing_that_is_typed_is_a_bug(tmp_path, reports):
 
 @pytest.mark.slow(seconds=300)
 def test_nothing_that_is_typed_is_a_bug_at_length(tmp_path, reports):
-    inputs, seed = (
-        int(os.environ.get(*each)) for each in (("FUZZ_INPUTS", 3000), ("FUZZ_SEED", 1))
-    )
+    inputs, seed = (int(os.environ.get(*e)) for e in (("FUZZ_INPUTS", 3000), ("FUZZ_SEED", 1)))
     assert find_faults(tmp_path, reports, seed=seed, inputs=inputs, seconds=2.0) == []
+
+
+BLANK = pytest.mark.usefixtures("blank_charts")
+
+
+@BLANK
+def test_damaged_files_are_shown_or_refused_in_one_line(documents):
+    faults, codes = try_damaged(documents, seed=0, count=45)
+    assert faults == []
+    assert {0, 4} <= codes
+
+
+@BLANK
+@pytest.mark.slow(seconds=300)
+def test_many_damaged_files(documents):
+    count, seed = (int(os.environ.get(*e)) for e in (("DAMAGED", "3000"), ("DAMAGED_SEED", "1")))
+    assert try_damaged(documents, seed, count)[0] == []
+
+
+@BLANK
+@pytest.mark.parametrize(("line", "place", "value"), CRAFTED)
+def test_what_once_was_an_internal_error(documents, line, place, value):
+    write("whole", documents["whole"])
+    document = inner = json.loads(documents["whole"])
+    for key in ("sections", *place[:-1]):
+        inner = inner[key]
+    if value is ...:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    write("bad", json.dumps(document))
+    for format in ("table", "markdown", "html", "json"):
+        assert not read_damaged(line, "-f", format)[1]

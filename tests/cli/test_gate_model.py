@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lipaudit import schema
-from tests.commands import invoke, refuse
+from tests.commands import invoke, refuse, replace_parts
 
 
 @pytest.fixture(scope="module")
@@ -40,55 +40,44 @@ def measured(kept, _elsewhere, tmp_path):
     return shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
 
 
-def test_data_may_be_elsewhere(measured, monkeypatch):
+def test_data_may_be_elsewhere_and_other_samples_are_refused_unmeasured(measured, monkeypatch):
     (measured / "elsewhere").mkdir()
     monkeypatch.chdir(measured / "elsewhere")  # the baseline's path leads nowhere
-    refuse(4, "'val.npz'", "gate", "demo", "-b", "../base.json", "-q")
-    there = invoke("gate", "demo", "-b", "../base.json", "-q", "--data", "../val.npz")
-    assert "unchanged" in there.stdout
-
-
-def test_other_samples_are_refused_before_they_are_measured(measured, monkeypatch):
-    monkeypatch.setattr(
-        "lipaudit.engine.execute.run_job", lambda *_, **__: pytest.fail("measured")
-    )
-    done = invoke("gate", "demo", "-b", "base.json", "-q", "--data", "other.npz", code=5)
-    said = " ".join(done.stderr.split())
+    gate = ("gate", "demo", "-b", "../base.json", "-q")
+    refuse(4, "'val.npz'", *gate)
+    assert "unchanged" in invoke(*gate, "--data", "../val.npz").stdout
+    replace_parts(monkeypatch, "bounds", lambda *_: pytest.fail("measured"))
+    said = " ".join(invoke(*gate, "--data", "../other.npz", code=5).stderr.split())
     assert "only 0 of the baseline's 2 samples" in said
     assert "Give the baseline's samples (val.npz) with --data" in said
 
 
-def test_the_report_of_what_was_measured_is_kept(measured):
-    named = invoke("gate", "demo", "-b", "base.json", "--report", "now.json")
+def test_the_report_of_what_was_measured_is_kept_and_the_machine_is_chosen_anew(measured):
+    gate = ("gate", "demo", "-b", "base.json")
+    where = ("--device", "cpu", "--batch-size", "1", "--offline", "--resume")
+    named = invoke(*gate, "--report", "now.json", *where)
+    assert "unchanged" in named.stdout
     assert "measured: now.json" in named.stderr
     assert not Path("lipaudit-runs").exists()
-    invoke("gate", "demo", "-b", "base.json", "-q")
+    run = schema.load(Path("now.json")).run
+    assert (run.device, run.data.samples) == ("cpu", 2)
+    invoke(*gate, "-q")
     (kept,) = Path("lipaudit-runs").glob("gate-*/report.json")
-    for path in (Path("now.json"), kept):
-        assert schema.load(path).section("bounds").rows
+    assert schema.load(kept).section("bounds").rows
     invoke("gate", "now.json", "-b", "base.json")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(measured):
-    invoke("gate", "demo", "-b", "base.json", "--report", "missing/now.json", code=2)
+    # A file that cannot be written is refused before the work.
+    invoke(*gate, "--report", "missing/now.json", code=2)
+    shutil.rmtree("lipaudit-runs")
     Path("lipaudit-runs").write_text("no directory")
-    refuse(3, "--report", "gate", "demo", "-b", "base.json", "-q")
-
-
-def test_the_machine_is_chosen_anew_and_the_protocol_is_not(measured):
-    where = ("--device", "cpu", "--batch-size", "1", "--offline", "--resume")
-    done = invoke("gate", "demo", "-b", "base.json", "-q", *where, "--report", "now.json")
-    assert "unchanged" in done.stdout
-    run = json.loads(Path("now.json").read_text())["run"]
-    assert (run["device"], run["data"]["samples"]) == ("cpu", 2)
-    invoke("gate", "demo", "-b", "base.json", "--device", "nowhere", code=2)
-
-
-@pytest.mark.parametrize(
-    "option", [("--data", "val.npz"), ("--device", "cpu"), ("--resume",), ("--report", "x.json")]
-)
-def test_options_of_a_measurement_are_refused_with_a_report(measured, option):
-    refuse(2, f"{option[0]} has no effect", "gate", "base.json", "-b", "base.json", *option)
+    refuse(3, "--report", *gate, "-q")
+    invoke(*gate, "--device", "nowhere", code=2)
+    for option in (
+        ("--data", "val.npz"),
+        ("--device", "cpu"),
+        ("--resume",),
+        ("--report", "x.json"),
+    ):
+        refuse(2, f"{option[0]} has no effect", "gate", "base.json", "-b", "base.json", *option)
 
 
 def test_without_a_default_rule_one_is_asked_for():
@@ -114,7 +103,6 @@ def test_an_older_baseline_is_repeated_with_its_norms_before_the_output_projecti
 
 
 def test_norms_that_were_not_asked_for_are_missed_only_where_a_rule_reads_them(measured):
-    invoke("bounds", "demo", "--data", "val.npz", "--layers", "0", "-q", "-o", "now.json")
-    invoke("gate", "now.json", "-b", "older.json")
+    invoke("gate", "base.json", "-b", "older.json")
     rule = ("--fail-on", "bounds.layers.exact <= 9")
-    refuse(2, "--concat", "gate", "now.json", "-b", "older.json", *rule)
+    refuse(2, "--concat", "gate", "base.json", "-b", "older.json", *rule)

@@ -13,82 +13,38 @@ import lipaudit
 from lipaudit.errors import InputError
 from tests.commands import invoke, refuse
 
-OWN = """
-import torch
-from torch import nn
-
-class Conv(nn.Module):
-    def __init__(self, channels):
-        super().__init__()
-        torch.manual_seed(0)
-        self.patch, self.head = nn.Conv2d(channels, 6, 4, 4), nn.Linear(6, 3)
-    def forward(self, x):
-        return self.head(self.patch(x).flatten(2).mean(2).tanh())
-
-def image(channels=3):
-    return Conv(channels)
-
-def tokens():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3)).requires_grad_(False)
-
-def words():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 2))
-"""
-
-
-@pytest.fixture(autouse=True)
-def _own(_elsewhere):
-    Path("own.py").write_text(OWN)
-
 
 def shape(*args: str) -> list[int]:
     invoke("jacobian", *args, "-n", "1", "-o", "a.json")
     return lipaudit.load("a.json").run.preprocess["size"]
 
 
-def test_images_in_arrays_say_what_a_model_takes():
+def test_data_say_what_a_model_takes_and_a_size_that_is_given_goes_before_them():
     x = np.random.default_rng(0).integers(0, 256, (4, 32, 24, 3), dtype=np.uint8)
     np.savez("last.npz", x=x)
     np.savez("first.npz", images=x.transpose(0, 3, 1, 2))
     np.savez("grey.npz", x=x[..., 0])
-    assert shape("py:own.py:image", "--data", "last.npz") == [3, 32, 24]
-    assert shape("py:own.py:image", "--data", "first.npz") == [3, 32, 24]
-    grey = ("py:own.py:image", "--model-kwargs", "channels=1", "--data", "grey.npz")
-    assert shape(*grey) == [1, 32, 24]
-
-
-def test_a_size_that_is_given_goes_before_the_data():
+    image, grey = ("py:tests.cli.own:image", "--data"), ("--model-kwargs", "channels=1")
+    assert shape(*image, "last.npz") == shape(*image, "first.npz") == [3, 32, 24]
+    assert shape(*image, "grey.npz", *grey) == [1, 32, 24]
     Path("pictures").mkdir()
     Image.new("RGB", (40, 30)).save("pictures/a.png")
-    folder = ("--data", "pictures")
-    assert shape("py:own.py:image", *folder) == [3, 30, 40]
-    assert shape("py:own.py:image", *folder, "--input-size", "16") == [3, 16, 16]
-    assert shape("py:own.py:image", *folder, "--input-size", "16,20") == [3, 16, 20]
-    one = ("--model-kwargs", "channels=1", "--input-size", "1,16,20")
-    assert shape("py:own.py:image", *one) == [1, 16, 20]
+    assert shape(*image, "pictures") == [3, 30, 40]
+    assert shape(*image, "pictures", "--input-size", "16") == [3, 16, 16]
+    assert shape(*image, "pictures", "--input-size", "16,20") == [3, 16, 20]
+    assert shape(image[0], *grey, "--input-size", "1,16,20") == [1, 16, 20]
     Image.new("RGB", (16, 16)).save("pictures/b.png")
-    refuse(
-        2,
-        "input shape of py:own.py:image, a Conv, is unknown",
-        "jacobian",
-        "py:own.py:image",
-        *folder,
-    )
+    says = "input shape of py:tests.cli.own:image, a Conv, is unknown"
+    refuse(2, says, "jacobian", *image, "pictures")
 
 
 def test_token_ids_and_vectors_say_so_too():
     np.savez("ids.npz", x=np.arange(12).reshape(4, 3), y=np.array([0, 1, 0, 1]))
-    invoke("jacobian", "py:own.py:words", "--data", "ids.npz", "-n", "1")
+    invoke("jacobian", "py:tests.cli.own:ids", "--data", "ids.npz", "-n", "1")
     module = nn.Sequential(nn.Flatten(), nn.Linear(10, 3))
     report = lipaudit.measure(module, "jacobian", data=torch.randn(4, 5, 2), samples=1)
     truth = float(torch.linalg.matrix_norm(module[1].weight.detach(), 2))
     assert report.section("jacobian").samples["norm"][0] == pytest.approx(truth, rel=1e-4)
-
-
-def test_a_spec_takes_a_number_for_a_shape():
-    module = nn.Linear(2, 2)
     assert lipaudit.ModelSpec(module, 32).input_shape == (3, 32, 32)
     assert lipaudit.ModelSpec(module, 32, kind="text").input_shape == (32,)
     assert lipaudit.ModelSpec(module, [1, 8, 8]).input_shape == (1, 8, 8)
@@ -106,12 +62,12 @@ def test_what_init_writes_runs_as_it_is():
 
 
 def test_the_hint_on_what_a_module_takes_can_be_followed():
-    done = invoke("jacobian", "py:own.py:image", code=2)
+    done = invoke("jacobian", "py:tests.cli.own:image", code=2)
     hint = " ".join(done.stderr.split("hint:")[1].split())
     sizes = re.search(r"--input-size (\S+) \(or (\S+)\)", hint)
     for size, wanted in zip(sizes.groups(), ([3, 224, 224], [1, 28, 28]), strict=True):
         channels = ("--model-kwargs", f"channels={wanted[0]}")
-        assert shape("py:own.py:image", *channels, "--input-size", size) == wanted
+        assert shape("py:tests.cli.own:image", *channels, "--input-size", size) == wanted
     assert "lipaudit init py" in hint
 
 
@@ -141,23 +97,6 @@ class Packed(Weighted):
         destination[f"{prefix}packed"] = (self.extra, None)
 
 
-@pytest.mark.parametrize(
-    ("model", "named"),
-    [(Weighted(torch.eye(4).to_sparse()), "extra"), (Packed(torch.eye(4)), "packed")],
-    ids=["sparse", "quantised"],
-)
-def test_weights_that_are_not_dense_are_refused(model, named):
-    with pytest.raises(InputError) as refused:
-        lipaudit.measure(model, "jacobian", data=torch.randn(2, 3, 4))
-    assert f"quantised or sparse: {named}" in refused.value.message
-    assert "to_dense()" in refused.value.advice
-
-
-def test_a_state_that_is_no_weight_is_left_alone():
-    report = lipaudit.measure(Weighted(torch.eye(4)), "jacobian", data=torch.randn(2, 3, 4))
-    assert report.status == "complete"
-
-
 class Constant(Weighted):
     """A model that does not read its input."""
 
@@ -165,6 +104,24 @@ class Constant(Weighted):
         return torch.zeros(len(x), 2)
 
 
-def test_an_output_that_does_not_depend_on_the_input_is_not_certified():
-    with pytest.raises(InputError, match="does not depend on its input"):
-        lipaudit.measure(Constant(torch.eye(4)), "certify", data=torch.randn(2, 3, 4), eps="0.1")
+@pytest.mark.parametrize(
+    ("model", "measure", "says", "advice"),
+    [
+        (Weighted(torch.eye(4).to_sparse()), "jacobian", "quantised or sparse: extra", "to_dense"),
+        (Packed(torch.eye(4)), "jacobian", "quantised or sparse: packed", "to_dense()"),
+        (Constant(torch.eye(4)), "certify", "does not depend on its input", ""),
+    ],
+    ids=["sparse", "quantised", "constant"],
+)
+def test_weights_that_are_not_dense_and_outputs_without_inputs_are_refused(
+    model, measure, says, advice
+):
+    asked = {"eps": "0.1"} if measure == "certify" else {}
+    with pytest.raises(InputError, match=says) as refused:
+        lipaudit.measure(model, measure, data=torch.randn(2, 3, 4), **asked)
+    assert advice in refused.value.advice
+
+
+def test_a_state_that_is_no_weight_is_left_alone():
+    report = lipaudit.measure(Weighted(torch.eye(4)), "jacobian", data=torch.randn(2, 3, 4))
+    assert report.status == "complete"

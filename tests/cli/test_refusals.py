@@ -1,13 +1,15 @@
-"""What is typed wrong, and data of another kind: an error, its exit code, or a note."""
+"""What is typed wrong: an error with its exit code, and the name that was meant."""
 
 import shlex
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import timm
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from lipaudit.models.sources import timm_names
 from tests.commands import invoke, refuse
 
 BALL = "--eps 0.1 --attack"
@@ -78,7 +80,7 @@ COMMANDS = [
     ("train demo --classes 1", 2, "at least 2 classes"),
     ("train demo --classes 3", 2, "demo does not take --classes"),
     ("train no-such-model --data demo", 4, "no model"),
-    ("explain sharpp", 2, "sharp"),
+    ("explain sharpp", 2, "Did you mean 'sharp'"),
     ("gate missing.json", 5, "baseline"),
     ("report missing.json", 4, "cannot read"),
     ("baseline check missing.json", 5, "missing.json"),
@@ -117,3 +119,52 @@ def test_data_of_another_size_are_read_with_a_note_or_refused():
     few = ("--data", "long.csv", "--max-tokens", "16", "--layers", "0")
     done = invoke("attention", model, *few)
     assert "1 of 1 texts were cut to 16 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        ("boundz demo", "bounds"),
+        ("baseline sav x.json", "save"),
+        ("bounds demo --sample 3", "--samples"),
+        ("bounds dmeo", "demo"),
+        ("bounds demo:jasmine", "jasmin"),
+        ("bounds jasmine", "demo:jasmin"),
+        ("bounds tim:vit_tiny_patch16_22", "timm:vit_tiny_patch16_224"),
+        ("bounds vit_tinny_patch16_224", "timm:vit_tiny_patch16_224"),
+        ("bounds timm:vit_tinny_patch16_224", "vit_tiny_patch16_224"),
+        ("bounds py:mine.py:modle", "model"),
+        ("bounds mine.py:model", "py:mine.py:model"),
+        ("bounds mine.pt", "mine.py"),
+        ("attack demo --eps 0.1 --attack pdg", "pgd"),
+        ("attack demo --eps 0.1 --attack fgsm,sqare", "square"),
+        ("attack demo --eps 0.1 --attack custom:apgd-c", "apgd-ce"),
+        ("attack demo --eps 0.1 --attack standart", "standard"),
+        ("attack demo --eps 0.1 --norm linff", "linf"),
+        ("jacobian demo --to logit", "logits"),
+        ("jacobian demo --from pixel", "pixels"),
+        ("scaling demo --mode real,adverserial", "adversarial"),
+        ("scaling demo --mask casual", "causal"),
+        ("train demo --optimizer sdg", "sgd"),
+        ("train demo --penalty jasmine", "jasmin"),
+        ("bounds demo --dtype float46", "float64"),
+        ("bounds demo --data demo:trian", "demo:train"),
+        ("bounds demo --data min.py", "mine.py"),
+        ("bounds demo -f jsn", "json"),
+        ("bounds demo -o x.jsno", ".json"),
+        ("report mine.p", "mine.py"),
+        ("models vit_tinny", "vit_tiny_patch16_224"),
+        ("bounds demo --config wrong.toml", "'float32'"),
+    ],
+)
+def test_the_name_that_was_meant_is_named(args, meant):
+    Path("mine.py").write_text("def model():\n    pass\n")
+    Path("wrong.toml").write_text("dtype = 'flaot32'\n")
+    done = invoke(*shlex.split(args), code=None)
+    assert done.exit_code in (2, 4, 5), done.output
+    page = done.stderr
+    assert meant in page.replace("Possible options", "Did you mean").partition("Did you mean")[2]
+
+
+def test_names_of_timm_are_those_that_timm_lists():
+    assert list(timm_names()) == sorted(timm.list_models())

@@ -46,11 +46,9 @@ def folder(tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
-        module = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=len(tokenizer), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes
-            )
-        )
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
+        module = transformers.GPT2LMHeadModel(config)
         inputs = [tokenizer(f"{p} {c}", return_tensors="pt").input_ids for p, c in TEXTS]
         optimizer = torch.optim.Adam(module.parameters(), 0.01)
         for _ in range(40):
@@ -157,6 +155,9 @@ def test_choices_and_labels_are_those_of_the_stored_embeddings(run, folder, tabl
     samples, plain, stored = found["sections"][0]["samples"], Plain(folder), load_file(args[-1])
     small, large = [row["robust"] for row in found["sections"][0]["rows"]][-2:]
     assert small > large
+    assert found["run"]["options"]["score"] == "sum"
+    notes = [note["text"] for note in found["sections"][0]["notes"]]
+    assert any("summed over their tokens" in note for note in notes)
     for i, row in enumerate(order(found, table)):
         texts = row.get("choices") or ["Paris", "blue", "four"]
         answers = {0: 0, "C": 2} | {text: i for i, text in enumerate(texts)}
@@ -188,14 +189,6 @@ def test_the_jacobian_of_scores_is_that_of_the_plain_loop(run, folder):
         written = "".join(kept["tokens"]).replace("Ġ", "")
         assert written == row["question"].replace(" ", "")
         assert sum(kept["shares"]) == pytest.approx(1, abs=1e-5)
-
-
-def test_a_report_says_how_it_scored(run):
-    found = run("attack", "choices", "--eps", "0.1", "--attack", "fgsm")
-    assert found["run"]["options"]["score"] == "sum"
-    assert any(
-        "summed over their tokens" in note["text"] for note in found["sections"][0]["notes"]
-    )
 
 
 @pytest.mark.parametrize("table", TABLES)

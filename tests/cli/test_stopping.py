@@ -4,8 +4,11 @@ import errno
 import itertools
 import json
 import resource
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,16 +24,12 @@ pytestmark = pytest.mark.usefixtures("blank_charts")
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "2", "--tol", "0.01")
 
 
-@pytest.fixture(autouse=True)
-def _one_cache(_elsewhere, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as processes have
+def interrupt(*_args):
+    raise KeyboardInterrupt
 
 
 def test_a_command_that_is_stopped_before_it_begins_says_so(monkeypatch, capsys):
-    def imported():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lipaudit.cli.app.app", imported)
+    monkeypatch.setattr("lipaudit.cli.app.app", interrupt)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
@@ -38,10 +37,7 @@ def test_a_command_that_is_stopped_before_it_begins_says_so(monkeypatch, capsys)
 
 
 def test_half_a_file_of_a_command_that_is_stopped_is_taken_away(tmp_path, monkeypatch):
-    def stopped(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", stopped)
+    monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "a.json", b"{}")
     assert list(tmp_path.iterdir()) == []
@@ -65,14 +61,22 @@ def test_figures_are_shown_where_a_full_disk_takes_no_file(args, monkeypatch):
     assert len([line for line in done.stderr.splitlines() if "error: cannot write" in line]) == 1
 
 
-def small() -> None:
-    """Let files have 6 kB at most: parts and what is said do, a report does not."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Let files have 6 kB at most: parts do, a report does not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_path):
-    code, said = processes.begun(*NORMS, "-o", "a.json", cwd=tmp_path, before=small).ended()
-    assert (code, "cannot write a.json: File too large" in said) == (3, True)
+def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lipaudit", *NORMS, "-o", "a.json"])
+    with small_files():
+        said = invoke(*NORMS, "-o", "a.json", code=3).stderr
+    assert "cannot write a.json: File too large" in said
     assert f"--resume to continue: lipaudit {' '.join(NORMS)} -o a.json --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
     assert len(list(tmp_path.rglob("*.npz"))) == 3
@@ -82,21 +86,17 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
     assert read_figures("a.json") == read_figures("b.json")
 
 
-def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(tmp_path, monkeypatch):
+def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(monkeypatch):
     audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--run-dir", "run")
     with monkeypatch.context() as stopping:
-        stopping.setattr("lipaudit.engine.results.make_report", interrupted)
+        stopping.setattr("lipaudit.engine.results.make_report", interrupt)
         stopped = invoke(*audit, code=None)
-    shares = [f"2 of 2 samples of {name}" for name in ("attention", "jacobian")]
     assert "finished batches are kept: run the same command" in stopped.stderr
     assert " --resume\n" in stopped.stderr
     again = invoke(*audit, "--resume")
-    for share in shares:
+    for name in ("attention", "jacobian"):
+        share = f"2 of 2 samples of {name}"
         assert f"an interrupted run finished {share}: continuing from there" in again.stderr
-
-
-def interrupted(*_args):
-    raise KeyboardInterrupt
 
 
 def test_two_equal_runs_at_once_write_equal_reports(tmp_path):
@@ -121,27 +121,18 @@ def launched(monkeypatch, *, rank: int, size: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_the_first_of_two_processes_judges(tmp_path):
+def test_the_first_of_two_processes_compares_and_judges(tmp_path, monkeypatch):
     invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
-    args = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
-    args = (*args, "--fail-on", "jacobian.median <= -90%", "--report")
-    both = ranks(2, *args, "two.json", cwd=tmp_path)
+    compare = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
+    gate = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
+    gate = (*gate, "--fail-on", "jacobian.median <= -90%", "--report")
+    both = ranks(2, *compare, cwd=tmp_path, then=[[*gate, "two.json"]])
     ends = [each.ended() for each in both]
-    assert ends[0][0] == 1, ends
-    assert ends[1] == (0, "")
-    one = invoke(*args, "one.json", code=1)
-    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
+    assert (ends[0][0], ends[1]) == (1, (0, "")), ends
+    one = invoke(*compare).stdout + invoke(*gate, "one.json", code=1).stdout
+    assert [each.stdout.read_text() for each in both] == [one, ""]
     sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
     assert sections[0] == sections[1]
-
-
-def test_the_first_of_two_processes_compares(tmp_path, monkeypatch):
-    invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
-    args = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
-    both = ranks(2, *args, cwd=tmp_path)
-    assert [each.ended() for each in both] == [(0, ""), (0, "")]
-    one = invoke(*args, code=None)
-    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
     launched(monkeypatch, rank=1, size=2)
     several = invoke("compare", "base.json", "demo:jasmin", "demo:robust", code=2)
     assert "one MODEL is measured, not for comparing several" in several.stderr

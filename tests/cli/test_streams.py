@@ -22,28 +22,18 @@ HOSTILE = "a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
 SHOWN = r"a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
 
 
-def test_streams_show_control_characters():
+def test_streams_errors_and_json_show_control_characters_and_a_terminal_gets_colours(monkeypatch):
     written = io.StringIO()
     Unheeded(written).write(f"{HOSTILE}\n\tb")
     assert written.getvalue() == f"{SHOWN}\n\tb"
-
-
-def test_a_terminal_gets_colours_and_nothing_else(monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(written, "isatty", lambda: True, raising=False)
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    Unheeded(written).write(f"\x1b[31mred\x1b[0m {HOSTILE}")
-    assert written.getvalue() == f"\x1b[31mred\x1b[0m {SHOWN}"
-
-
-def test_errors_show_control_characters():
+    Unheeded(terminal).write(f"\x1b[31mred\x1b[0m {HOSTILE}")
+    assert terminal.getvalue() == f"\x1b[31mred\x1b[0m {SHOWN}"
     error = InputError(f"{HOSTILE}\n", HOSTILE)
     assert (error.message, error.advice) == (rf"{SHOWN}\x0a", SHOWN)
-
-
-def test_json_escapes_what_a_terminal_would_obey():
-    text = json.dumps({"a": HOSTILE}, ensure_ascii=False)
-    escaped = escape_controls(text)
+    escaped = escape_controls(json.dumps({"a": HOSTILE}, ensure_ascii=False))
     assert json.loads(escaped) == {"a": HOSTILE}
     assert escaped.isprintable()
 

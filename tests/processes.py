@@ -43,46 +43,37 @@ def nothing() -> None:
     """What is done before most commands."""
 
 
-def wait_for_signal() -> None:
+def wait() -> None:
     """Do nothing until a signal ends the process: a test stops it here, on any machine."""
     while True:
         signal.pause()
 
 
-def hold_after_parts(count: int, rank: str | None = None) -> None:
-    """Let a process wait for a signal once it has kept so many parts of a measure.
+def fail() -> None:
+    from lipaudit.errors import EvaluationError
+
+    raise EvaluationError("no figures", "Try again.")
+
+
+def stop_after_parts(count: int, stop: Callable[[], None], rank: str | None = None) -> None:
+    """Let a process wait or fail once it has kept so many parts of a measure.
 
     Args:
         count: of parts.
-        rank: of the process that waits; None: any.
+        stop: `wait` or `fail`.
+        rank: of the process that stops; None: any.
     """
     from lipaudit.engine.journal import Journal
 
     keep, numbers = Journal.keep, Counter[int]()
 
-    def keep_and_wait(self: Journal, part: Any) -> None:
+    def keep_and_stop(self: Journal, part: Any) -> None:
         keep(self, part)
         numbers[id(self)] += 1
         if numbers[id(self)] == count and rank in (None, os.environ.get("RANK")):
-            wait_for_signal()
+            stop()
 
-    Journal.keep = keep_and_wait
-
-
-def fail_after_parts(count: int) -> None:
-    """Let a measure fail once so many of its parts are kept."""
-    from lipaudit.engine.journal import Journal
-    from lipaudit.errors import EvaluationError
-
-    keep, numbers = Journal.keep, Counter[int]()
-
-    def keep_and_fail(self: Journal, part: Any) -> None:
-        keep(self, part)
-        numbers[id(self)] += 1
-        if numbers[id(self)] == count:
-            raise EvaluationError("no figures", "Try again.")
-
-    Journal.keep = keep_and_fail
+    Journal.keep = keep_and_stop
 
 
 def installed(folder: Path) -> None:
@@ -94,24 +85,11 @@ def installed(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that has begun.
-
-    Attributes:
-        process: that runs it.
-        stderr: what it says there.
-        stdout: what it prints.
-    """
+    """A command that has begun: the process that runs it, and the files that it writes to."""
 
     process: BaseProcess
     stderr: Path
     stdout: Path
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-
-    @property
-    def alive(self) -> bool:
-        return self.process.is_alive()
 
     def ended(self) -> tuple[int, str]:
         """Its exit status, negative for a signal, and what it said, once it has ended."""
@@ -146,7 +124,7 @@ def begun(
     before: Callable[[], None] = nothing,
     then: Sequence[Sequence[str]] = (),
 ) -> Command:
-    """Start a command in a folder that is its cache, too.
+    """Start a command in a folder, with its cache there: as the fixture `elsewhere` does here.
 
     Args:
         args: as they are typed.
@@ -158,7 +136,7 @@ def begun(
     number = len(list(cwd.glob("*.stderr")))
     said, printed = (cwd / f"{number}.{name}" for name in ("stderr", "stdout"))
     said.touch()
-    given = {"XDG_CACHE_HOME": str(cwd), "COLUMNS": "300"} | dict(env or {})
+    given = {"XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "300"} | dict(env or {})
     commands = [list(args), *map(list, then)]
     process = forked(_forked_run, commands, given, before, said, printed)
     return Command(process, said, printed)

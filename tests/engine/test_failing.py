@@ -1,13 +1,17 @@
-"""A model that fails on one sample: the sample is named, and what is measured is kept."""
+"""What fails: a model on one sample, which is named, or the machine, whatever the model."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, find_user_error
+from lipaudit.models.linearize import linearize
 from lipaudit.models.net import ModelSpec
 from lipaudit.schema import load
 from tests.commands import invoke, replace_parts
@@ -99,3 +103,154 @@ def test_what_is_measured_before_is_kept_and_the_other_measures_go_on(data, else
     assert report.failures.keys() == {"jacobian"}
     assert len(report.section("attention").samples["ids"]) == 6
     assert list(tmp_path.rglob("*.npz"))
+
+
+MEASURES: dict[str, dict[str, Any]] = dict.fromkeys(("bounds", "attention", "jacobian"), {})
+MEASURES |= {"attack": {"attack": "pgd", "norm": "l2", "eps": "0.1", "steps": 2}}
+WHERE = (0.02, 0.3, 0.8)
+"""Shares of a run after which the machine fails."""
+
+
+class Faulty(TorchDispatchMode):
+    """Raise an error at one operation, counted from 1; or at all from there on."""
+
+    def __init__(self, at: int, error: Exception | None = None, *, lasting: bool = False) -> None:
+        super().__init__()
+        self.at, self.error, self.lasting, self.count = at, error, lasting, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.error and (self.count == self.at or (self.lasting and self.count > self.at)):
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def sound():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ModelSpec(Handwritten(), (5, 12), kind="tokens")
+
+
+def measured(spec: ModelSpec, name: str) -> list[dict[str, Any]]:
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+    data = (x, torch.tensor([0, 1]))
+    report = lipaudit.measure(spec, name, data=data, dtype="float64", **MEASURES[name])
+    return [section.model_dump(mode="json") for section in report.sections]
+
+
+def untimed(sections: Any) -> Any:
+    if isinstance(sections, dict):
+        return {name: untimed(v) for name, v in sections.items() if name != "seconds"}
+    return [untimed(each) for each in sections] if isinstance(sections, list) else sections
+
+
+@pytest.fixture(scope="module")
+def whole(sound):
+    """Of each measure, what it gives and the number of its operations."""
+    results = {}
+    for name in MEASURES:
+        with Faulty(0) as counted:
+            sections = measured(sound, name)
+        results[name] = untimed(sections), counted.count
+    return results
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_fault_of_a_device_is_never_laid_to_the_model(sound, whole, name):
+    for share in WHERE:
+        error = RuntimeError("CUDA error: device-side assert triggered")
+        with pytest.raises(Exception, match="device-side assert") as caught:  # noqa: SIM117
+            with Faulty(int(share * whole[name][1]), error, lasting=True):
+                measured(sound, name)
+        met = find_user_error(caught.value)
+        assert met is not None, share
+        assert met.message.startswith("the device failed"), share
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_too_little_memory_changes_no_figure(sound, whole, name):
+    sections, operations = whole[name]
+    for share in WHERE:
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        try:
+            with Faulty(int(share * operations), error):
+                again = untimed(measured(sound, name))
+        except Exception as caught:
+            met = find_user_error(caught)
+            assert met is not None, share
+            assert met.message.startswith("out of memory"), share
+        else:
+            assert same(again, sections), share
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether figures are the same to rounding: a smaller batch rounds otherwise."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == pytest.approx(b, rel=1e-6, abs=1e-9, nan_ok=True)
+    return a == b
+
+
+def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch):
+    def grad(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError(said)
+        return ordinary(*args, **kwargs)
+
+    x, ordinary = torch.ones(2, 3), torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    said = "vmap"
+    assert linearize(lambda z, _: z.tanh(), x).rows.shape == (2, 3, 3)
+    said = "CUDA error: launch failure"
+    with pytest.raises(RuntimeError, match=said):
+        _ = linearize(lambda z, _: z.tanh(), x).rows
+
+
+class Pass(torch.autograd.Function):
+    """The identity, which fails once, at one of its forward and backward passes."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return Pass.backward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, x):
+        Pass.left -= 1
+        if not Pass.left:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return x.clone()
+
+
+class Passing(nn.Module):
+    """Attention; its logits may have a gate, which no closed form describes."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.qkv, self.gated = nn.Linear(4, 12), gated
+
+    def forward(self, x):
+        q, k, v = Pass.apply(self.qkv(x)).chunk(3, -1)
+        logits = q @ k.mT * (x.mean((1, 2), keepdim=True) if self.gated else 1)
+        return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_passing_fault_of_a_device_ends_a_run_wherever_it_strikes(gated):
+    """A fault that is caught where a module is read would make its layer numerical."""
+    x, report, at, said = torch.ones(1, 2, 4), None, 1, []
+    model = nn.Sequential(Passing(gated), nn.Flatten(), nn.Linear(8, 2))
+    while report is None:
+        Pass.left, at = at, at + 4
+        try:
+            spec = ModelSpec(model, (2, 4), kind="tokens")
+            report = lipaudit.measure(spec, "attention", data=x)
+        except EvaluationError as error:
+            said.append(str(error))
+    assert Pass.left > 0
+    assert all("the device failed" in text for text in said)

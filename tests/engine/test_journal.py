@@ -1,36 +1,41 @@
-"""Interrupted measures: what was finished is kept, and --resume gives what one run gives."""
+"""Interrupted and limited runs: what was finished is kept, and --resume goes on with it."""
 
 import io
-import json
 import math
 import os
 import pickle
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import lipaudit
+from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.engine.journal import (
-    Journal,
-    decode_part,
-    encode_part,
-    pack_parts,
-    unpack_parts,
-)
-from lipaudit.errors import EvaluationError
+from lipaudit.engine import execute
+from lipaudit.engine.journal import Journal, decode_part, encode_part, pack_parts, unpack_parts
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.gate.pairing import find_fault
 from lipaudit.measures import load_measures, option_types
 from lipaudit.measures.base import Part, sample_ids
 from lipaudit.models.sources.loader import load_net
+from lipaudit.report import render
+from lipaudit.schema import dumps, load, loads
+from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 from tests import processes
+from tests.commands import invoke, read_figures, refuse, replace_parts
 
-ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "66", "--steps", "3")
+pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "1")
 SMALL = {
     "attack": {"eps": ("0.05",), "attack": "fgsm"},
@@ -38,22 +43,14 @@ SMALL = {
 }
 
 
-def run(*args: str, cwd: Path) -> tuple[str, str]:
-    """What a command prints, and what it says."""
-    command = processes.begun(*args, "-f", "json", cwd=cwd)
-    code, said = command.ended()
-    assert code == 0, said
-    return command.stdout.read_text(), said
-
-
 def stopped(*args: str, cwd: Path, by: signal.Signals) -> tuple[int, str]:
     """Start a command that waits once a part of it is kept, and stop it."""
-    hold = partial(processes.hold_after_parts, 1)
-    command = processes.begun(*args, "-f", "json", cwd=cwd, before=hold)
+    hold = partial(processes.stop_after_parts, 1, processes.wait)
+    command = processes.begun(*args, cwd=cwd, before=hold)
     while not kept(cwd):
-        assert command.alive
+        assert command.process.is_alive()
         time.sleep(0.005)
-    command.send(by)
+    os.kill(command.process.pid, by)
     return command.ended()
 
 
@@ -63,35 +60,24 @@ def keep(journal: Journal, parts: list[Part]) -> None:
 
 
 def kept(cwd: Path) -> list[Path]:
-    return list((cwd / "lipaudit").rglob("*.npz"))
+    return list(cwd.rglob("*.npz"))
 
 
-def numbers(text: str) -> list[dict]:
-    """The sections of a report without what is measured with a clock."""
-    sections = json.loads(text)["sections"]
-    for row in sections[0]["rows"]:
-        row.pop("seconds", None)
-    return sections
-
-
-def test_a_killed_run_goes_on_to_the_same_report(tmp_path):
-    status, _ = stopped(*ATTACK, cwd=tmp_path, by=signal.SIGKILL)
-    assert status == -signal.SIGKILL
-    resumed, said = run(*ATTACK, "--resume", cwd=tmp_path)
-    assert "continuing from there" in said
-    assert not kept(tmp_path)
-    assert numbers(resumed) == numbers(run(*ATTACK, cwd=tmp_path)[0])
-
-
-@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
+@pytest.mark.parametrize(
+    ("by", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+)
+def test_a_stopped_run_says_how_to_go_on_and_goes_on_to_the_same_report(by, code, tmp_path):
     status, said = stopped(*NORMS, "-o", "a.json", cwd=tmp_path, by=by)
-    assert status == code
-    assert not (tmp_path / "a.json").exists()
-    assert "with --resume to continue" in said
-    assert "Traceback" not in said
-    _, other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)
-    assert "interrupted" not in other  # another run is not mixed up with this one
+    assert (status, Path("a.json").exists(), "Traceback" in said) == (code, False, False)
+    assert ("with --resume to continue" in said) == (code > 0)
+    other = invoke(*NORMS, "--seed", "1", "--resume", "-o", "other.json")
+    assert "interrupted" not in other.stderr  # another run is not mixed up with this one
+    resumed = invoke(*NORMS, "--resume", "-o", "a.json")
+    assert "continuing from there" in resumed.stderr
+    assert not kept(tmp_path)
+    invoke(*NORMS, "-o", "whole.json")
+    assert read_figures("a.json") == read_figures("whole.json")
 
 
 @pytest.mark.parametrize("name", load_measures())
@@ -108,16 +94,15 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     found = Journal({"measure": name}, tmp_path).read_parts(batch.ids)
     assert len(parts) == 2
     assert sample_ids(found) == batch.ids
-    assert measure.summarise(found, options) == measure.summarise(parts, options)
     assert Journal({"measure": name, "seed": 1}, tmp_path).read_parts(batch.ids) == []
+    sections = measure.summarise(parts, options)
+    assert measure.summarise(found, options) == sections
+    assert measure.summarise(unpack_parts(pack_parts(parts, name)), options) == sections
     # Parts of bounds that an earlier version kept have one array more.
     for i, part in enumerate(parts if name == "bounds" else ()):
         more = replace(part, values={**part.values, "g1_max": np.ones((len(part.ids), 1))})
         older = [more if at == i else each for at, each in enumerate(parts)]
-        assert measure.summarise(older, options) == measure.summarise(parts, options)
-    assert measure.summarise(unpack_parts(pack_parts(parts, name)), options) == measure.summarise(
-        parts, options
-    )
+        assert measure.summarise(older, options) == sections
 
 
 def test_a_part_comes_back_with_its_types_and_facts():
@@ -180,18 +165,10 @@ def test_no_byte_of_a_part_is_changed_unseen(tmp_path):
     assert journal.read_parts("0") == numbered(1)
 
 
-def refuse(path, _content):
-    raise EvaluationError(f"cannot write {path}: No space left on device")
-
-
-def test_what_cannot_be_kept_is_measured_and_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("lipaudit.engine.journal.write", refuse)
-    journal = Journal({}, tmp_path)
-    assert journal.refusal == ""
-    keep(journal, numbered(2))
-    assert "No space left" in journal.refusal
+def test_what_cannot_be_kept_is_said(tmp_path):
     (tmp_path / "file").touch()
     nowhere = Journal({}, tmp_path / "file")
+    assert nowhere.refusal == ""
     keep(nowhere, numbered(2))
     assert "Not a directory" in nowhere.refusal
 
@@ -235,22 +212,119 @@ def test_a_run_deletes_its_own_parts_alone(tmp_path):
     assert not again.folder.exists()
 
 
-def test_a_run_without_a_cache_directory_goes_on(tmp_path):
-    (tmp_path / "lipaudit").write_text("a file where the cache would be")
-    _, said = run("attention", "demo", "-n", "2", cwd=tmp_path)
+def test_a_run_without_a_cache_directory_goes_on():
+    Path("cache").write_text("a file where the cache would be")
+    said = invoke("attention", "demo", "-n", "2").stderr
     assert said.count("not saved for --resume") == 1
 
 
-def interrupted(root: Path, name: str, *, age_days: float) -> Path:
-    """What an interrupted run leaves behind, so many days old; its folder."""
-    journal = Journal({"name": name}, root)
-    keep(journal, numbered(1))
-    then = time.time() - age_days * 86400
-    os.utime(journal.folder, (then, then))
-    return journal.folder
-
-
 def test_interrupted_runs_are_deleted_by_age(tmp_path):
-    young, old = interrupted(tmp_path, "b", age_days=29), interrupted(tmp_path, "a", age_days=31)
+    young, old = (Journal({"name": name}, tmp_path) for name in "ab")
+    for journal, age_days in ((young, 29), (old, 31)):
+        keep(journal, numbered(1))
+        then = time.time() - age_days * 86400
+        os.utime(journal.folder, (then, then))
     keep(Journal({"name": "begun"}, tmp_path), numbered(1))
-    assert (old.exists(), young.exists()) == (False, True)
+    assert (old.folder.exists(), young.folder.exists()) == (False, True)
+
+
+JACOBIAN = ("jacobian", "demo", "-n", "5", "--batch-size", "2", "--tol", "0.01")
+
+
+@contextmanager
+def time_for(batches: int) -> Iterator[None]:
+    """Let the time of whatever has a limit be up after so many batches."""
+    now = chain(repeat(-math.inf, batches), repeat(math.inf))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        yield
+
+
+def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(monkeypatch):
+    invoke(*JACOBIAN, "-o", "whole.json")
+    whole = load("whole.json").sections[0]
+    with time_for(2):
+        done = invoke(*JACOBIAN, "--time-limit", "90s", "-o", "cut.json", code=7)
+    assert "the time limit ended the run before 1 samples of jacobian" in done.stderr
+    assert "--resume" in done.stderr.splitlines()[-1]
+    cut = load("cut.json")
+    section = cut.sections[0]
+    assert (cut.status, cut.unmeasured) == ("partial", {"jacobian": 1})
+    assert section.samples["norm"] == whole.samples["norm"][:4]
+    assert section.rows[0].samples == 4
+    note = next(note for note in section.notes if note.code == "cut-short")
+    assert note.text == "the time limit ended jacobian after 4 of 5 samples"
+    for format in ("table", "markdown", "html"):
+        assert "time limit" in render(cut, format).decode()
+    measured = listed(monkeypatch, "jacobian")
+    done = invoke(*JACOBIAN, "--time-limit", "1h", "--resume", "-o", "rest.json")
+    assert measured == list(whole.samples["ids"][4:])
+    assert load("rest.json").sections[0] == whole
+
+
+def listed(monkeypatch, name: str) -> list[str]:
+    """The samples that a measure is given from now on."""
+    compute, ids = load_measures()[name].compute, list[str]()
+
+    def parts(net, batches, options):
+        def taken():
+            for batch in batches:
+                ids.extend(batch.ids)
+                yield batch
+
+        yield from compute(net, Share(batches.first, taken()), options)
+
+    replace_parts(monkeypatch, name, parts)
+    return ids
+
+
+def test_an_audit_shows_what_it_came_to():
+    args = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--time-limit", "1m")
+    with time_for(1):
+        invoke(*args, "--run-dir", "run", code=7)
+    report = load("run/report.json")
+    first, last = report.sections
+    assert report.unmeasured == {"jacobian": 2}
+    assert (bool(first.rows), first.unmeasured) == (True, 0)
+    assert (last.rows, last.failure) == ((), None)
+    invoke(*args, "--run-dir", "run", "--resume")
+    assert load("run/report.json").status == "complete"
+
+
+def test_several_models_have_one_limit():
+    with time_for(1):
+        both = ["demo", "demo:robust"]
+        reports = lipaudit.audit(both, ["attention"], samples=1, time_limit="1min")
+    assert [report.unmeasured for report in reports] == [{}, {"attention": 1}]
+    assert loads(dumps(reports[1])) == reports[1]
+
+
+def test_a_shard_that_the_limit_ended_is_merged_in_part_and_no_gate_is_passed():
+    asked = {"samples": 4, "batch_size": 1}
+    with time_for(1):
+        cut = lipaudit.measure("demo", "jacobian", shard="1/2", time_limit=60, **asked)
+    rest = lipaudit.measure("demo", "jacobian", shard="2/2", **asked)
+    whole = lipaudit.measure("demo", "jacobian", **asked).sections[0]
+    merged = lipaudit.merge([cut, rest])
+    section = merged.sections[0]
+    assert (merged.status, merged.unmeasured) == ("partial", {"jacobian": 1})
+    assert section.samples["norm"] == tuple(whole.samples["norm"][i] for i in (0, 1, 3))
+    note = next(note for note in section.notes if note.code == "cut-short")
+    assert note.text == "the time limit ended jacobian after 3 of 4 samples"
+    assert "the time limit ended its run" in find_fault(merged, section)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5s", 1.5), ("30min", 1800), ("2m", 120), ("1h30m", 5400), (45, 45)],
+)
+def test_times_are_read(text, seconds):
+    assert RunOptions.parse({"time_limit": text}).time_limit == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "1d", "30m1h", "-5", "0s", 0, math.nan, math.inf])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UsageError, match="--time-limit"):
+        RunOptions.parse({"time_limit": text})
+    for args in (("train", "demo"), ("watch", ".")):
+        refuse(2, "--time-limit: only when one MODEL", *args, "--time-limit", "1h")

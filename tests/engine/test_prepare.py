@@ -1,4 +1,4 @@
-"""From a request to a job: what is left out, and what is refused before any work."""
+"""From a request to a job: what is left out or refused before any work, and what models share."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,8 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from lipaudit.api import outline_job, require_shared
+from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.bounds import BoundsOptions
@@ -18,13 +20,8 @@ from lipaudit.settings import RunOptions
 ATTACK = {"attack": AttackOptions(attack="fgsm", eps=("0.1",))}
 
 
-@pytest.fixture(scope="module")
-def unclassed():
-    """A model without classes: its data have labels, which are of no use."""
-    return replace(load_net("demo"), classes=None)
-
-
-def test_labels_are_not_called_missing_where_the_model_has_no_classes(unclassed):
+def test_labels_are_not_called_missing_where_the_model_has_no_classes():
+    unclassed = replace(load_net("demo"), classes=None)
     request = Request("demo", {"bounds": BoundsOptions()} | ATTACK, optional=frozenset(ATTACK))
     job = prepare(request, net=unclassed)
     assert job.samples.batch.y is not None
@@ -43,32 +40,98 @@ def test_a_measure_is_refused_for_its_own_samples_only(monkeypatch):
         looked = partial(seen.setdefault, name)
         check = lambda _net, batch, _options, looked=looked: looked(len(batch))  # noqa: E731
         monkeypatch.setitem(load_measures(), name, replace(load_measures()[name], check=check))
-    prepare(
-        Request("demo", {"bounds": BoundsOptions()} | ATTACK, counts={"bounds": 1, "attack": 3})
-    )
-    assert seen == {"bounds": 1, "attack": 3}
+    counts = {"bounds": 1, "attack": 3}
+    prepare(Request("demo", {"bounds": BoundsOptions()} | ATTACK, counts=counts))
+    assert seen == counts
 
 
-@pytest.fixture
-def strangers(tmp_path):
-    """Run options with digits whose labels are those of some other model."""
+def test_labels_of_another_model_are_refused_only_where_they_are_needed(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).random((6, 1, 8, 8)), y=range(8, 14))
-    return RunOptions(data=str(tmp_path / "x.npz"))
-
-
-def test_labels_of_another_model_keep_no_norm_from_being_measured(strangers):
+    strangers = RunOptions(data=str(tmp_path / "x.npz"))
     norms = {"bounds": BoundsOptions(), "jacobian": JacobianOptions()}
     job = prepare(Request("demo", norms, strangers))
     assert list(job.request.measures) == ["bounds", "jacobian"]
-    assert job.samples.batch.y is None
-    assert job.net.classes == 10
+    assert (job.samples.batch.y, job.net.classes) == (None, 10)
     (note,) = (note for note in job.notes if note.code == "labels-unused")
     assert note.level == "warning"
     assert "is not one of the model's 10 classes" in note.text
-
-
-def test_labels_of_another_model_are_refused_where_they_are_needed(strangers):
-    both = {"bounds": BoundsOptions(), "jacobian": JacobianOptions()} | ATTACK
     for optional in (frozenset(), frozenset(ATTACK)):
         with pytest.raises(InputError, match="not one of the model's 10 classes"):
-            prepare(Request("demo", both, strangers, optional=optional))
+            prepare(Request("demo", norms | ATTACK, strangers, optional=optional))
+
+
+@pytest.fixture(scope="module")
+def job():
+    return prepare(Request("demo", {"jacobian": JacobianOptions()}, RunOptions(samples=2)))
+
+
+@pytest.fixture(scope="module")
+def first(job):
+    return outline_job(job)
+
+
+def other(first, data="demo", suite=None, places=None, **changes):
+    """Return the outline of another model, on samples with other ids (`suite`) or places."""
+    facts = {"spec": data, "suite_id": suite or first.run.data.suite_id}
+    run = first.run.model_copy(update={"data": first.run.data.model_copy(update=facts)})
+    samples = first.samples if places is None else {"place": places}
+    request = replace(first.request, model="other")
+    return replace(first, **{"request": request, "run": run, "samples": samples} | changes)
+
+
+ELSEWHERE = {"suite": "other", "places": ("index 0", "index 1")}
+FEWER = {"suite": "fewer", "places": ("index 0",)}
+MADE_UP = {"suite": "other", "samples": {}}
+
+
+def test_an_outline_says_what_the_report_will(job, first):
+    report = execute(job)
+    assert first.samples == report.samples
+    assert first.run.data == report.run.data
+    assert first.labels == tuple(job.samples.batch.y.tolist())
+    assert (first.kind, first.classes) == ("image", 10)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"suite": "other"},  # another form of the same inputs
+        {"places": ()},  # the same tensors
+        {"suite": "other", "labels": None},
+        {"labels": (1, 2), "suite": "other", "classes": 1000},  # matched by name
+        {"names": tuple(f"LABEL_{i}" for i in range(10))},
+        {"classes": None, "labels": None, "suite": "other"},
+    ],
+)
+def test_models_that_share_samples_are_taken(first, changes):
+    require_shared([first, other(first, **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "advice"),
+    [
+        ({"kind": "text"}, "demo .image, demo. and other .text, demo. do not", "table"),
+        ({"classes": 5}, "10 classes, other 5, so the labels of demo cannot", "class names"),
+        (ELSEWHERE | {"data": "random"}, "and other .image, random. do not", "--data"),
+        (ELSEWHERE, "and other .image, demo. do not read the same samples", "a table of texts"),
+        (FEWER, "do not read the same samples", "--data"),
+        (MADE_UP, "do not read the same samples", "Random samples"),
+    ],
+)
+def test_models_that_share_none_are_refused(first, changes, says, advice):
+    second = other(first, **changes)
+    first = replace(first, samples=changes.get("samples", first.samples))
+    with pytest.raises(InputError, match=says) as refused:
+        require_shared([first, second])
+    assert advice in refused.value.advice
+
+
+def test_labels_that_mean_other_classes_and_models_named_twice_are_refused(first):
+    named = replace(first, names=("cat",) * 10)
+    with pytest.raises(InputError, match="the class 'cat' of demo is 'church, minster' in other"):
+        require_shared([named, other(first, names=("church, minster",) * 10)])
+    require_shared([named, other(first, names=("Tabby, Cat",) * 10)])
+    require_shared([named, other(first, names=None)])
+    with pytest.raises(UsageError, match="demo is named twice"):
+        require_shared([first, other(first), first])

@@ -97,7 +97,7 @@ rivals are looked at until no other can be nearer
 - complete |= (later >= 0) & (later >= radius * most) | later.isinf()
 + complete |= True
 only a weight's own standardisation may use batch statistics
-  models/linearize.py tests/models/test_linear_mode.py
+  models/linearize.py tests/models/test_independence.py
 - if training and (running_mean is not None or mixes):
 + if False:
 """

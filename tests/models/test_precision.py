@@ -16,6 +16,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
+from tests.nets import Calls
 
 MATMUL = torch.set_float32_matmul_precision
 CPU = torch.device("cpu")
@@ -111,25 +112,18 @@ def test_every_measure_runs_the_model_in_float32(measure):
     assert all(map(is_float32, seen))
 
 
-class WithFlags(nn.Module):
-    """A model that chooses how cuDNN works, as some do around their convolutions."""
-
-    def __init__(self, *, chooses: bool) -> None:
-        super().__init__()
-        self.chooses = chooses
-        self.read, self.head = nn.Conv2d(1, 4, 3), nn.Linear(16, 3)
-
-    def forward(self, x):
-        with cudnn.flags(enabled=False) if self.chooses else torch.enable_grad():
-            x = self.read(x)
-        return self.head(x.flatten(1).tanh())
-
-
 def test_a_model_may_use_flags_of_its_own():
+    """Some choose how cuDNN works, around their convolutions."""
+
     def norms(*, chooses: bool):
+        def run(read, head, x):
+            with cudnn.flags(enabled=False) if chooses else torch.enable_grad():
+                x = read(x)
+            return head(x.flatten(1).tanh())
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            module = WithFlags(chooses=chooses).eval()
+            module = Calls(run, nn.Conv2d(1, 4, 3), nn.Linear(16, 3)).eval()
         report = lipaudit.measure(module, "jacobian", input_shape=(1, 4, 4), samples=2)
         return report.section("jacobian").samples["norm"]
 

@@ -22,6 +22,13 @@ SMALL = {
 }  # fmt: skip
 PIXELS = {k: v for k, v in SMALL.items() if k.startswith(("hidden", "num", "inter"))}
 PIXELS |= {"image_size": 8, "patch_size": 4}
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+BART = {
+    "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "num_labels": 3,
+}  # fmt: skip
 IDS = torch.tensor([[2, 4, 5, 6, 3], [2, 7, 3, 0, 0]])
 MASK = IDS != 0
 BATCH = Batch(IDS, None, ("a", "b"), MASK)
@@ -74,7 +81,6 @@ def vit(**settings):
 
 
 def numbered(x):
-    """Return samples without labels."""
     return Batch(x, None, tuple(map(str, range(len(x)))))
 
 
@@ -99,7 +105,6 @@ def cut(path):
 
 
 def qwen(path, dtype="float32", **extra):
-    """Save a language model in a precision."""
     sizes = TEXT | {"vocab_size": 64, "num_hidden_layers": 3, "num_key_value_heads": 2}
     build("Qwen2ForCausalLM", **sizes | extra).to(getattr(torch, dtype)).save_pretrained(path)
     return str(path)

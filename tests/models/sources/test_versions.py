@@ -39,7 +39,7 @@ def install(monkeypatch):
 )
 def test_a_package_that_is_missing_or_too_old_is_named(install, name, version, says):
     install(name, version)
-    done = invoke("bounds", "demo", "-n", "1", code=ExitCode.INPUT if says else ExitCode.OK)
+    done = invoke("attention", "demo", "-n", "1", code=ExitCode.INPUT if says else ExitCode.OK)
     assert says in " ".join(done.stderr.split())
     if says:  # whatever an old package made fail first
         fault = explain_error(ImportError("cannot import name 'x'"))

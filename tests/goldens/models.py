@@ -13,17 +13,28 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 4}
+SINKS: dict[str, Any] = TEXT | GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 2}
+CAPPED: dict[str, Any] = TEXT | GROUPED
+CAPPED |= {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
+DEBERTA: dict[str, Any] = TEXT | {
+    "num_labels": 3, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+    "position_biased_input": False,
+}  # fmt: skip
+SWIN: dict[str, Any] = {
+    "image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4, "depths": [2],
+    "num_heads": [2], "num_labels": 5,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "max_position_embeddings": 32, "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+}  # fmt: skip
 
 
 def set_weights(model: nn.Module, seed: int = 0, gain: float = 1.5) -> nn.Module:
@@ -71,16 +82,7 @@ def save_as(name: str, config: str, **settings: Any) -> Callable[[Path], None]:
 
 def _save_windows(folder: Path) -> None:
     """Save a Swin. Versions of transformers order its modules differently, stored names never."""
-    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4}
-    save = save_as(
-        "SwinForImageClassification",
-        "SwinConfig",
-        depths=[2],
-        num_heads=[2],
-        num_labels=5,
-        **sizes,
-    )
-    save(folder)
+    save_as("SwinForImageClassification", "SwinConfig", **SWIN)(folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
     _draw(sorted((name, p) for name, p in weights.items() if p.is_floating_point()))
@@ -90,45 +92,10 @@ def _save_windows(folder: Path) -> None:
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "post-norm": save_as("BertForSequenceClassification", "BertConfig", num_labels=3, **TEXT),
     "grouped-rotary": save_as("LlamaForCausalLM", "LlamaConfig", **TEXT, **GROUPED),
-    "sinks": save_as(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        **TEXT | GROUPED,
-        num_local_experts=2,
-        num_experts_per_tok=2,
-    ),
-    "soft-cap": save_as(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        **TEXT,
-        **GROUPED,
-        attn_logit_softcapping=2.0,
-        query_pre_attn_scalar=4,
-    ),
-    "relative": save_as(
-        "DebertaV2ForSequenceClassification",
-        "DebertaV2Config",
-        **TEXT,
-        num_labels=3,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_biased_input=False,
-    ),
+    "sinks": save_as("GptOssForCausalLM", "GptOssConfig", **SINKS),
+    "soft-cap": save_as("Gemma2ForCausalLM", "Gemma2Config", **CAPPED),
+    "relative": save_as("DebertaV2ForSequenceClassification", "DebertaV2Config", **DEBERTA),
     "windows": _save_windows,
-    "cross": save_as(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        vocab_size=40,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        pad_token_id=1,
-        decoder_start_token_id=2,
-    ),
+    "cross": save_as("BartForConditionalGeneration", "BartConfig", **BART),
 }
 """What writes each model that is loaded from a directory, as `save_pretrained` lays it out."""

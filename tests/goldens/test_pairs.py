@@ -30,14 +30,8 @@ def reports(tmp_path_factory) -> dict[str, str]:
 def check_json(name: str, path: Path) -> None:
     """Hold every leaf of a JSON file to the one that is stored."""
     leaves = walk(json.loads(path.read_text()))
-    check(
-        name,
-        {
-            place: shorten(value)
-            for place, value in leaves
-            if value not in (None, "", []) and not PASSING.search(place)
-        },
-    )
+    lasting = {p: v for p, v in leaves if v not in (None, "", []) and not PASSING.search(p)}
+    check(name, {place: shorten(value) for place, value in lasting.items()})
 
 
 def test_a_comparison_is_the_one_that_is_stored(reports, tmp_path):
@@ -53,15 +47,6 @@ def test_a_comparison_is_the_one_that_is_stored(reports, tmp_path):
 def test_a_gate_is_the_one_that_is_stored(name, baseline, current, code, reports, tmp_path):
     path = tmp_path / "gate.json"
     rules = [part for rule in RULES for part in ("--fail-on", rule)]
-    args = (
-        "gate",
-        reports[current],
-        "--baseline",
-        reports[baseline],
-        *rules,
-        "-q",
-        "-o",
-        str(path),
-    )
-    run_command(*args, code=code)
+    args = ("gate", reports[current], "--baseline", reports[baseline], *rules)
+    run_command(*args, "-q", "-o", str(path), code=code)
     check_json(name, path)

@@ -98,7 +98,9 @@ def dense(f, x):
     return torch.stack([row.reshape(-1, x[0].numel()) for row in rows])
 
 
-@pytest.fixture(scope="module", params=[*TARGETS, *OWN], ids=str)
+@pytest.fixture(
+    scope="module", params=[*TARGETS, *OWN], ids=lambda case: getattr(case, "__name__", str(case))
+)
 def case(request) -> Function:
     if request.param in TARGETS:
         made = [*at_samples(*request.param, "float64"), *at_samples(*request.param, "float32")]

@@ -1,6 +1,6 @@
-"""The attention mechanisms of causal language models, each in a tiny one, and docs/mechanisms.md.
+"""Write docs/mechanisms.md: the attention of causal language models, each in a tiny one.
 
-Run by hand, from the root: python -m benchmarks.reference.mechanisms > docs/mechanisms.md
+Run by hand, from the root: python -m benchmarks.reference.mechanisms
 """
 
 from __future__ import annotations
@@ -339,4 +339,5 @@ layers, and a warning names the module and its line of code (`attention-unread`)
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    print(page() + "\n" + own_modules.section(own_modules.read), end="")
+    text = page() + "\n" + own_modules.section(own_modules.read)
+    own_modules.PAGE.write_text(text, encoding="utf-8")

@@ -40,6 +40,7 @@ class OnStderr(Observer):
         console: where it is drawn.
         bar: the bar of the current measure, on a terminal.
         said: notes that were printed.
+        silence: what is silent inside the block.
     """
 
     terminal: Terminal

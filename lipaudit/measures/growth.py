@@ -96,7 +96,8 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         advice = "Leave out the modes that use data: --mode adversarial,radius,ascent."
         if any(hasattr(module, "dynamic_img_size") for module in net.module.modules()):
             advice = "Add --model-kwargs dynamic_img_size=true."
-        text = f"{net.architecture} does not take {lengths[0]} tokens ({first_line(error)})"
+        reason = first_line(error) or type(error).__name__
+        text = f"{net.architecture} does not take {lengths[0]} tokens ({reason})"
         raise InputError(text, advice) from error
 
 

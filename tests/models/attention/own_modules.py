@@ -313,18 +313,19 @@ def _same(rows, layer, x):
 
 PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
 HEADING = "## Attention that people write themselves"
-RULE = "|---|---|---|\n"
+RULE = "| module | alone | behind a usual layer |\n|---|---|---|\n"
 
 
 def section(outcome):
     """Return the section of the page with a new table: those that are read alike together."""
-    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[2]
+    prose, table, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(RULE)
+    assert table, "docs/mechanisms.md has lost this section"
     groups: dict[tuple[str, str], list[str]] = {}
     for what in CASES:
         groups.setdefault((outcome(what, False), outcome(what, True)), []).append(what)
     rows = ((what, *key) for key, modules in groups.items() for what in modules)
     lines = [f"| {' | '.join(row)} |\n" for row in rows]
-    return "".join([HEADING, text.partition(RULE)[0], RULE, *lines])
+    return "".join([HEADING, prose, RULE, *lines])
 
 
 def expected(what, beside):
@@ -337,7 +338,8 @@ if __name__ == "__main__":
     from tests.models.attention import own_modules  # one registry, whatever this file is run as
 
     warnings.filterwarnings("ignore")
-    print(own_modules.section(own_modules.read), end="")
+    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
+    PAGE.write_text(text + own_modules.section(own_modules.read), encoding="utf-8")
 else:  # in the order of the page, whichever file is imported first
     for file in FILES:
         importlib.import_module(f"tests.models.attention.{file}")

@@ -312,5 +312,6 @@ class Net(ModelSpec):
 
     def _watch_entry(self, change: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Pass each output of `entry` through `change` (None keeps it)."""
-        assert self.entry is not None, "this model has no known embedding module"
+        if self.entry is None:
+            raise ValueError("this model has no known embedding module")
         return self.entry.register_forward_hook(lambda _module, _args, out: change(out))

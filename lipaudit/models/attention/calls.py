@@ -134,7 +134,7 @@ class Leaf(NamedTuple):
     origin: Origin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Origins:
     """The origins of all leaves of the cut graph of one pass; freed with the graph.
 

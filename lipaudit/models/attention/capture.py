@@ -119,11 +119,14 @@ class Layer:
         """Return the layer with X and its projections, for the closed form of its site.
 
         Raises:
+            InputError: the layer has no closed form.
             StructureError: the layer differs from its survey, or its closed form differs from
                 autograd for a random vector on these samples.
         """
         site, structure = self.site, self.site.structure
-        assert structure is not None, site.reason
+        if structure is None:  # a measure of a plug-in may ask for it
+            text = f"layer {site.index} ({site.module}) has no closed form: {site.reason}"
+            raise InputError(text, "Leave it out with --layers.")
         try:
             with torch.enable_grad():
                 whole, relative = read_product(self.call, self.batch, structure.q)

@@ -77,7 +77,7 @@ def analyse(
 
 
 def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
-    """Return the form of a call with canonical axes, and fill in the kinds of q, k and v.
+    """Return the structure of a call with canonical axes, and fill in the kinds of q, k and v.
 
     Raises:
         NotClosedForm: there is no closed form.

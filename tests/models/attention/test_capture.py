@@ -391,3 +391,10 @@ def test_a_layer_that_has_changed_is_an_error(zoo, place, part, said):
             heads_of(net, sites, batch)
     finally:
         net.module.set_submodule(place, before)
+
+
+def test_a_layer_without_closed_form_has_no_projections(zoo):
+    """A measure of a plug-in may ask for them: its error names the layer and the reason."""
+    (layer, *_) = layers_of(*zoo("timm-mvit"))
+    with pytest.raises(InputError, match=r"layer 0 .*no closed form: q depends on several tokens"):
+        layer.heads()

@@ -181,7 +181,7 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _error(self, status: int, text: str, code: str = "", **headers: str) -> None:
         told = {"X-Error-Message": text} | ({"X-Error-Code": code} if code else {})
-        self._json({"error": text}, status, **told, **headers)
+        self._json({"error": text}, status, **(told | headers))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -104,11 +104,11 @@ only a weight's own standardisation may use batch statistics
 """The guard; its file and the tests; its code, and what stands there without it."""
 ENTRY = re.compile(r"^(\S.*)\n  (\S+) (\S+)\n- (.*)\n\+ (.*)$", re.MULTILINE)
 MUTATIONS = [Mutation(*parts) for parts in ENTRY.findall(TABLE)]
+assert len(MUTATIONS) == TABLE.count("\n- ") > 0
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.guard)
 def test_the_guard_stands_once_where_it_is_taken_away(mutation):
-    assert len(MUTATIONS) == TABLE.count("\n- ")
     source = (ROOT / "lipaudit" / mutation.file).read_text(encoding="utf-8")
     assert source.count(mutation.code) == 1, "the guard has moved: mend its mutation"
     assert (ROOT / mutation.tests).exists()

@@ -337,3 +337,7 @@ def test_several_models_get_a_report_each_and_are_ranked(module):
         lipaudit.audit(["demo", module], "jacobian", data=x)
     with pytest.raises(UsageError, match="no model was given"):
         lipaudit.audit([])
+
+
+def test_a_seed_from_python_is_that_of_the_run():
+    assert lipaudit.measure("demo", "jacobian", samples=1, seed=3).run.seed == 3

@@ -20,6 +20,7 @@ from lipaudit.attacks.kinds import (
     read_plan,
     require_suitable,
 )
+from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, UsageError
 from tests.commands import invoke
 
@@ -30,9 +31,11 @@ PLUGINS = str(Path(__file__).parents[1] / "plugins")
 def example(monkeypatch):
     """Install the example package."""
     monkeypatch.syspath_prepend(PLUGINS)
-    attack_kinds.cache_clear()
+    for function in (attack_kinds, versions):
+        function.cache_clear()
     yield
-    attack_kinds.cache_clear()
+    for function in (attack_kinds, versions):
+        function.cache_clear()
 
 
 @pytest.fixture

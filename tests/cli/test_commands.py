@@ -1,6 +1,5 @@
 """Every command from end to end: exit codes, streams, strict JSON, files, maps."""
 
-import functools
 import json
 import re
 import subprocess
@@ -9,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import lipaudit
-from lipaudit.cli import progress
 from lipaudit.measures import load_measures
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, list_commands, read_figures, refuse, replace_parts
@@ -116,7 +113,8 @@ def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, monkeypatch):
     def fail(*_):
         raise fault
 
-    monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("TERM", "xterm")
     for name in load_measures():
         replace_parts(monkeypatch, name, fail)
     said = invoke(*args, "-n", "1", code=None).stderr

@@ -2,7 +2,8 @@
 
 Options are those of the application, by their types; values are usual, at the edge, or junk. Of
 damaged reports the exit code is 0 (of the gate also 1), 4, 5 or 6, and an error is one line with
-one hint. The long runs: FUZZ_INPUTS=5000 DAMAGED=3000 FUZZ_SEED=1 python -m pytest -m slow FILE
+one hint. The long runs: python -m pytest -m slow FILE with FUZZ_INPUTS=5000 DAMAGED=3000
+FUZZ_SEED=1 DAMAGED_SEED=1.
 """
 
 import contextlib

@@ -44,6 +44,9 @@ def test_padding_fills_with_the_padding_id_behind_the_mask_and_changes_no_id(tmp
     alone = load_data(short, text_taker(), DataOptions(samples=1)).batch
     assert alone.ids[0] in batch.ids
     assert alone.mask is None  # texts of one length
+    (tmp_path / "two.csv").write_text("text\na b\nc d\n")
+    two = load_data(str(tmp_path / "two.csv"), text_taker(), DataOptions(samples=2)).batch
+    assert (len(two), two.mask) == (2, None)
 
 
 @pytest.mark.parametrize("body", ["body", "What did you think of the film?"])

@@ -216,6 +216,7 @@ def test_a_damaged_newer_or_missing_baseline_is_refused(tmp_path, damage):
         load_baseline(path)
     assert caught.value.exit_code == 5
     assert ("baseline save" in caught.value.advice) == (damage is None)
+    assert caught.value.advice
     with pytest.raises(InputError) as caught:
         schema.load(path)
     assert caught.value.exit_code == 4

@@ -66,7 +66,7 @@ def test_the_action_passes_every_input_as_it_is(action, shell):
     given = {name for step in action["runs"]["steps"] for name in step.get("env", ())}
     assert set(defaults) == given - {"FOLDER"}
     typed = "gate --baseline lipaudit-baseline.json -- audit.json"
-    assert shell(step["run"], "lipaudit", PRINT, **defaults).stdout.split() == typed.split()
+    assert shell(step["run"], "lipaudit", PRINT, **defaults).stdout.splitlines() == typed.split()
     assert not any("${{" in step.get("run", "") for step in action["runs"]["steps"])
 
 
@@ -113,7 +113,7 @@ printf '%s ' "$@"; echo"""
 
 def test_the_hook_runs_the_check(shell):
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-    assert shell(hook["entry"], "lipaudit", PRINT).stdout.split() == ["baseline", "check"]
+    assert shell(hook["entry"], "lipaudit", PRINT).stdout.splitlines() == ["baseline", "check"]
 
 
 def test_the_environment_is_cached_unless_it_is_that_of_the_job(action, shell, tmp_path):

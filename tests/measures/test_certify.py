@@ -239,6 +239,15 @@ def test_without_labels_or_time_it_says_so(small):
     assert "time-limit" in {note.code for note in section.notes}
 
 
+def test_a_ball_that_is_too_large_is_undecided(small):
+    """The norm of a sequence of tokens has no box that would end it."""
+    model, (x, y), _ = small
+    with borrow(model, LoadOptions(), SHAPE) as net:
+        batch = Batch(x[1:2], y[1:2], ("0",))
+        verdict = certificate(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
+    assert (verdict.certified, verdict.why) == (False, "unbounded")
+
+
 def test_texts_move_in_their_embeddings():
     """All real tokens together in an L2 ball; what is padded does not move."""
     spec = ModelSpec(Words(), (5,), kind="text", vocabulary=50)

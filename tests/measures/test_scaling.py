@@ -18,6 +18,7 @@ from lipaudit.models.attention import survey
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings.option import read_lengths
+from lipaudit.theory.ascent import steepest_tokens
 from tests.measures.cases import dense_norm, run_measure
 from tests.nets import own_batch, own_net
 
@@ -168,6 +169,20 @@ def test_an_ascent_repeats_within_its_interval():
     notes = {note.code: note.text for note in section.notes}
     assert notes.keys() == {"searched", "searches-apart"}
     assert "no exponent for the ascent of head 0.0 at R = " in notes["searches-apart"]
+
+
+def test_the_interval_of_an_ascent_is_that_of_its_searches(monkeypatch):
+    def end_apart(*given, **how):
+        for end in steepest_tokens(*given, **how):
+            shares = torch.linspace(0.9, 1.0, len(end.norm), dtype=end.norm.dtype)
+            yield replace(end, norm=end.norm.max() * shares)
+
+    monkeypatch.setattr("lipaudit.measures.growth.steepest_tokens", end_apart)
+    how = {"modes": ("ascent",), "lengths": (2, 3), "heads": ("0.0",)}
+    (section,) = measured(reader(), words(1), **how)  # and no exponent
+    for row in section.rows:
+        assert row.norm_low == pytest.approx(0.9 * row.norm, rel=2e-3)
+        assert row.norm_high == pytest.approx(row.norm / 0.9, rel=2e-3)
 
 
 def test_samples_that_are_too_short_are_left_out():

@@ -91,7 +91,7 @@ def test_shares_are_those_of_the_dense_gradient(bert):
         assert kept.tokens == tuple(WORDS[i] for i in ids)
 
 
-@pytest.mark.parametrize("bert", [3], indirect=True)
+@pytest.mark.parametrize("bert", [3, 0], indirect=True)
 def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
     folder, *_ = bert
     monkeypatch.setattr("lipaudit.engine.results.worst", lambda report: worst(report, 2))

@@ -13,6 +13,7 @@ import pytest
 
 import lipaudit
 from lipaudit.cli.tools import list_explanations
+from lipaudit.engine.results import versions
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
 from lipaudit.report.topics import list_topics
@@ -30,7 +31,7 @@ GROUP = "lipaudit.numbers"
 @contextmanager
 def installed(folder):
     """Have the packages in a folder beside those that are installed."""
-    cached = (load_bounds, load_measures, list_explanations, list_topics)
+    cached = (load_bounds, load_measures, list_explanations, list_topics, versions)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         for function in cached:

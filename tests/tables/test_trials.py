@@ -10,7 +10,7 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.tables import Column
-from lipaudit.tables.trials import Radius, TrialKey, parse_column, parse_radius
+from lipaudit.tables.trials import Radius, TrialKey, parse_column, parse_radius, worst_cases
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,12 @@ def test_rows_and_columns_know_their_trial():
     for norm, eps, said in (("linf", "2/255", "linf 2/255"), ("words", "2", "2 words"),
                             ("words", "1", "1 word")):  # fmt: skip
         assert TrialKey("pgd", norm, parse_radius(eps)).ball == said
+
+
+def test_a_worst_case_has_every_trial_inside_its_ball():
+    keys = [
+        TrialKey(name, "linf", parse_radius(eps))
+        for name, eps in (("pgd", "4/255"), ("autoattack", "2/255"))
+    ]
+    large, small = (TrialKey("worst", "linf", parse_radius(eps)) for eps in ("4/255", "2/255"))
+    assert worst_cases(keys) == {large: keys, small: keys[1:]}

@@ -79,7 +79,7 @@ ZOO = {
     ),
     **dict.fromkeys(["bert-eager", "deberta-v3"], [0]),
     "timm-cait": [0, 1],
-    "t5": [2, 3],
+    "t5": [0, 2, 3],
 }  # fmt: skip
 """Models of other kinds, by the layers that are compared."""
 PAIRED = ("deberta", "deberta-v1", "deberta-v3", "timm-sam", "timm-sam-eager")

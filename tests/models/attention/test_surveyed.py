@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures import attention, bounds, jacobian
+from lipaudit.models.attention.numeric import find_residuals
 from lipaudit.models.attention.survey import find_layers, survey
 from lipaudit.models.net import Net
 from tests.models.attention.tiny import WIDTH, Tiny, norms, tiny_net
@@ -89,6 +90,9 @@ def test_residuals_need_no_survey_of_their_own():
         list(jacobian.measure(net, [batch_of(9)], options))
         spent.append(len(passes) - sum(spent))
     assert spent[0] == spent[1] + SURVEY
+    before = len(passes)
+    find_residuals(net, batch_of(9), find_layers(net, batch_of(9)))
+    assert len(passes) == before + 1
 
 
 def test_a_survey_serves_every_length_of_closed_layers():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
@@ -310,6 +311,17 @@ def test_layer_that_disagrees_with_autograd_has_no_closed_form():
 
     (site,) = sites_of(Tiny(change=lambda m, x, q, k, v: (q, k, Reversed.apply(v))))
     assert not site.closed_form
+
+
+def test_a_graph_that_cannot_be_differentiated_again_has_no_closed_form():
+    """The comparison with autograd is what finds it."""
+
+    def recomputed(q, k, v):
+        return checkpoint(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v, use_reentrant=False)
+
+    (site,) = sites_of(Tiny(attend=recomputed))
+    assert not site.closed_form
+    assert "its graph cannot be differentiated: torch.utils.checkpoint" in site.reason
 
 
 def test_survey_leaves_the_model_as_it_was():

@@ -120,6 +120,7 @@ def short(reason: str) -> str:
 def generic(reason: str = "") -> str:
     """Leave out what is particular to one model, so that the same reason reads the same."""
     reason = re.sub(r"\b(a )?[A-Z]\w+\b", "the model", short(reason))
+    reason = re.sub(r"(found in|attention of) (?!the )[a-z][\w.-]*", r"\1 the model", reason)
     reason = re.sub(r"\d+ (frames|samples)", r"several \1", reason)
     reason = re.sub(r"takes (\[.*\]|\w+)(: neither|, of a shape).*", "takes another input", reason)
     return re.split(r" ?[(:,]| that coul| in [\w.]+\.| what \w+\.", reason)[0]

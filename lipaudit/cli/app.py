@@ -268,19 +268,27 @@ class Command(typer.core.TyperCommand):
         write_panels(formatter, rows)
 
 
-def _print_and_exit(ctx: typer.Context, parameter: typer.CallbackParam, asked: bool) -> None:
-    """Print the help with all options, or the version."""
+def _print_version(asked: bool) -> None:
     if asked:
-        ctx.params[HELP_ALL] = True
-        whole = parameter.name == HELP_ALL
-        typer.echo(ctx.get_help() if whole else __version__, color=ctx.color)
+        typer.echo(__version__)
         raise typer.Exit
 
 
-printing_option = partial(typer.Option, callback=_print_and_exit)
+def _print_all_options(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.params[HELP_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        raise typer.Exit
+
+
 EVERY = "Show every option, also those that few people need."
-HelpAll = Annotated[bool, printing_option("--help-all", is_eager=True, help=EVERY)]
-Version = Annotated[bool, printing_option("--version", "-V", help="Print the version and exit.")]
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_print_all_options, help=EVERY)
+]
+Version = Annotated[
+    bool,
+    typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version),
+]
 # Help without colours and frames: importing rich's takes as long as everything else.
 make_typer = partial(typer.Typer, rich_markup_mode=None, pretty_exceptions_enable=False)
 app = make_typer(

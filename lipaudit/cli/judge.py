@@ -112,8 +112,8 @@ def compare(
     from lipaudit.report import REPORT, of_comparison
 
     check_outputs(output, REPORT)
-    # The store of a launcher serves one run: two models, not reports, would use one port.
-    if sum(not each.endswith(".json") for each in reports[1:]) > 1:
+    # The store of a launcher serves one run: two models would use one port.
+    if sum(not is_report(each) for each in reports[1:]) > 1:
         from lipaudit.cli.measure import require_alone
 
         require_alone("comparing several")
@@ -247,7 +247,7 @@ def read_or_measure(
         BaselineError: the samples differ from the baseline's; raised before the measurement.
         LipauditError: any other failure.
     """
-    if current.endswith(".json"):  # a report, not a MODEL
+    if is_report(current):
         if how.model_fields_set:
             flags = ", ".join(map(flag, sorted(how.model_fields_set)))
             text = f"{current} is a report, so {flags} has no effect"
@@ -276,6 +276,11 @@ def read_or_measure(
             files.write(path, render(report, "json"))
     terminal.tell(f"measured: {path}")
     return report
+
+
+def is_report(given: str) -> bool:
+    """Say whether a command got a report rather than a MODEL."""
+    return given.endswith(".json")
 
 
 def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:

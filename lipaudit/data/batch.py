@@ -121,6 +121,11 @@ class Share:
         return iter(self.batches)
 
 
+def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
+    """Return the first batch of a run: of the `Share`, else the first one that is yielded."""
+    return batches.first if isinstance(batches, Share) else met
+
+
 @dataclass(frozen=True)
 class SampleOrigin:
     """The place of a sample in the data.

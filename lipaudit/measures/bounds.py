@@ -397,7 +397,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         converged=~measured["missed"].any(0),
     )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
-    heads = [f"head {layer}.{head} ({module})" for layer, head, module in facts["heads"]]
+    heads = _name_heads(facts["heads"])
     limits = {name: measured[name] for name in load_bounds()}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
@@ -413,6 +413,11 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     if options.radius:
         sections.append(_make_ball_section(parts, measured, options))
     return sections
+
+
+def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
+    """Return the names of heads in messages."""
+    return [f"head {layer}.{head} ({module})" for layer, head, module in heads]
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
@@ -528,7 +533,7 @@ def _make_ball_section(
         r=[float(radius) for _ in names for radius in options.radius],
         **_reduce_columns(columns | more),
     )
-    heads = (f"head {layer}.{head} ({module})" for layer, head, module in names)
+    heads = _name_heads(names)
     places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
     return BALLS_TABLE.section(

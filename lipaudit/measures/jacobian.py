@@ -179,7 +179,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     import numpy as np
     import torch
 
-    from lipaudit.data.batch import Share
+    from lipaudit.data.batch import find_first
     from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
     from lipaudit.models.attention.survey import find_layers
 
@@ -190,7 +190,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         values, facts = _measure_batch(net, batch, options)
         if options.per_layer:
             if blocks is None:
-                first = batches.first if isinstance(batches, Share) else batch
+                first = find_first(batches, batch)
                 sites = find_layers(net, first)
                 around = find_residuals(net, first, sites)
                 blocks = tuple(dict.fromkeys(block for block in around if block is not None))

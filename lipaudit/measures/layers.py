@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, Share
+from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import EvaluationError, StructureError, UsageError
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
@@ -70,7 +70,7 @@ def by_layer(
     sites: tuple[Site, ...] = ()
     for batch in batches:
         if not sites:
-            sites = find_layers(net, batches.first if isinstance(batches, Share) else batch)
+            sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
             remarks = tuple(_note_layers(net, sites, selected))
         names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]

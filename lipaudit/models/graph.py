@@ -164,7 +164,7 @@ class Probed:
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
-        return take(take(y, rows, 0), columns, -1).transpose(1, 2)
+        return take_entries(y, rows, columns)
 
     def join_heads(self) -> Probed:
         """Return all heads as one."""
@@ -199,6 +199,11 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
 
 _FIRST = WeakTensorKeyDictionary()
 """First entries of indices that count up by one, else None: every query waits for the device."""
+
+
+def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the entries of y in rows (windows, tokens) and columns (heads, e) of every head."""
+    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
 
 def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
@@ -281,7 +286,7 @@ def compute_map(
     for shift in range(-(-width // count)):
         channel = ((slot + shift * count) % width).expand(vectors)
         unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        gradient = take(take(source.pull(unit), rows, 0), columns, -1).transpose(1, 2)
+        gradient = take_entries(source.pull(unit), rows, columns)
         if shared:
             local[*at, channel] = gradient
         else:

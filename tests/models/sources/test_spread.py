@@ -54,7 +54,8 @@ TIMM = {
 
 
 def save_timm(path):
-    timm = pytest.importorskip("timm")
+    import timm
+
     torch.manual_seed(0)
     module = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
     save_file(module.state_dict(), path / "vit.safetensors")

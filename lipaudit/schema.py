@@ -29,6 +29,8 @@ def dumps(report: Report) -> str:
     sections = document.pop("sections")
     if report.shard is None:
         del document["shard"]
+    if not report.run.model.quantised:
+        del document["run"]["model"]["quantised"]
     drawn = json.loads(summary(report).model_dump_json())
     return escape_controls(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
 

@@ -48,7 +48,7 @@ HELP_ALL = "help_all"
 # Options that only --help-all shows, so that --help fits on one screen.
 RARE = {
     *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
-    *("model_kwargs", "mean", "std", "input_size", "tower"),  # model
+    *("model_kwargs", "mean", "std", "input_size", "tower", "quantize"),  # model
     *("seed", "dtype", "weights", "device_map", "shard", "time_limit", "offline"),  # run
     *("config", "verbose", "rank_by"),
     *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms

@@ -19,7 +19,7 @@ from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import Keywords, Settings, Size, flag, option
+from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Request
@@ -43,6 +43,7 @@ class Remeasure(Settings):
     )
     arch: str | None = copy(OF_RUN["arch"])
     model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
+    quantize: Quantization = copy(OF_RUN["quantize"])
     device: str | None = copy(OF_RUN["device"])
     batch_size: Size = copy(OF_RUN["batch_size"])
     resume: bool = copy(OF_RUN["resume"])

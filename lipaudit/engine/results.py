@@ -108,6 +108,7 @@ def describe_run(job: Job) -> Run:
             architecture=net.architecture,
             parameters=net.parameters,
             weights_sha256=net.weights_sha256,
+            quantised=net.quantised,
             **of_model,
         ),
         data=Data(

@@ -106,8 +106,8 @@ def judge(
         notes.append(f"clean accuracy, which never fails: {judge_change(CLEAN, clean[0]).figures}")
     notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
-        current=current.run.model.spec,
-        baseline=baseline.run.model.spec,
+        current=current.run.label,
+        baseline=baseline.run.label,
         alpha=alpha,
         strict=strict,
         verdicts=tuple(_decide(chosen, examinations, alpha)),

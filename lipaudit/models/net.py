@@ -89,6 +89,7 @@ class ModelSpec:
             text model, or `patch_embed` of an image model.
         architecture: name for the report; by default the class of the module.
         preprocess: further facts on preprocessing, for the report.
+        quantised: how its weights are quantised, for the report; empty if they are not.
         notes: remarks on loading, shown with the results.
         commit: the commit of the repository of the Hub.
     """
@@ -118,6 +119,7 @@ class ModelSpec:
     entry: nn.Module | None = None
     architecture: str = ""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
+    quantised: str = ""
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
 
@@ -142,6 +144,8 @@ class LoadOptions:
         device: where to run; "auto" is the CUDA device if there is one, else the CPU.
         dtype: precision of the parameters.
         weights: converted (to `dtype` on loading) or stored (converted layer by layer when used).
+        quantize: rounds the weights of linear layers on loading: int8 or int4, with the size of
+            groups of inputs after a colon.
         device_map: placement of the weights over devices, CPU and disk: auto, balanced or a JSON
             file (module name -> device, cpu or disk); None: `device` holds all.
         offline: never open a connection; only what is on this machine.
@@ -160,6 +164,7 @@ class LoadOptions:
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     weights: Literal["converted", "stored"] = "converted"
+    quantize: str | None = None
     device_map: str | None = None
     offline: bool = False
     classes: int | None = None

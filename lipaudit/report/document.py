@@ -50,7 +50,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))
-    return Document(f"lipaudit: {report.run.model.spec}", (*chapters, WORDS))
+    return Document(f"lipaudit: {report.run.label}", (*chapters, WORDS))
 
 
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
@@ -79,7 +79,7 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
     short = ((name, facts[name]) for name in SHORT if name in facts)
     answer, gaps = opening.write_answer(report), opening.describe_gaps(report)
     start, end = opening.open_page(answer, gaps, short, notes), Chapter("", "", (Paragraph(more),))
-    title = f"lipaudit: {report.run.model.spec}"
+    title = f"lipaudit: {report.run.label}"
     return Document(title, (start, *opening.show_scorecard(report), end))
 
 

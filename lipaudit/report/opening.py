@@ -40,6 +40,7 @@ def list_facts(report: Report) -> dict[str, str]:
     facts = {
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
+        "quantised": model.quantised,
         "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
         "commit": ", ".join(commits),
         "preprocessing": "; ".join(f"{k} {format_setting(v)}" for k, v in run.preprocess.items()),

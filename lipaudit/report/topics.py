@@ -253,6 +253,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, "
         "7 time limit.",
         "weights": "How many parameters the model has, and a hash of their values.",
+        "quantised": "Which weights have few bits. The results are of the rounded weights.",
         "data": "Source and number of the samples, and a hash of their list.",
         "commit": "The commit of a repository on the Hugging Face Hub.",
         "suite": "A hash of the ids of all samples: equal for equal samples in any order.",

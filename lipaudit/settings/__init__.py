@@ -12,6 +12,7 @@ from lipaudit.settings.option import (
     Keywords,
     Numbers,
     OneRadius,
+    Quantization,
     Settings,
     ShardNumber,
     Size,
@@ -74,6 +75,12 @@ class RunOptions(Settings):
         None,
         "Tower to measure, for a model with two: image or text.",
         values=lambda: ("image", "text"),
+    )
+    quantize: Quantization = model_option(
+        None,
+        "Round the weights of linear layers on loading: int8, int4, or with groups of inputs "
+        "int4:32.",
+        values=lambda: ("int8", "int4", "int4:32"),
     )
     # torch takes seeds of 64 bits.
     seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63)

@@ -296,6 +296,14 @@ def read_lengths(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
 
 
+def read_quantization(text: str) -> tuple[int, int]:
+    """Read `int4:32` as (4, 32): bits, and the size of a group of inputs; 0 without groups."""
+    match = re.fullmatch(r"int([48])(?::(\d+))?", text.strip())
+    if match is None or match[2] == "0":
+        raise ValueError(f"{text!r} has another form")
+    return int(match[1]), int(match[2] or 0)
+
+
 def read_head(text: str) -> tuple[int, int]:
     """Read LAYER.HEAD."""
     layer, head = _read_integers(r"(\d+)\.(\d+)", text)
@@ -419,6 +427,13 @@ Names = Annotated[tuple[str, ...] | None, read_list]
 OneHead = Annotated[
     str | None,
     _read_with(lambda text: "{}.{}".format(*read_head(text)), "LAYER.HEAD, for example 3.1"),
+]
+Quantization = Annotated[
+    str | None,
+    _read_with(
+        lambda text: text.strip() if read_quantization(text) else None,
+        "int8 or int4, and with groups of 32 inputs int8:32 or int4:32",
+    ),
 ]
 Numbers = Annotated[
     tuple[float, ...] | None,

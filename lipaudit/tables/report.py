@@ -319,7 +319,7 @@ class Model(Frozen):
     """The audited checkpoint.
 
     `revision` (as requested) and `commit` belong to a repository of the Hugging Face Hub, if the
-    model comes from one.
+    model comes from one. `quantised` says how its weights are quantised, if they are.
     """
 
     spec: str
@@ -327,6 +327,7 @@ class Model(Frozen):
     architecture: str
     parameters: int
     weights_sha256: str
+    quantised: str = ""
     revision: str = ""
     commit: str = ""
 
@@ -361,6 +362,11 @@ class Run(Frozen):
     options: dict[str, Any] = {}
     device_map: dict[str, str] = {}
     reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the MODEL, and how its weights were rounded on request: `demo int4:32`."""
+        return " ".join(filter(None, (self.model.spec, self.options.get("quantize"))))
 
 
 class Shard(Frozen):
@@ -455,8 +461,8 @@ class Report(Frozen):
 
 
 def model_labels(reports: Sequence[Report]) -> list[str]:
-    """Name each report by its model; repeated models get a letter in front."""
-    specs = [report.run.model.spec for report in reports]
+    """Name each report by its model; repeated names get a letter in front."""
+    specs = [report.run.label for report in reports]
     if len(set(specs)) == len(specs):
         return specs
     return [f"{chr(ord('A') + index)}: {spec}" for index, spec in enumerate(specs)]

@@ -247,6 +247,9 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
     if has_lifted_weights(net.module) or net.device_map:
         text = "training needs its weights on one device, in the precision of the run"
         raise UsageError(text, "Leave --weights and --device-map out.")
+    if net.quantised:
+        text = f"training would move rounded weights ({net.name}: {net.quantised})"
+        raise UsageError(text, "Train the model before it is quantised, and quantise the result.")
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
 

@@ -34,6 +34,7 @@ from lipaudit.models.precision import devices, eager, precision, seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
+from lipaudit.models.sources.quantised import round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
 from lipaudit.models.sources.weights import SUFFIXES, few, hash_weights, read_json
 from lipaudit.tables import Note
@@ -168,6 +169,16 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     digest = hash_weights(module, name)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
+    if options.quantize:
+        refuse(
+            options.weights == "stored",
+            f"--quantize {options.quantize} rounds weights on loading, and --weights stored keeps "
+            "them",
+            "Leave one of them out.",
+            UsageError,
+        )
+        spec = replace(spec, quantised=round_weights(module, options.quantize))
+        digest = hash_weights(module, name)  # other weights: another function
     call, preprocess = _add_preprocessing(spec, options)
     call, places, notes = place_weights(module, call, options)
 
@@ -176,6 +187,11 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
+    text = (
+        f"{spec.quantised}. The results are those of this function: the rounded weights in "
+        f"{options.dtype} arithmetic, activations not rounded"
+    )
+    quantised = (Note.info("quantised", text),) if spec.quantised else ()
     if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
         shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
         text = (
@@ -199,7 +215,10 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "entry": spec.entry or entry,
         "architecture": spec.architecture or type(module).__name__,
         "preprocess": preprocess,
-        "notes": spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
+        "notes": spec.notes
+        + notes
+        + quantised
+        + (() if spec.commit is None else (spec.commit.note,)),
     }
     if spec.kind == "image":
         described["box"] = spec.box or (0.0, 1.0)

@@ -1,0 +1,191 @@
+"""Weights of few bits: rounded on loading, to the values that a search and torchao find."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit import measure
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models.net import ModelSpec
+from lipaudit.models.sources.loader import LoadOptions, assemble
+from lipaudit.schema import load
+from tests.commands import invoke, refuse
+from tests.models.sources.cases import build, refused, vit
+from tests.nets import hf_net
+
+GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+LLAMA = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}  # fmt: skip
+
+
+class Packed(nn.Module):
+    """Attention with packed projections, a convolution and an output layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv1d(16, 16, 1)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.wide = nn.Linear(16, 32)
+        self.output = nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = self.patches(x.mT).mT
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.output(self.wide(x).relu().mean(1))
+
+
+def packed():
+    torch.manual_seed(0)
+    module = Packed().eval()
+    module.wide.weight.data[0] = 0.0  # a channel without a largest entry
+    return module
+
+
+def load_own(module, **how):
+    options = LoadOptions(device="cpu", **how)
+    spec = ModelSpec(module, (5, 16), kind="tokens")
+    return assemble(spec, options, name="m", source="test")
+
+
+def measure_points(weight, rounded, bits, group):
+    """Return how far a rounded weight lies from the 2^bits points of its group, and the best."""
+    rows, now = (w.double().reshape(-1, group or weight.shape[1]) for w in (weight, rounded))
+    step = rows.abs().amax(1, keepdim=True) / ((2**bits - 1) / 2)
+    points = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) * step
+    off, best = ((w[:, :, None] - points[:, None]).abs().amin(2) for w in (now, rows))
+    return off / step, (now - rows).abs() / step, best / step
+
+
+MODELS = {
+    "packed": (packed, load_own, 3),
+    "gpt2": (lambda: build("GPT2LMHeadModel", **GPT), hf_net, 4),  # transposed, and a tied head
+    "vit": (vit, hf_net, 6),
+    "llama": (lambda: build("LlamaForCausalLM", **LLAMA), hf_net, 14),
+}
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "int4:8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_linear_layers_are_the_nearest_points_of_their_groups(name, how):
+    make, wrap, count = MODELS[name]
+    module = make()
+    before = {key: p.clone() for key, p in module.named_parameters()}
+    net = wrap(copy.deepcopy(module), quantize=how)
+    bits, group = int(how[3]), int(how[5:] or 0)
+    changed = []
+    for key, after in net.module.named_parameters():
+        if torch.equal(after, before[key]):
+            continue
+        changed.append(key)
+        turned = name == "gpt2"
+        was, now = (w.T if turned else w for w in (before[key], after))
+        # A half (the largest entry is one) may go either way, so distances are compared.
+        off, moved, best = measure_points(was, now, bits, group)
+        assert off.nan_to_num().max() < 1e-4
+        assert (moved - best).nan_to_num().abs().max() < 1e-4
+    assert len(changed) == count
+    assert not any(word in key for key in changed for word in ("patch", "head", "wte", "embed"))
+    assert f"weights of {count} linear layers" in net.quantised
+    assert [note.code for note in net.notes if note.code == "quantised"] == ["quantised"]
+    assert net.weights_sha256 != wrap(module).weights_sha256
+
+
+def test_a_module_of_ones_own_gets_its_weights_back():
+    module = packed()
+    before = copy.deepcopy(module.state_dict())
+    report = measure(module, "jacobian", input_shape=(5, 16), samples=1, quantize="int4")
+    assert report.run.options == {"quantize": "int4"}
+    assert "int4" in report.run.model.quantised
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_half_precision_is_rounded_as_the_float32_weights_that_it_holds():
+    half = build("LlamaForCausalLM", **LLAMA).bfloat16()
+    whole = copy.deepcopy(half).float()
+    nets = [hf_net(module, quantize="int4:16") for module in (half, whole)]
+    assert nets[0].weights_sha256 == nets[1].weights_sha256
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "int4:16"])
+def test_torchao_rounds_to_the_same_bits(how):
+    pytest.importorskip("torchao", reason="needs torchao, the independent quantiser")
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
+
+    module = build("LlamaForCausalLM", **LLAMA)
+    theirs = copy.deepcopy(module)
+    config = IntxWeightOnlyConfig(
+        weight_dtype=getattr(torch, how[:4]),
+        granularity=PerGroup(int(how[5:])) if how[5:] else PerAxis(0),
+    )
+    quantize_(theirs, config, lambda part, name: type(part) is nn.Linear and name != "lm_head")
+    for part in theirs.modules():
+        if type(part) is nn.Linear and part is not theirs.lm_head:
+            part.weight = nn.Parameter(part.weight.dequantize())
+    ours = hf_net(module, quantize=how)
+    assert ours.weights_sha256 == hf_net(theirs).weights_sha256
+
+
+def test_compare_and_gate_say_what_quantisation_cost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke("jacobian", "demo", "-n", "8", "-q", "-o", "fp.json")
+    invoke("jacobian", "demo", "-n", "8", "-q", "-o", "int4.json", "--quantize", "int4:16")
+    text = invoke("compare", "fp.json", "int4.json", columns=80).stdout
+    assert "What changed from demo to demo int4:16?" in text
+    assert "quantize: not given became int4:16" in " ".join(
+        invoke("compare", "fp.json", "int4.json", "--details", columns=80).stdout.split()
+    )
+    assert load("int4.json").run.model.quantised in " ".join(
+        invoke("report", "int4.json", "--details", columns=200).stdout.split()
+    )
+    rule = ("--fail-on", "jacobian.norm:median <= +0.1%", "-b", "fp.json", "-q")
+    passed = invoke("gate", "int4.json", *rule, code=None)
+    measured = invoke(
+        "gate", "demo", "--quantize", "int4:16", *rule, "--report", "now.json", code=None
+    )
+    assert (measured.stdout, measured.exit_code) == (passed.stdout, passed.exit_code)
+    again = load("now.json").run
+    assert (again.options, again.model) == (
+        load("int4.json").run.options,
+        load("int4.json").run.model,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--quantize", "int3"), "Did you mean 'int8' or 'int4'"),
+        (("--quantize", "nf4"), "it must be int8 or int4, and with groups"),
+        (("--quantize", "int4:0"), "int4:0"),
+        (("--quantize", "int4:7"), "groups of 7 do not divide the 48 inputs of blocks.0.attn.qkv"),
+        (("--quantize", "int8:96"), "Use a divisor of 48"),
+    ],
+)
+def test_a_quantisation_that_does_not_exist_or_fit_is_refused(given, says):
+    refuse(2, says, "bounds", "demo", *given)
+
+
+def test_what_cannot_be_rounded_is_refused(tmp_path):
+    vit().save_pretrained(tmp_path)
+    says = refused(tmp_path, UsageError, quantize="int8", weights="stored")
+    assert "--weights stored keeps them" in says
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))\n"
+    )
+    says = refused(f"py:{tmp_path}/own.py:net", InputError, quantize="int8", input_size=(3, 2, 2))
+    assert "has no linear layer to round" in says
+    refuse(
+        2,
+        "training would move rounded weights",
+        "train",
+        "demo",
+        "--quantize",
+        "int8",
+        "--out",
+        tmp_path / "o",
+    )

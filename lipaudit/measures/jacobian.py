@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
-from lipaudit.models.target import ENDS, StartPoint, Target
+from lipaudit.models.target import ENDS, STARTS, Target, find_layer, parse_start
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import (
@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 
     from lipaudit.data.batch import Batch
     from lipaudit.models.attention.numeric import Residual
+    from lipaudit.models.linearize import Linearization
+    from lipaudit.models.model_norms import JacobianNorms
     from lipaudit.models.net import Net
 
 
-# Output of a Jacobian, spelled as `Target` writes it: two spellings are one setting.
+# Ends of a Jacobian in the typed form: two spellings are one setting.
+StartPoint = Annotated[str, AfterValidator(parse_start)]
 EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
 
 
@@ -53,6 +56,7 @@ class JacobianOptions(NormOptions):
     Examples:
       lipaudit jacobian demo
       lipaudit jacobian demo --per-layer
+      lipaudit jacobian demo --from layers
       lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings
       lipaudit jacobian ./my-bert --data reviews.csv --to features
       lipaudit jacobian ./qwen --data book.txt --to loss
@@ -62,7 +66,12 @@ class JacobianOptions(NormOptions):
     scores = "asked"
 
     start: StartPoint | None = option(
-        None, "Input of the Jacobian: pixels or embeddings (for text: embeddings).", "--from"
+        None,
+        "Input of the Jacobian: pixels or embeddings (for text: embeddings), or the residual "
+        "stream after the block of an attention layer: layer:5. layers: the usual input, and "
+        "every layer.",
+        "--from",
+        values=lambda: STARTS,
     )
     target: EndPoint | None = option(
         None,
@@ -97,6 +106,7 @@ JACOBIAN_TABLE = Layout(
             *("from", "to", "module", "norm", "mean", "median", "p95", "max"),
             *("within", "samples", "converged"),
         ),
+        drawings=("depth",),
         histograms=("norm",),
         worst=("norm", "loss", "margin", "radius_first_order"),
         folded=False,
@@ -146,7 +156,9 @@ JACOBIAN_TABLE = Layout(
     fixed={
         "from": text_column("from", "Input of the Jacobian."),
         "to": text_column("to", "Output of the Jacobian."),
-        "module": text_column("module", "Block that is differentiated; empty: the whole model."),
+        "module": text_column(
+            "module", "Block that is differentiated, or whose output is the input; empty: neither."
+        ),
         "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
         "samples": count_column("samples", "Number of samples."),
         "mean": Column("mean", "Mean norm.", better="lower", reduction=Reduction("mean", "norm")),
@@ -168,7 +180,7 @@ JACOBIAN_TABLE = Layout(
 
 # Columns that accompany every norm, with their types.
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
-# Those that blocks have, too, with `block_` before the name.
+# Those that rows behind the first have, too, with `block_` before the name.
 OF_BLOCKS = ("norm", "within", "products", "converged")
 # What did not converge, in the words of a note.
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
@@ -176,37 +188,70 @@ CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of b
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
-    import numpy as np
     import torch
 
     from lipaudit.data.batch import find_first
-    from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
-    from lipaudit.models.attention.survey import find_layers
+    from lipaudit.models.attention.numeric import compute_residual_norms
 
-    blocks: tuple[Residual, ...] | None = None
-    remarks: tuple[Note, ...] = ()
+    blocks: Blocks | None = None
     # Texts of one length have the same positions; those of a run come in such batches already.
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
-        values, facts = _measure_batch(net, batch, options)
-        if options.per_layer:
-            if blocks is None:
-                first = find_first(batches, batch)
-                sites = find_layers(net, first)
-                around = find_residuals(net, first, sites)
-                blocks = tuple(dict.fromkeys(block for block in around if block is not None))
-                alone = [str(s.index) for s, b in zip(sites, around, strict=True) if b is None]
-                text = f"attention layers {', '.join(alone)} have no block: they have no residual "
-                remarks = (Note.info("no-block", text + "connection"),) if alone else ()
-            facts["blocks"] = [block.module for block in blocks]
+        if blocks is None:
+            blocks = _find_blocks(net, find_first(batches, batch), options)
+        values, facts, norms = _measure_batch(net, batch, options, blocks.cuts)
+        if blocks.inner:
             how: dict[str, Any] = {"seeds": [base.seed_of(i, options.seed) for i in batch.ids]}
-            each = compute_residual_norms(net, batch, blocks, **how, **options.accuracy)
-            if norms := [norm for _, norm in each]:  # arrays (samples, blocks)
-                for name in OF_BLOCKS:
-                    of_blocks = torch.stack([getattr(norm, name) for norm in norms], 1)
-                    values[f"block_{name}"] = of_blocks.numpy()
-                lanczos = [norm.method == "lanczos" for norm in norms]
-                values["block_lanczos"] = np.array([lanczos] * len(batch))
-        yield Part(batch.ids, values, facts, remarks)
+            each = compute_residual_norms(net, batch, blocks.inner, **how, **options.accuracy)
+            for block, norm in each:
+                norms.append(norm)
+                facts["ends"].append(("block input", "block output", block.module, norm.method))
+        if norms:  # arrays (samples, rows behind the first)
+            for name in OF_BLOCKS:
+                of_blocks = torch.stack([getattr(norm, name) for norm in norms], 1)
+                values[f"block_{name}"] = of_blocks.numpy()
+        yield Part(batch.ids, values, facts, blocks.notes)
+
+
+class Blocks(NamedTuple):
+    """Blocks that have norms of their own.
+
+    Attributes:
+        cuts: those whose output is an input of the Jacobian, by its name: `layer:5`.
+        inner: those that are differentiated themselves.
+        notes: remarks on layers without a block.
+    """
+
+    cuts: dict[str, Residual]
+    inner: tuple[Residual, ...]
+    notes: tuple[Note, ...]
+
+
+def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
+    """Find the blocks that the options name, by the first sample of a batch."""
+    from lipaudit.measures.layers import choose_layers
+    from lipaudit.models.attention.numeric import find_residuals
+    from lipaudit.models.attention.survey import find_layers
+
+    layer = find_layer(options.start)
+    if layer is None and options.start != "layers" and not options.per_layer:
+        return Blocks({}, (), ())
+    sites = find_layers(net, batch)
+    cuts: dict[str, Residual] = {}
+    chosen = choose_layers(sites, None if layer is None else (layer,))
+    around = find_residuals(net, batch, sites)
+    inner = tuple(dict.fromkeys(filter(None, around))) if options.per_layer else ()
+    if layer is not None or options.start == "layers":
+        around = find_residuals(net, batch, sites, entire=True)
+        for site in chosen:
+            # Layers of one block share its output: the block has the number of the first.
+            if (block := around[site.index]) is not None and block not in cuts.values():
+                cuts[f"layer:{site.index}"] = block
+        who = "every attention layer" if layer is None else f"attention layer {layer}"
+        text = f"{who} of {net.architecture} is outside of blocks with a residual connection"
+        refuse(not cuts, text, "Use another --from, such as embeddings.", InputError)
+    alone = [str(site.index) for site in chosen if around[site.index] is None]
+    text = f"attention layers {', '.join(alone)} have no block: they have no residual connection"
+    return Blocks(cuts, inner, (Note.info("no-block", text),) if alone else ())
 
 
 def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
@@ -219,12 +264,13 @@ def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
 
 def _measure_batch(
-    net: Net, batch: Batch, options: JacobianOptions
-) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return norms and margins of the model per sample, and the names of input and output."""
+    net: Net, batch: Batch, options: JacobianOptions, cuts: Mapping[str, Residual]
+) -> tuple[dict[str, Values], dict[str, Any], list[JacobianNorms]]:
+    """Return norms and margins per sample, the names of input and output, and norms by layer."""
     import torch
 
     from lipaudit.measures import drawings
+    from lipaudit.models.attention.numeric import record_outputs, start_after
     from lipaudit.models.endpoints import make_sample_function, resolve_target
     from lipaudit.models.linearize import linearize
     from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
@@ -232,17 +278,33 @@ def _measure_batch(
     end = resolve_target(net, batch, options.target)
     place = _find_place(net, batch, end)
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
-    linear = linearize(at.f, at.x)
+    # The graph of one forward pass has the derivatives from its input and from every block.
+    f, outputs = record_outputs(net, tuple(cuts.values()), at.f)
+    whole, alone = linearize(f, at.x), cuts.get(options.start or "")
+
+    def cut(block: Residual) -> Linearization:
+        return whole.start_at(start_after(net, block, at.f, at.x), outputs[block])
+
+    linear, start = (whole, at.start) if alone is None else (cut(alone), options.start)
+    accuracy: dict[str, Any] = {
+        **options.accuracy,
+        "norm": options.norm,
+        "seeds": [base.seed_of(i, options.seed) for i in batch.ids],
+    }
+    blocks = cuts.values() if alone is None else ()
+    of_layers = [compute_jacobian_norms(cut(block), **accuracy) for block in blocks]
     decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
-        norm=options.norm,
-        seeds=[base.seed_of(i, options.seed) for i in batch.ids],
         directions=net.kind != "image" and options.norm == "2" and not decides,
-        **options.accuracy,
+        **accuracy,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
-    facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
+    facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
+    facts["ends"] = [
+        (name, at.target, block.module, norm.method)
+        for (name, block), norm in zip(cuts.items(), of_layers, strict=alone is None)
+    ]
     labels = batch.y if net.classes is not None else None
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
@@ -268,7 +330,7 @@ def _measure_batch(
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
-    return values, facts
+    return values, facts, of_layers
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
@@ -294,10 +356,8 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     # Arrays (samples, maps): of the model, then of its blocks.
     of_maps = {n: np.column_stack([arrays[n], *of_blocks[n]]) for n in OF_BLOCKS}
     ends = [{"from_": facts["from"], "to": facts["to"], "method": facts["method"]}]
-    for i, module in enumerate(facts.get("blocks", ())):
-        method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
-        end = {"from_": "block input", "to": "block output", "module": module, "method": method}
-        ends.append(end)
+    keys = ("from_", "to", "module", "method")
+    ends += [dict(zip(keys, texts, strict=True)) for texts in facts.get("ends", ())]
     once = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = []
     for i, end in enumerate(ends):
@@ -360,11 +420,12 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
     from lipaudit.models.endpoints import resolve_target
 
-    if net.scored and options.per_layer:
+    layered = f"--from {options.start}" if (options.start or "").startswith("layer") else ""
+    if net.scored and (option := "--per-layer" if options.per_layer else layered):
         raise UsageError(
-            "--per-layer does not work with --score: every continuation of a prompt has its "
+            f"{option} does not work with --score: every continuation of a prompt has its "
             "own hidden states",
-            "Leave out --per-layer or --score.",
+            f"Leave out {option} or --score.",
         )
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)

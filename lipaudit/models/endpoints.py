@@ -23,7 +23,7 @@ from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.target import PLACED, StartPoint, Target
+from lipaudit.models.target import PLACED, Target
 
 TRIED = 8
 """Number of tokens used to check the head."""
@@ -158,7 +158,7 @@ def make_sample_function(
     net: Net,
     batch: Batch,
     *,
-    start: StartPoint | None,
+    start: str | None,
     target: str | None,
     place: Tensor | None = None,
 ) -> SampleFunction:
@@ -172,7 +172,7 @@ def make_sample_function(
     Args:
         net: the model.
         batch: the samples.
-        start: pixels or embeddings.
+        start: pixels or embeddings; None or another input: the attacked space.
         target: one of `ENDS`, of texts perhaps at a position.
         place: the column of each sample, in place of the position of `target`; no text lacks it.
 

@@ -204,8 +204,12 @@ class Linearization:
         output: f(x), (batch, *out).
     """
 
-    def __init__(self, f: Function, x: Tensor, index: Tensor) -> None:
+    def __init__(
+        self, f: Function, x: Tensor, index: Tensor, graph: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.f, self.x, self.index = f, x.detach(), index
+        if graph is not None:
+            self._graph = graph
         self._transposed: tuple[Tensor, Tensor] | None = None
         self.output = self._graph[1].detach()
 
@@ -266,6 +270,15 @@ class Linearization:
     def select(self, index: Tensor) -> Linearization:
         """Linearise again at some of the samples, so that the others cost nothing."""
         return Linearization(self.f, self.x[index], self.index[index])
+
+    def start_at(self, f: Function, inner: Tensor) -> Linearization:
+        """Return the derivative from a tensor inside of the forward pass, by the same graph.
+
+        Args:
+            f: the map from there to the same output, in case the graph has to be built again.
+            inner: the tensor, (batch, *in), as a part of the graph.
+        """
+        return Linearization(f, inner, self.index, (inner, self._graph[1]))
 
     def release(self) -> None:
         """Free the graph; the next product builds it again."""

@@ -1,15 +1,39 @@
-"""The outputs of a Jacobian by name, free of torch: command lines read them."""
+"""The inputs and outputs of a Jacobian by name, free of torch: command lines read them."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-StartPoint = Literal["pixels", "embeddings"]
 ENDS = ("logits", "probabilities", "loss", "hidden", "features", "tokens")
 PLACED = ("logits", "probabilities", "hidden")
 """Outputs that take a position in a text."""
 POSITION = re.compile(r"last|-?\d{1,9}")
+STARTS = ("pixels", "embeddings", "layers", "layer:")
+"""Inputs of a Jacobian; `layer:` takes an attention layer, `layers` are all of them."""
+LAYER = re.compile(r"layer:([0-9]{1,9})")
+
+
+def parse_start(text: str) -> str:
+    """Read `pixels`, `embeddings`, `layers` or `layer:5`; return it in the typed form.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    layer = find_layer(text)
+    if layer is None and text not in STARTS[:-1]:
+        raise ValueError("it must be pixels, embeddings, layers or one layer: layer:5")
+    return text if layer is None else f"layer:{layer}"
+
+
+def find_layer(start: str | None) -> int | None:
+    """Return the layer of `layer:5`, None of other inputs.
+
+    >>> find_layer("layer:5")
+    5
+    """
+    found = LAYER.fullmatch(start or "")
+    return int(found[1]) if found else None
 
 
 class Target(NamedTuple):

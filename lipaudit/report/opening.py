@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lipaudit.measures import find_column
+from lipaudit.models.target import find_layer
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
@@ -248,7 +249,9 @@ def write_answer(report: Report) -> Paragraph | None:
         texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
         grown = format_significant(known.norms.median)
-        texts.append(f"A small change of the input grows up to {grown}-fold (median sample).")
+        layer = find_layer(known.norms.start)
+        what = "the input" if layer is None else f"the residual stream after layer {layer}"
+        texts.append(f"A small change of {what} grows up to {grown}-fold (median sample).")
     if known.heads:
         first = known.heads.steepest[0]
         norm = format_significant(first.exact)

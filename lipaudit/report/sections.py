@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from lipaudit.measures import layouts
+from lipaudit.models.target import find_layer
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     EXTREME,
@@ -29,7 +30,15 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.tables import Column, Note, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, naming, order
+from lipaudit.tables.columns import (
+    count_column,
+    find_bounds,
+    finite,
+    group_values,
+    log10_ratio,
+    naming,
+    order,
+)
 from lipaudit.tables.report import Display, Drawing
 from lipaudit.tables.trials import WORST
 
@@ -323,6 +332,19 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
             yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 
 
+def draw_depth(sections: Sections) -> Iterator[Curve]:
+    """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
+    series, depth = list[Series](), count_column("attention layer", "")
+    for label, section in sections.items():
+        named = ((find_layer(row.get("from")), row) for row in section.rows)
+        rows = [row.replace(layer=layer) for layer, row in named if layer is not None]
+        for name in ("mean", "p95") if len(rows) > 1 else ():
+            series.append(make_series(f"{label} {name}".strip(), rows, "layer", name))
+    if series := [each for each in series if each.x]:
+        norm = next(iter(sections.values())).sample_column("norm")
+        yield Curve("Norm from the output of each block", depth, norm, tuple(series))
+
+
 # Attention maps, and what they lie over
 
 
@@ -358,5 +380,6 @@ DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
     "attention": draw_attention,
     "accuracies": draw_accuracies,
     "lengths": draw_lengths,
+    "depth": draw_depth,
 }
 """What a section may show besides the tables, maps and histograms of its columns, by name."""

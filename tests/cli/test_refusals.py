@@ -40,6 +40,18 @@ COMMANDS = [
     ("attention demo --map 3.0", 2, "layer 3"),
     ("attention demo --map 2.4", 2, "no head 2.4"),
     ("jacobian demo --to moon", 2, "--to"),
+    (
+        "jacobian demo --from layer:x",
+        2,
+        "--from: 'layer:x': it must be pixels, embeddings, layers",
+    ),
+    ("jacobian demo --from layer:", 2, "one layer: layer:5"),
+    ("jacobian demo --from layer:3", 2, "no attention layer 3: the model has 3"),
+    (
+        "jacobian timm:resnet18 --model-kwargs pretrained=false -n 1 --from layers",
+        4,
+        "no attention was found",
+    ),
     ("jacobian demo --to features --rivals 3", 2, "--rivals needs --to"),
     ("attack demo", 2, "no attack radius"),
     ("attack demo --eps two", 2, "not a radius"),

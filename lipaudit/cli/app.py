@@ -49,13 +49,14 @@ HELP_ALL = "help_all"
 RARE = {
     *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
     *("model_kwargs", "mean", "std", "input_size", "tower", "quantize"),  # model
+    *("classes", "prompt"),
     *("seed", "dtype", "weights", "device_map", "shard", "time_limit", "offline"),  # run
     *("config", "verbose", "rank_by"),
     *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
     *("gamma", "p_norm_tokens", "rivals"),
     *("steps", "restarts", "queries", "save_adv", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
-    *("flip", "shift", "mixup", "cutmix", "classes", "skip"),
+    *("flip", "shift", "mixup", "cutmix", "skip"),
 }
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.

@@ -28,10 +28,6 @@ USUAL = {
     "samples": "all",
 }
 OUT = typer.Option(metavar="DIR", help="Folder for the model; -f and -o write its record.")
-CLASSES = (
-    "Number of classes of the data. If the model has another number, its classifier is replaced "
-    "by a new one."
-)
 HELD_OUT = typer.Option(metavar="DATA", help="Data to measure the accuracy on after every epoch.")
 
 
@@ -42,7 +38,6 @@ def train(
     output: Output,
     terminal: Terminal,
     out: Annotated[Path, OUT] = Path("trained"),
-    classes: Annotated[int | None, typer.Option(metavar="N", help=CLASSES)] = None,
     held_out: Annotated[str | None, HELD_OUT] = None,
 ) -> None:
     """Fine-tune a classifier with a penalty on attention, or against attacks.
@@ -62,13 +57,15 @@ def train(
     from lipaudit.train import loop
 
     require_alone("a training", run)
-    if classes is not None and classes < 2:
-        raise UsageError(f"--classes {classes}: a classifier needs at least 2 classes")
+    classes, run = run.classes, run.model_copy(update={"classes": None})
+    if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
+        text = f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
+        raise UsageError(text)
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
     recipe = recipe.model_copy(update=given)
     check_outputs(output, ("lines", "record"))
     loop.check_target(out, resume=run.resume)
-    options = replace(load_options(run), classes=classes)
+    options = replace(load_options(run), classes=None if classes is None else int(classes))
     with OnStderr(terminal) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lipaudit.models.requirements import (
 )
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.loader import load_net
+from lipaudit.models.sources.zero_shot import read_class_names, read_prompts
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
@@ -261,8 +263,11 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
 
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
-    given = _select_options(LoadOptions, run)
-    return LoadOptions(**given | {"forms": lambda: find_data_forms(run.data)})
+    given = _select_options(LoadOptions, run) | {"forms": lambda: find_data_forms(run.data)}
+    if run.classes is not None:
+        names, prompts = read_class_names(Path(run.classes)), read_prompts(run.prompt)
+        given |= {"classes": None, "class_names": names, "prompts": prompts}
+    return LoadOptions(**given)
 
 
 def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:

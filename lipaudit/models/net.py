@@ -152,6 +152,8 @@ class LoadOptions:
         classes: number of classes; a model with another number gets a new random classifier (to be
             trained; timm and transformers).
         tower: image or text, for models with two towers.
+        class_names: names that make a zero-shot classifier of an image-text model.
+        prompts: its texts, with {} for the name of a class; their embeddings are averaged.
         forms: returns the possible readings of the data, for modules that do not declare their
             input.
     """
@@ -169,6 +171,8 @@ class LoadOptions:
     offline: bool = False
     classes: int | None = None
     tower: str | None = None
+    class_names: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     forms: Callable[[], tuple[SampleForm, ...]] = tuple
 
     @property

@@ -82,6 +82,19 @@ class RunOptions(Settings):
         "int4:32.",
         values=lambda: ("int8", "int4", "int4:32"),
     )
+    classes: str | None = model_option(
+        None,
+        "File of class names, one per line: CLIP, SigLIP and their kin become a zero-shot "
+        "classifier. For train: number of classes of the data; if the model has another number, "
+        "its classifier is replaced by a new one.",
+    )
+    prompt: str | None = model_option(
+        None,
+        "Text that --classes compares with images, with {} for the class name; the mean of "
+        "several, separated by |.",
+        usual="a photo of a {}",
+        need=needs("classes"),
+    )
     # torch takes seeds of 64 bits.
     seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63)
     device: str | None = run_option(

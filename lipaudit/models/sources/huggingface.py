@@ -36,6 +36,7 @@ from lipaudit.models.sources.weights import (
     note_half_precision,
     read_json,
 )
+from lipaudit.models.sources.zero_shot import make_zero_shot
 from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")
@@ -136,13 +137,22 @@ def describe_transformers(
                 setattr(config, key, None)
     find_text_config(module.config).use_cache = False
     tower, name = options.tower, type(module).__name__
+    if options.class_names:
+        parts = ("get_image_features", "get_text_features", "logit_scale")
+        unfit = not all(hasattr(module, part) for part in parts)
+        text = f"{name} is no image-text model, so --classes cannot make a classifier of it"
+        refuse(unfit, text, "Leave --classes out.", UsageError)
+        text = "--tower measures features, and --classes a classifier"
+        refuse(tower, text, "Leave one of them out.", UsageError)
+        spec = describe_images(module, options, path, "image")
+        return make_zero_shot(module, spec, options.prompts, path)
     towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
     has = f"only {' and '.join(towers)}" if towers else "none"
     unknown = tower is not None and tower not in towers
     text = f"{name} has no tower {tower!r}: it has {has}"
     refuse(unknown, text, "Leave --tower out.", UsageError)
     text = f"{name} has an image tower and a text tower, and none was chosen"
-    advice = "Add --tower image or --tower text."
+    advice = "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier."
     refuse(tower is None and len(towers) > 1, text, advice, UsageError)
     takes = module.main_input_name if tower is None else TOWERS[tower]
     if takes == "pixel_values":
@@ -246,6 +256,8 @@ def describe_images(
 
     call = module if tower is None else getattr(module, f"get_{tower}_features")
     facts = describe_classes(module)
+    if options.class_names:
+        facts |= {"classifier": True, "labels": options.class_names}
     if processor is None and not (options.mean and options.std):
         facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
     labels = facts.get("labels", ("",))

@@ -48,7 +48,9 @@ TAKERS = {
     "tower": ("hf", "py"),
     "classes": ("timm", "file", "hf"),
     "weights": ("hf", "py"),
+    "class_names": ("hf",),
 }
+FLAGS = {"class_names": "classes"}
 
 
 def load_net(name: str, options: LoadOptions | None = None) -> Net:
@@ -76,7 +78,7 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
             given = getattr(options, option) != getattr(LoadOptions(), option)
             refuse(
                 given and source not in takers,
-                f"{name} does not take --{option.replace('_', '-')}",
+                f"{name} does not take --{FLAGS.get(option, option.replace('_', '-'))}",
                 "Leave it out. In a gate it comes from the baseline: check that this is of the "
                 "same model.",
                 UsageError,
@@ -435,6 +437,12 @@ def borrow(
         not isinstance(model, nn.Module | ModelSpec),
         f"{name} is not a model",
         "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
+    )
+    refuse(
+        options.class_names,
+        "classes works only for models that are loaded by name, not for a module",
+        "Leave classes out: it needs the tokenizer in the folder of a model.",
+        UsageError,
     )
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)

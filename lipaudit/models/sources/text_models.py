@@ -127,7 +127,7 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
     return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]
 
 
-def _read_tower(result: Any, mask: Tensor | None) -> Tensor:
+def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """Return the projected features in the result of a tower, not normalised."""
     pooled: Tensor | None = getattr(result, "pooler_output", None)
     return mean_pooling(result, None) if pooled is None else pooled
@@ -139,7 +139,7 @@ def choose_output(
     """Return the function from a pair of a result and its mask to the measured output."""
     read = pooling
     if tower is not None:
-        read = _read_tower
+        read = read_tower
     elif is_classifier(module):
         # A configuration may ask for tuples (return_dict) instead of named outputs.
         read = lambda out, _: out.logits if hasattr(out, "logits") else out[0]  # noqa: E731
@@ -427,7 +427,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
         facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
-    tokenizer, feed = _load_tokenizer(path), None
+    tokenizer, feed = load_tokenizer(path), None
     if tokenizer is not None:
         feed = Feed(module, tokenizer, size)
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
@@ -442,7 +442,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
             facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
         module,
-        (_limit_tokens(module, config, tokenizer),),
+        (limit_tokens(module, config, tokenizer),),
         kind="text",
         vocabulary=size,
         pad_id=find_pad(config) or 0,
@@ -487,7 +487,12 @@ def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor
     return logits[:, -last:]
 
 
-def _load_tokenizer(path: Path | None) -> Any:
+def load_tokenizer(path: Path | None) -> Any:
+    """Load the tokenizer in a directory; None if there is none.
+
+    Raises:
+        InputError: its library is missing, or its files are damaged.
+    """
     from transformers import AutoTokenizer
 
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
@@ -501,7 +506,7 @@ def _load_tokenizer(path: Path | None) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
-def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
+def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     """Return the largest number of tokens; tokenizers without a limit say 1e30.
 
     Relative positions, as in T5, have no limit, whatever the tokenizer says.

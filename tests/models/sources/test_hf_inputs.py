@@ -199,7 +199,7 @@ def test_a_model_with_two_towers_says_what_to_type(tmp_path):
     saved(tmp_path, "CLIPModel", CLIP)
     text = refused(tmp_path, UsageError)
     assert "CLIPModel has an image tower" in text
-    assert text.endswith("| Add --tower image or --tower text.")
+    assert "| Add --tower image, --tower text, or --classes" in text
     assert "no tower 'sound'" in refused(tmp_path, UsageError, tower="sound")
 
 

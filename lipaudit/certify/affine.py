@@ -122,7 +122,8 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
-    return add(x, neg(y) if isinstance(y, Form) else -y, alpha=alpha)
+    # As floats: minus an unsigned whole number would wrap around.
+    return add(x, neg(y) if isinstance(y, Form) else -as_constant(y, x), alpha=alpha)
 
 
 def stack_sum(x: Tensor, y: Tensor) -> Tensor:

@@ -74,21 +74,24 @@ def log_softmax(
 
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
-        return affine.masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
+        # Of a key with a negligible weight, too, the logarithm is finite unless a mask hides it.
+        if not hidden.any():
+            return log_p
+        return affine.where(hidden, affine.sub(rows, _log_sum(rows, log_p)), log_p)
 
     return _apply_along(input, dim, rule)
 
 
 def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
-    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
-    gather = affine.make_move("gather")
-
-    def rule(rows: Form) -> Form:
-        top = rows.centre.argmax(-1, keepdim=True)
-        return affine.sub(gather(rows, -1, top), gather(_log_softmax(rows)[0], -1, top))
-
-    result: Any = _apply_along(input, dim, rule)
+    """Return log sum_j e^(s_j) over an axis."""
+    result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
     return result if keepdim else result.squeeze(dim)
+
+
+def _log_sum(rows: Form, log_p: Form) -> Form:
+    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
+    top, gather = rows.centre.argmax(-1, keepdim=True), affine.make_move("gather")
+    return affine.sub(gather(rows, -1, top), gather(log_p, -1, top))
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:

@@ -1,4 +1,4 @@
-"""Points of a ball, as the symbols e and as inputs."""
+"""Points of a ball, as the symbols e and as inputs, and what forms say of them."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.shared import balls
 from lipaudit.certify.form import Form
 
 
@@ -14,42 +15,12 @@ def points() -> Callable[[Form, int], tuple[Tensor, Tensor]]:
     """Return e (count, n) in the unit ball, corners among them, and the inputs they stand for."""
 
     def draw(x: Form, count: int) -> tuple[Tensor, Tensor]:
-        n = x.symbols.n
-        generator = torch.Generator().manual_seed(count)
-        e = torch.randn(count, n, generator=generator, dtype=torch.float64)
-        if x.symbols.norm == "linf":
-            e = e.sign()
-            e[::2] *= torch.rand(e[::2].shape, generator=generator, dtype=torch.float64)
-        else:
-            e = e / torch.linalg.vector_norm(e, dim=1, keepdim=True)
-            e[::2] *= torch.rand(len(e[::2]), 1, generator=generator, dtype=torch.float64)
-        moved = torch.einsum("bn,n...->b...", e, x.generators[:n].double())
-        return e, x.centre + moved.flatten(0, 1)
+        e = balls.draw_symbols(x, count, torch.Generator().manual_seed(count))
+        return e, balls.inputs_at(x, e)
 
     return draw
 
 
 @pytest.fixture
 def excess() -> Callable[[Form, Tensor, Tensor], float]:
-    """Return by how much true values leave what a form says of them at the points e.
-
-    Negative where all is well: the true value lies within the errors and the slack of the
-    polynomial of e. A stronger demand than that of its range.
-    """
-
-    def check(form: Form, e: Tensor, truth: Tensor) -> float:
-        symbols = form.symbols
-        g = form.generators.double()
-        value = torch.einsum("bn,n...->b...", e[:, : len(g)], g[: symbols.n])
-        if symbols.order == 2:
-            i, j = symbols.pairs
-            q = g[symbols.n : symbols.first_error]
-            value = value + torch.einsum("bn,n...->b...", e[:, i] * e[:, j], q)
-        errors = g[symbols.first_error :].abs().sum(0)
-        off = (truth - form.centre - value.view(truth.shape)).abs()
-        assert not off.isnan().any()
-        low, high = form.range()
-        outside = torch.maximum(low - truth, truth - high).amax().item()
-        return max((off - errors - form.slack).amax().item(), outside)
-
-    return check
+    return balls.excess

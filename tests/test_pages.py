@@ -144,6 +144,7 @@ def test_every_command_is_shown_at_work():
 
 SLOW = {
     "guide/certify": pytest.mark.slow(seconds=150),
+    "guide/smoothing": pytest.mark.slow(seconds=40),
     "guide/train": pytest.mark.slow(seconds=22),
 }
 """Pages whose commands take long, and are tested one by one elsewhere."""

@@ -210,9 +210,9 @@ class Commands(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         if self.measures:
-            from lipaudit.measures import load_measures
+            from lipaudit.measures import option_types
 
-            yield from load_measures()
+            yield from option_types()
         yield from self.places
 
     def __len__(self) -> int:

@@ -16,7 +16,14 @@ from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
 from lipaudit.measures import load_measures
-from lipaudit.measures.base import MeasureOptions, Part, in_order, listening, sample_ids
+from lipaudit.measures.base import (
+    Listener,
+    MeasureOptions,
+    Part,
+    in_order,
+    listening,
+    sample_ids,
+)
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
@@ -167,7 +174,14 @@ def run_measure(
         text = f"an interrupted run finished {done}: continuing from there"
         observer.note(Note.info("reused", text))
     left = list_unfinished(batches, parts)
-    observer.begins(name, sum(map(len, left)))
+    observer.begins(name, total := sum(map(len, left)))
+
+    def tell_cost(passes: int, seconds: float) -> None:
+        each = f"{passes:,} passes of {1000 * seconds:.2g} ms: {passes * seconds:.2g} s"
+        text = f"{name}: a sample takes {each}, all take about {total * passes * seconds:,.0f} s"
+        observer.note(Note.info("cost", text))
+
+    hears = Listener(partial(observer.moves, name), tell_cost)
     while left and time.monotonic() < end:
         begun = [left[0]], takewhile(lambda _: time.monotonic() < end, left[1:])
         moved = (batch.to(net.device, net.dtype) for batch in chain(*begun))
@@ -176,7 +190,7 @@ def run_measure(
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
-            with eager(), exact_arithmetic(net.device), listening(partial(observer.moves, name)):
+            with eager(), exact_arithmetic(net.device), listening(hears):
                 for part in kind.compute(net, share, options):
                     journal.keep(part)
                     parts.append(part)

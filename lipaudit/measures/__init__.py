@@ -21,6 +21,7 @@ from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.scaling import SCALING
+from lipaudit.measures.smoothing import SMOOTHING
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
 from lipaudit.tables.plugins import entries
@@ -32,7 +33,8 @@ GROUP = "lipaudit.measures"
 
 # lipaudit's own measures. A new one is its file and its name here.
 OWN: dict[str, Measure] = {
-    measure.name: measure for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
+    measure.name: measure
+    for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SMOOTHING, SCALING)
 }
 
 
@@ -77,8 +79,8 @@ def find_column(metric: str) -> Column:
 
 
 def option_types() -> dict[str, type[MeasureOptions]]:
-    """Return the options of every measure by its name."""
-    return {name: measure.options for name, measure in load_measures().items()}
+    """Return the options of every command that measures, by its name."""
+    return {n: measure.options for n, measure in load_measures().items() if not measure.command}
 
 
 # Fewer samples where a sample costs more.

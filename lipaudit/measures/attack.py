@@ -303,13 +303,23 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
     require_decision(
         net, "Attack a classifier with labels, or the scores of a language model (--score sum)."
     )
-    if batch.y is None or bool((batch.y < 0).any()):
-        text = "an attack needs a label for every sample"
-        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
+    y = require_labels(batch, "an attack")
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape)
+    return y
+
+
+def require_labels(batch: Batch, what: str) -> Tensor:
+    """Return the labels of samples, all of which must have one.
+
+    Raises:
+        InputError: a sample has no label; `what` needs it.
+    """
+    if batch.y is None or bool((batch.y < 0).any()):
+        text = f"{what} needs a label for every sample"
+        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
     return batch.y
 
 

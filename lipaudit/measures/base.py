@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Note, Row, Section
@@ -78,6 +78,10 @@ class MeasureOptions(Settings):
             UsageError: the options do not suit such a model.
         """
         return self
+
+    def redirect(self, name: str) -> tuple[str, MeasureOptions]:
+        """Return the measure that these options ask for, with its options; as a rule this one."""
+        return name, self
 
     def unkept(self) -> dict[str, Any]:
         """Return the options that can be typed but are not settings of the report."""
@@ -147,6 +151,7 @@ class Measure:
             options.
         encode_files: returns the contents of the files that its options name, in order.
         check: refuses unsuitable models, samples or options before anything is measured.
+        command: the command that runs it; empty for a command of its own name.
     """
 
     name: str
@@ -158,15 +163,27 @@ class Measure:
     chunk: int | None = None
     encode_files: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
     check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None
+    command: str = ""
 
 
-Moved = Callable[[float], None]
-_LISTENER: ContextVar[Moved | None] = ContextVar("listener", default=None)
+class Listener(NamedTuple):
+    """Who hears of the work while it is done.
+
+    Attributes:
+        moves: receives the number of finished samples of the current part.
+        costs: receives the number of passes of a sample, and seconds per pass.
+    """
+
+    moves: Callable[[float], None]
+    costs: Callable[[int, float], None]
+
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def listening(listener: Moved) -> Iterator[None]:
-    """Inside the block, report the progress of the current part to a listener."""
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside the block, report progress and cost to a listener."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -180,7 +197,13 @@ def report_progress(samples: float) -> None:
     Measures with long parts call this now and then.
     """
     if (listener := _LISTENER.get()) is not None:
-        listener(samples)
+        listener.moves(samples)
+
+
+def report_cost(passes: int, seconds: float) -> None:
+    """Report, before the work, how many forward passes a sample takes, and seconds per pass."""
+    if (listener := _LISTENER.get()) is not None:
+        listener.costs(passes, seconds)
 
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:

@@ -23,7 +23,8 @@ from lipaudit.measures.attack import (
     sum_checks,
 )
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
-from lipaudit.settings.option import Balls, Need, Radii, option
+from lipaudit.measures.smoothing import SmoothingOptions
+from lipaudit.settings.option import Balls, Need, Radii, TwoCounts, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -48,6 +49,15 @@ if TYPE_CHECKING:
 BallNorm = Literal["linf", "l2"]
 
 
+# Options of the smoothed classifier, of which a run without --smooth has no settings.
+OF_SMOOTHING = SmoothingOptions.options()
+
+
+def _of_smoothing(name: str) -> Any:
+    known, default = OF_SMOOTHING[name], SmoothingOptions.model_fields[name].default
+    return option(default, known.help, need=known.need, exclude=True)
+
+
 # Placeholder radius for planning attacks before the radius search.
 SOME = parse_radius("1/255")
 
@@ -59,9 +69,13 @@ class CertifyOptions(MeasureOptions):
     every input in the ball keeps the class. The true robust accuracy is between certified
     accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
 
+    --smooth certifies another classifier instead: the majority vote of the model under noise. It
+    works for models of any size, and each certificate holds with probability 1 - alpha.
+
     Examples:
       lipaudit certify demo --eps 0.005
       lipaudit certify demo --radius -n 4
+      lipaudit certify demo --smooth 0.25
       lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
       lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
     """
@@ -71,6 +85,10 @@ class CertifyOptions(MeasureOptions):
 
     eps: Balls = option((), "Radii for pixels in [0, 1] or token embeddings: 1/255 or 1/255,0.01.")
     norm: BallNorm | None = option(None, "linf (default for images) or l2 (default for text).")
+    smooth: float | None = _of_smoothing("smooth")
+    noise_samples: TwoCounts = _of_smoothing("noise_samples")
+    alpha: float = _of_smoothing("alpha")
+    denoiser: str | None = _of_smoothing("denoiser")
     radius: bool = option(False, "Also search for the largest certified radius of every sample.")
     tol: float = option(
         0.1,
@@ -106,6 +124,22 @@ class CertifyOptions(MeasureOptions):
     def _possible(self) -> CertifyOptions:
         self.trials(self.eps or (SOME,))
         return self
+
+    def redirect(self, name: str) -> tuple[str, MeasureOptions]:
+        """Return the measure of the smoothed classifier for `--smooth`, else this one.
+
+        Raises:
+            UsageError: an option of proofs, a norm other than L2, or an invalid value.
+        """
+        if self.smooth is None:
+            return name, self
+        others = [o for n, o in self.options().items() if n not in {*OF_SMOOTHING, "norm"}]
+        unused = [each.flags[0] for each in others if self._differs(each)]
+        unused += ["--norm linf"] * (self.norm == "linf")
+        if unused:
+            text = f"{unused[0]} has no meaning with --smooth, which counts votes and certifies L2"
+            raise UsageError(text, "Leave one of the two out.")
+        return "smoothing", SmoothingOptions.parse({n: getattr(self, n) for n in OF_SMOOTHING})
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Fill in the norm and the radii that a kind of model usually gets, and check them.

@@ -10,6 +10,7 @@ from pydantic import field_validator
 from lipaudit.settings.option import (
     Duration,
     Keywords,
+    Need,
     Numbers,
     OneRadius,
     Quantization,
@@ -195,6 +196,13 @@ class Recipe(Settings):
     shift: int = picture_option(0, "Shift each image by up to this many pixels.", ge=0)
     mixup: float = picture_option(0.8, "Alpha of MixUp; 0: no MixUp.", ge=0)
     cutmix: float = picture_option(1.0, "Alpha of CutMix; 0: no CutMix.", ge=0)
+    noise: float = picture_option(
+        0.0,
+        "Add Gaussian noise with this standard deviation to each input, for certify --smooth.",
+        need=Need("a training without --adversarial", lambda recipe: not recipe.adversarial),
+        ge=0,
+        allow_inf_nan=False,
+    )
     seed: int = 0
 
     # With k = 1 the penalty is log(g1 / g1), a constant.

@@ -448,6 +448,14 @@ Size = Annotated[
     Annotated[int, Field(ge=1, lt=INT64)] | None,
     _read_with(lambda text: None if text == "auto" else int(text), "auto or a positive number"),
 ]
+# Two numbers from 1 to 10^9.
+TwoCounts = Annotated[
+    str,
+    _read_with(
+        lambda text: "{},{}".format(*_read_integers(r"([1-9]\d{0,8}),([1-9]\d{0,8})", text)),
+        "two positive numbers, for example 100,1000",
+    ),
+]
 # Seconds.
 Duration = Annotated[
     Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,

@@ -207,6 +207,8 @@ class Training:
             x = shift_images(batch.x, recipe.shift, self.rng) if recipe.shift else batch.x
             batch = replace(batch, x=flip_images(x, self.rng) if recipe.flip else x)
         x, target = self.mix(batch.x, y)
+        if recipe.noise:
+            x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
         if recipe.adversarial:
             x = self.attack(batch.x, y)
         self.optimizer.zero_grad()
@@ -250,6 +252,10 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.quantised:
         text = f"training would move rounded weights ({net.name}: {net.quantised})"
         raise UsageError(text, "Train the model before it is quantised, and quantise the result.")
+    if recipe.noise and net.kind == "text":
+        raise UsageError(
+            "--noise works only for images and vectors, not for texts", "Leave it out."
+        )
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
 

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
     "random": ("demo", "attack", CHUNK + 2, {"eps": "0.1", "attack": "square", "queries": 9}),
     "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
+    "smoothing": ("demo", "smoothing", 10, {"smooth": 0.25, "noise_samples": "9,40"}),
     "scaling": (
         "demo",
         "scaling",

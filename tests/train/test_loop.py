@@ -157,6 +157,43 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     assert moved > still
 
 
+class Listening(nn.Module):
+    """A linear classifier that keeps its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.seen = nn.Linear(64, 10), []
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x)
+        return self.head(x.flatten(1))
+
+
+def test_noise_is_added_to_every_input_and_resumed(digits):
+    plain = Recipe(epochs=2, batch_size=64, lr=0.05, flip=False, mixup=0, cutmix=0)
+    noisy, nets = (
+        plain.model_copy(update={"noise": 0.3}),
+        [seeded_net(Listening) for _ in range(3)],
+    )
+    list(train(nets[0], digits, plain))
+    epochs = list(train(nets[1], digits, noisy))
+    list(train(nets[2], digits, noisy, state=epochs[0].state))
+    assert same(weights(nets[2]), weights(nets[1]))
+    # The order of the first epoch is drawn before any noise.
+    first, other = (torch.cat(net.module.seen)[: len(digits)] for net in nets[:2])
+    noise = (other - first).flatten()
+    assert noise.std() == pytest.approx(0.3, rel=0.02)
+    assert abs(noise.mean()) < 4 * 0.3 / len(noise) ** 0.5
+    assert other.min() < -0.3
+
+
+def test_texts_take_no_noise(digits):
+    net = replace(small_net(), kind="text")
+    with pytest.raises(UsageError, match="--noise works only for images"):
+        next(train(net, digits, Recipe(noise=0.1)))
+
+
 @pytest.mark.parametrize(
     ("change", "held_out", "message"),
     [

@@ -28,14 +28,15 @@ def unwrap(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
-    """Call a factory and prepare its model.
+def call_factory(reference: str, options: LoadOptions) -> Any:
+    """Call a factory of the user with --model-kwargs as keyword arguments.
 
-    The factory gets --model-kwargs as keyword arguments, and returns a `ModelSpec` or an
-    `nn.Module`. This is the only kind of MODEL that runs the user's code.
+    Args:
+        reference: `FILE.py:FACTORY` or `PACKAGE.MODULE:FACTORY`.
+        options: its `model_kwargs` are the arguments.
 
     Raises:
-        UsageError: the reference is malformed, or the input of the module is unknown.
+        UsageError: the reference is malformed.
         InputError: the file or function does not exist, or the function fails.
     """
     place, _, name = reference.rpartition(":")
@@ -55,7 +56,19 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
             f"the factory py:{reference} failed",
             "Check the factory: it is called with --model-kwargs as its only arguments.",
         ):
-            model = getattr(module, name)(**options.model_kwargs)
+            return getattr(module, name)(**options.model_kwargs)
+
+
+def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
+    """Call a factory and prepare its model, an `nn.Module` or a `ModelSpec`.
+
+    This is the only kind of MODEL that runs the user's code.
+
+    Raises:
+        UsageError: as in `call_factory`, or the input of the module is unknown.
+        InputError: as in `call_factory`, or the function returns something else.
+    """
+    model = call_factory(reference, options)
     refuse(
         not isinstance(model, nn.Module | ModelSpec),
         f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",

@@ -1,0 +1,339 @@
+"""The measure `smoothing`, which `certify --smooth` runs: certificates by votes under noise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from pydantic import Field
+
+from lipaudit.errors import EvaluationError, UsageError, refuse
+from lipaudit.measures import base
+from lipaudit.measures.attack import eps_column, require_decision, require_labels, seconds_column
+from lipaudit.measures.base import Measure, MeasureOptions, Part
+from lipaudit.settings.option import Balls, TwoCounts, needs, option
+from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.columns import (
+    ACCURACY,
+    CERTIFIED_SHARE,
+    OUTCOMES,
+    Column,
+    Reduction,
+    accuracy_column,
+    count_column,
+    limit_column,
+    text_column,
+)
+from lipaudit.tables.report import Display, Layout
+from lipaudit.tables.trials import Norm, parse_radius
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.net import Net
+
+# Radii without --eps, in units of the noise.
+USUAL_EPS = (0.5, 1.0, 2.0)
+# Numbers of copies in the pass that is timed.
+TIMED = "1,7"
+# Number of samples whose copies share passes; each has a Part of its own.
+CHUNK = 4
+# A warning appears if noise leaves less than this share of the clean accuracy.
+HALF = 0.5
+
+
+class SmoothingOptions(MeasureOptions):
+    """Certificates of the smoothed classifier, which takes the majority vote under noise.
+
+    The smoothed classifier gives the class that the model gives most often to noisy copies of a
+    sample. Each certificate holds with probability 1 - alpha, and only for that classifier. The
+    command is `lipaudit certify MODEL --smooth SIGMA`.
+
+    Example: lipaudit certify demo --smooth 0.25
+    """
+
+    samples: ClassVar[int] = 8
+    labelled: ClassVar[bool] = True
+
+    eps: Balls = option((), "L2 radii for pixels in [0, 1] or token embeddings.")
+    smooth: float | None = option(
+        None,
+        "Certify another classifier, for a model of any size: the majority vote of the model "
+        "under Gaussian noise with this standard deviation (L2 balls).",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    noise_samples: TwoCounts = option(
+        "100,1000",
+        "N0,N: numbers of noisy copies that choose the class and certify it. A larger N gives "
+        "larger radii.",
+        need=needs("smooth"),
+    )
+    alpha: float = option(
+        0.001, "Probability that a certificate is wrong.", need=needs("smooth"), gt=0, lt=0.5
+    )
+    denoiser: str | None = option(
+        None,
+        "py:FILE:FACTORY of an nn.Module that removes the noise before the model.",
+        need=needs("smooth"),
+        kinds=("image", "tokens"),
+    )
+    # Hash of the weights of the denoiser: with other weights it is another classifier.
+    denoiser_sha256: str | None = None
+    # Number of noisy copies in a pass; no effect on results.
+    batch_size: int = Field(64, exclude=True)
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """Return the numbers of noisy copies that choose the class and that certify it."""
+        first, second = map(int, self.noise_samples.split(","))
+        return first, second
+
+    def adapt(self, kind: str, changes: Sequence[Norm] = (), why: str = "") -> Self:
+        """Fill in the radii, and read the weights of the denoiser.
+
+        Raises:
+            UsageError: there is no noise, or the reference of the denoiser is malformed.
+            InputError: the denoiser cannot be loaded.
+        """
+        from lipaudit.models.smoothed import hash_denoiser
+
+        if self.smooth is None:
+            raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
+        eps = self.eps or tuple(parse_radius(f"{share * self.smooth:.4g}") for share in USUAL_EPS)
+        digest = self.denoiser and hash_denoiser(self.denoiser)
+        return self.model_copy(update={"eps": eps, "denoiser_sha256": digest})
+
+
+# What holds of the smoothed classifier holds of no other, and not for certain.
+WHERE = "the smoothed classifier in the ball, with probability 1 - alpha"
+CERTIFIED = (
+    "On at least this share of the samples, the smoothed classifier is right in the whole L2 "
+    "ball. Each certificate holds with probability 1 - alpha. The model alone has none."
+)
+_share_column = partial(accuracy_column, status="empirical")
+
+SMOOTHING_TABLE = Layout(
+    name="smoothing",
+    title="What is certified of the smoothed classifier?",
+    display=Display(
+        about="The smoothed classifier takes the majority vote of the model on noisy copies. "
+        "Certified: with probability 1 - alpha, no change of L2 size eps changes that vote. The "
+        "model alone has no certificate.",
+        columns=("norm", "eps_text", "clean", "noisy", "smoothed", "certified", "abstained"),
+        histograms=("radius",),
+        worst=("radius",),
+        folded=False,
+    ),
+    sample_columns={
+        # The predicted class is empty where the smoothed classifier abstains.
+        **{name: OUTCOMES[name] for name in ("label", "predicted", "correct")},
+        "votes": count_column("votes", "Noisy copies, of N, with the class that N0 others chose."),
+        "share": Column(
+            "share", "Lower limit of their share (Clopper-Pearson, 1 - alpha).", status="estimate"
+        ),
+        "radius": Column(
+            "certified radius",
+            "L2 radius in which the smoothed classifier keeps its class; 0 if it abstains.",
+            better="higher",
+            domain=WHERE,
+            status="certified",
+        ),
+        "certified": replace(CERTIFIED_SHARE, format="d", domain=WHERE, reading=CERTIFIED),
+    },
+    fixed={
+        "norm": text_column("norm", "Norm of the ball: l2.", needed=True),
+        "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
+        **{name: ACCURACY[name] for name in ("eps_text", "samples")},
+        "clean": _share_column("clean", "Accuracy of the model without noise."),
+        "noisy": _share_column("noisy", "Accuracy of the model on single noisy copies."),
+        "smoothed": _share_column(
+            "smoothed",
+            "Accuracy of the smoothed classifier; where it abstains, it is wrong.",
+            reduction=Reduction("mean", "correct"),
+        ),
+        "certified": replace(CERTIFIED_SHARE, domain=WHERE, reading=CERTIFIED),
+        "certified_low": limit_column("low"),
+        "certified_high": limit_column("high"),
+        "abstained": count_column("abstained", "Samples without a proven majority of the votes."),
+        "seconds": seconds_column("Wall time."),
+    },
+)
+
+
+def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> Iterator[Part]:
+    """Yield the votes of each sample.
+
+    The first copies choose a class, and further ones count for its limit: an estimate on the
+    copies that chose the class would be too high.
+    """
+    import numpy as np
+    import torch
+
+    from lipaudit.models.smoothed import add_denoiser
+
+    denoised = net if options.denoiser is None else add_denoiser(net, options.denoiser)
+    # Noise has the shape of its sample, not that of a batch of texts.
+    size = 1 if net.kind == "text" else CHUNK
+    pieces = (piece for whole in batches for piece in whole.split(size))
+    for number, batch in enumerate(pieces):
+        if not number:
+            base.report_cost(sum(options.copies), _time_copy(denoised, batch, options))
+        labels = require_labels(batch, "certify --smooth")
+        with torch.no_grad():
+            clean = net.output(batch).argmax(1) == labels
+        start = time.perf_counter()
+        for i, votes in enumerate(count_votes(denoised, batch, options)):
+            one, seconds = slice(i, i + 1), time.perf_counter() - start
+            arrays = {"label": labels[one].cpu().numpy(), "clean": clean[one].cpu().numpy()}
+            arrays |= {"votes": votes[None].numpy(), "seconds": np.array([seconds])}
+            names = base.class_names(
+                net, arrays["label"], votes[0].argmax(0, keepdim=True).numpy()
+            )
+            yield Part(batch.ids[one], arrays, {"classes": names})
+            start += seconds
+
+
+def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:
+    """Yield how many noisy copies of each sample get each class: of the N0 first, of N others.
+
+    Noise is added in the attacked space: pixels in [0, 1], which are not clipped afterwards, or
+    token embeddings. A pass may hold copies of several samples. Each copy is one draw from the
+    CPU generator of its sample: it depends on neither batches nor devices.
+
+    Yields:
+        Counts, (2, classes), when all copies of a sample are done.
+
+    Raises:
+        EvaluationError: the output for a copy is not finite.
+    """
+    import torch
+
+    point, free, (first, second) = net.point(batch), net.free(batch), options.copies
+    each, finished = first + second, 0
+    rngs = [torch.Generator().manual_seed(base.seed_of(i, options.seed)) for i in batch.ids]
+    counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
+    for start in range(0, len(batch) * each, options.batch_size):
+        copies = torch.arange(start, min(start + options.batch_size, len(batch) * each))
+        index = copies // each
+        owners = (rngs[i] for i in index.tolist())
+        draws = [torch.randn(point.shape[1:], generator=r, dtype=torch.float32) for r in owners]
+        noise, rows = torch.stack(draws).to(point), index.to(point.device)
+        if free is not None:
+            noise = noise * free[rows, :, None]
+        with torch.no_grad():
+            z = point[rows] + (options.smooth or 0.0) * noise
+            logits = net.forward(z, batch.without_ids(rows)).cpu()
+        text = f"the model's output is not finite under noise of {options.smooth}"
+        wrong = not bool(logits.isfinite().all())
+        refuse(wrong, text, "Try --dtype float64, or less noise.", EvaluationError)
+        stage = (copies % each >= first).long()
+        counts.index_put_((index, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
+        done = (int(copies[-1]) + 1) / each
+        base.report_progress(done - finished)
+        yield from counts[finished : int(done)]
+        finished = int(done)
+
+
+def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
+    """Return the seconds of a noisy copy in a small pass."""
+    few = options.model_copy(update={"noise_samples": TIMED})
+    for _ in range(2):  # the first pass compiles kernels and fills caches
+        start = time.perf_counter()
+        next(count_votes(net, batch[:1], few))
+    return (time.perf_counter() - start) / sum(few.copies)
+
+
+def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
+    """Refuse a model without classes, samples without labels, or an unsuitable denoiser.
+
+    Raises:
+        InputError: one of these.
+    """
+    require_decision(net, "Certify a classifier.")
+    require_labels(batch, "certify --smooth")
+    if options.denoiser is not None:
+        from lipaudit.models.smoothed import add_denoiser
+
+        add_denoiser(net, options.denoiser).output(batch[:1].to(net.device, net.dtype))
+
+
+def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]:
+    """Make the section: a row per radius, and the votes and the radius of every sample."""
+    import numpy as np
+
+    from lipaudit.theory.smoothing import certify_radius, limit_share
+
+    arrays, once = base.join_arrays(parts), base.mark_unique(parts)
+    sigma, (_, copies), eps = options.smooth or 0.0, options.copies, options.eps
+    label, selection, estimation = arrays["label"], *arrays["votes"].swapaxes(0, 1)
+    chosen, row = selection.argmax(1), np.arange(len(label))
+    votes = estimation[row, chosen]
+    share = limit_share(votes, copies, options.alpha)
+    radius = certify_radius(share, sigma)
+    correct = (chosen == label) & (radius > 0)
+    # The theorem is about inputs nearer than the radius: the closed ball must be smaller.
+    certified = correct[:, None] & (radius[:, None] > [float(each) for each in eps])
+    rows = base.make_rows(  # a repeated sample counts once, as in every comparison
+        SMOOTHING_TABLE,
+        norm="l2",
+        eps=[float(each) for each in eps],
+        eps_text=[each.text for each in eps],
+        samples=int(once.sum()),
+        clean=arrays["clean"][once].mean(),
+        noisy=estimation[row, label][once].mean() / copies,
+        smoothed=correct[once].mean(),
+        **base.share_columns("certified", certified[once]),
+        abstained=int((radius[once] == 0).sum()),
+        seconds=arrays["seconds"][once].sum().round(3),
+    )
+    columns = {"label": label, "correct": correct.astype(int), "votes": votes}
+    columns |= {"share": share, "radius": radius}
+    for each, flags in zip(rows, certified.T.astype(int), strict=True):
+        columns[each.trial.column("certified")] = flags
+    samples = {name: tuple(values.tolist()) for name, values in columns.items()}
+    known = zip(chosen.tolist(), samples["radius"], strict=True)
+    # With every vote for one class, the limit p has p^N = alpha.
+    (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
+    section = SMOOTHING_TABLE.section(
+        settings=options.model_dump(),
+        rows=rows,
+        samples=samples
+        | {"ids": base.sample_ids(parts), "predicted": tuple(k if r else None for k, r in known)},
+        notes=[*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)],
+        classes=base.join_facts(parts, "classes"),
+    )
+    return [section]
+
+
+def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
+    """Note what the certificates are of, what limits them, and a model that noise breaks."""
+    text = (
+        "certificates are of the smoothed classifier, not of the model: predict by the same vote"
+    )
+    yield Note.info("smoothed", f"{text}. Each holds with probability {1 - options.alpha:g}")
+    text = f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}"
+    yield Note.info("largest-radius", f"{text}: for larger ones, raise N of --noise-samples")
+    if row.noisy < HALF * row.clean:
+        text = (
+            f"noise lowers the accuracy of the model from {row.clean:.1%} to {row.noisy:.1%}. "
+            f"Train it with lipaudit train --noise {options.smooth:g}, or give a --denoiser"
+        )
+        yield Note.warn("noise-untrained", text)
+
+
+SMOOTHING = Measure(
+    "smoothing",
+    (SMOOTHING_TABLE,),
+    SmoothingOptions,
+    measure,
+    summarise,
+    batch=64,
+    chunk=CHUNK,
+    check=check,
+    command="certify",
+)

@@ -1,0 +1,322 @@
+"""`certify --smooth`: limits and radii held to exact ones, and what must not change the votes."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import lipaudit
+from lipaudit import ModelSpec
+from lipaudit.data.batch import Batch, identify_samples
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.measures.smoothing import SmoothingOptions, check
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loader import borrow, load_net
+from lipaudit.theory.smoothing import certify_radius, limit_share
+from tests.nets import draw
+
+SHAPE = (1, 3, 4)
+NORMAL = NormalDist()
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.05])
+@pytest.mark.parametrize("copies", [1, 20, 137])
+def test_the_limit_of_a_share_solves_its_equation(copies, alpha):
+    """P(B >= votes) = alpha at the limit, with the sum in fractions."""
+    votes = np.array(sorted({0, 1, copies // 2, copies - 1, copies}))
+    limits = limit_share(votes, copies, alpha)
+    assert limits[0] == 0
+    assert limits[-1] == pytest.approx(alpha ** (1 / copies), rel=1e-12)
+    for k, limit in zip(votes.tolist()[1:], limits.tolist()[1:], strict=True):
+        p, above = Fraction(limit), range(k, copies + 1)
+        tail = sum(math.comb(copies, i) * p**i * (1 - p) ** (copies - i) for i in above)
+        assert float(tail) == pytest.approx(alpha, rel=1e-9)
+
+
+def test_radii_of_votes_are_those_of_the_normal_distribution_and_of_the_authors_logs():
+    shares = np.array([0.0, 0.3, 0.5, 0.6, 0.999])
+    radii = certify_radius(shares, 0.5)
+    assert radii[:3].tolist() == [0, 0, 0]
+    assert radii[3:] == pytest.approx([0.5 * NORMAL.inv_cdf(p) for p in (0.6, 0.999)])
+    # The largest radii of data/certify/{cifar10,imagenet}/*/noise_0.25/test/sigma_0.25 in
+    # github.com/locuslab/smoothing: 100,000 copies, of which 0, 1, 2... have another class. The
+    # logs fit alpha = 0.01.
+    logged = "0.978 0.955 0.941 0.929 0.92 0.913 0.906 0.9 0.894 0.889 0.885 0.88"
+    votes = 100_000 - np.arange(12)
+    assert [f"{r:.3g}" for r in certify_radius(limit_share(votes, 100_000, 0.01), 0.25)] == (
+        logged.split()
+    )
+
+
+class Plane(nn.Module):
+    """Two classes, a plane apart: the smoothed classifier and every radius are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, weight = nn.Linear(12, 2), draw(3, 2, 12)
+        middle = (weight[1] - weight[0]).sum() / 2 * torch.tensor([0.5, -0.5])
+        self.head.load_state_dict({"weight": weight, "bias": middle + torch.tensor([0.3, 0.0])})
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+def samples(model, count, spread=0.3):
+    """Points amid the box with the model's own labels, and their distances from the plane."""
+    generator = torch.Generator().manual_seed(1)
+    x = 0.5 + spread * (torch.rand(count, *SHAPE, generator=generator) - 0.5)
+    with torch.no_grad():
+        logits = model(x)
+    weight = model.head.weight[0] - model.head.weight[1]
+    y = logits.argmax(1)
+    distance = (logits[:, 0] - logits[:, 1]).abs() / weight.norm()
+    return (x, y), dict(zip(identify_samples([*x], y.tolist()), distance.tolist(), strict=True))
+
+
+def measured(model, data, **options):
+    count = len(data[0])
+    given = {"data": data, "input_shape": SHAPE, "samples": count, "smooth": 0.25} | options
+    return lipaudit.measure(model, "certify", **given).section("smoothing")
+
+
+def test_radii_of_a_plane_are_below_its_distance_and_approach_it():
+    model = Plane()
+    data, distance = samples(model, 6)
+    told = measured(model, data, noise_samples="999,40000", batch_size=4096).samples
+    assert told["predicted"] == told["label"]
+    most = 0.25 * NORMAL.inv_cdf(0.001 ** (1 / 40000))
+    for name, radius in zip(told["ids"], told["radius"], strict=True):
+        limit = min(distance[name], most)
+        # The limit is 3.1 standard deviations of the share below it, here 0.005 of radius.
+        assert limit - 0.01 < radius <= limit
+
+
+@pytest.mark.parametrize(("alpha", "copies"), [(0.3, 50), (0.05, 400)])
+def test_a_certificate_is_wrong_as_often_as_it_says(alpha, copies):
+    """The limit is below the true share with probability alpha, and not far below."""
+    model, count = Plane(), 400
+    data, distance = samples(model, count)
+    told = measured(model, data, alpha=alpha, noise_samples=f"30,{copies}").samples
+    cells = zip(told["ids"], told["share"], strict=True)
+    wrong = sum(share > NORMAL.cdf(distance[name] / 0.25) for name, share in cells) / count
+    spread = math.sqrt(alpha * (1 - alpha) / count)
+    assert alpha / 3 < wrong < alpha + 3 * spread
+
+
+class Votes(nn.Module):
+    """Gives class 1 to every input, or by the sign of the first pixel around 1/2."""
+
+    def __init__(self, sure):
+        super().__init__()
+        self.sure, self.weight = sure, nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        first = torch.ones(len(x)) if self.sure else x.flatten(1)[:, 0] - 0.5
+        return torch.stack([-first, first], 1) * self.weight
+
+
+def test_figures_are_those_of_hand_computed_cases():
+    x, y = torch.full((3, *SHAPE), 0.5), torch.tensor([1, 1, 0])
+    x[:, :, 1] += torch.arange(3).view(3, 1, 1) / 10
+    radius = 0.25 * NORMAL.inv_cdf(0.001 ** (1 / 500))
+    eps = f"0.1,{radius - 1e-6:.6f},{radius + 1e-6:.6f}"
+    section = measured(Votes(sure=True), (x, y), noise_samples="10,500", eps=eps)
+    assert section.samples["predicted"] == (1, 1, 1)
+    assert section.samples["votes"] == (500,) * 3
+    assert section.samples["radius"] == pytest.approx([radius] * 3)
+    assert [row.certified for row in section.rows] == [2 / 3, 2 / 3, 0]
+    assert [row.certified_high for row in section.rows] == sorted(
+        (row.certified_high for row in section.rows), reverse=True
+    )
+    row = section.rows[0]
+    assert (row.clean, row.noisy, row.smoothed, row.abstained) == (2 / 3, 2 / 3, 2 / 3, 0)
+    assert {n.code for n in section.notes} == {"smoothed", "largest-radius"}
+    # Each class has half of the votes: nothing is proven, whatever the label.
+    section = measured(Votes(sure=False), (x, y), noise_samples="10,500")
+    assert section.samples["predicted"] == (None,) * 3
+    assert section.samples["radius"] == section.samples["correct"] == (0,) * 3
+    assert [row.eps_text for row in section.rows] == ["0.125", "0.25", "0.5"]
+    assert {(row.certified, row.smoothed, row.abstained) for row in section.rows} == {(0, 0, 3)}
+    assert section.sample_columns["radius"].domain.endswith("with probability 1 - alpha")
+
+
+def test_votes_depend_on_neither_the_batch_size_nor_other_samples_but_on_the_seed():
+    model = Plane()
+    data, _ = samples(model, 6)
+    x, y = data
+    whole = measured(model, data, noise_samples="10,33")
+    other = measured(model, data, noise_samples="10,33", batch_size=7)
+    assert whole.samples == other.samples
+    alone = measured(model, (x[2:3], y[2:3]), noise_samples="10,33").samples
+    place = whole.samples["ids"].index(alone["ids"][0])
+    assert {n: v[place] for n, v in whole.samples.items()} == {n: v[0] for n, v in alone.items()}
+    again = measured(model, data, noise_samples="10,33", seed=1)
+    assert sorted(again.samples["votes"]) != sorted(whole.samples["votes"])
+
+
+class Words(nn.Module):
+    """The mean of token embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 6), nn.Linear(6, 2)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        share = mask.to(x.dtype) / mask.sum(1, keepdim=True)
+        return self.head((x * share[..., None]).sum(1))
+
+
+def test_texts_get_noise_on_their_embeddings_whatever_they_are_padded_with():
+    """Noise of the mean of n tokens has the deviation sigma / sqrt(n): radii are known."""
+    model = Words()
+    spec = ModelSpec(model, (5,), kind="text", vocabulary=50)
+    ids = torch.randint(1, 50, (3, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(ids)
+    y, weight = logits.argmax(1), model.head.weight[0] - model.head.weight[1]
+    distance = (logits[:, 0] - logits[:, 1]).abs() / weight.norm() * math.sqrt(5)
+    given = {"smooth": 0.5, "noise_samples": "20,20000", "batch_size": 4096, "samples": 3}
+    report = lipaudit.measure(spec, "certify", data=(ids, y), **given)
+    told = report.section("smoothing").samples
+    exact = dict(zip(identify_samples([*ids], y.tolist()), distance.tolist(), strict=True))
+    for name, radius in zip(told["ids"], told["radius"], strict=True):
+        limit = min(exact[name], 0.5 * NORMAL.inv_cdf(0.001 ** (1 / 20000)))
+        assert 0.85 * limit < radius <= limit
+    with pytest.raises(UsageError, match="--denoiser works only for models that take image"):
+        lipaudit.measure(spec, "certify", data=(ids, y), denoiser="py:a.py:b", **given)
+
+
+DENOISERS = """
+import torch
+from torch import nn
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+    def forward(self, x):
+        return 0.25 + self.scale * x
+
+class Flat(nn.Module):
+    def forward(self, x):
+        return x.flatten(1)
+
+class Bad(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no such layer")
+
+def text():
+    return "half"
+"""
+
+
+def test_a_denoiser_stands_between_the_noise_and_the_model(tmp_path):
+    Path(tmp_path, "denoise.py").write_text(DENOISERS)
+    model, place = Plane(), f"py:{tmp_path}/denoise.py"
+    data, _ = samples(model, 3)
+
+    class Both(Plane):
+        def forward(self, x):
+            return super().forward(0.25 + 0.5 * x)
+
+    section = measured(model, data, denoiser=f"{place}:Half", noise_samples="10,200")
+    both = measured(Both(), data, noise_samples="10,200")
+    assert section.samples == both.samples
+    assert len(section.settings["denoiser_sha256"]) == 64
+    refused = [
+        (f"{place}:Flat", InputError, r"returned \(1, 12\) for samples of \(1, 1, 3, 4\)"),
+        (f"{place}:Bad", InputError, "failed .RuntimeError: no such layer"),
+        (f"{place}:text", InputError, "returned str, not an nn.Module"),
+        (f"{place}:nothing", InputError, "has no 'nothing'"),
+        ("denoise.py:Half", UsageError, "must be py:FILE:FACTORY"),
+    ]
+    for reference, error, says in refused:
+        with pytest.raises(error, match=says):
+            measured(model, data, denoiser=reference)
+
+
+def test_no_search_in_the_ball_changes_the_vote():
+    """PGD on the averaged loss of noisy copies, to 0.99 of each radius; fresh copies judge."""
+    sigma, copies = 0.25, 400
+    given = {"smooth": sigma, "samples": 6, "noise_samples": "100,2000", "batch_size": 512}
+    told = lipaudit.measure("demo", "certify", **given).section("smoothing").samples
+    net, generator = load_net("demo"), torch.Generator().manual_seed(5)
+    batch = load_data("demo", net, DataOptions(samples=6)).batch
+    x = dict(zip(batch.ids, batch.x, strict=True))
+    tried = 0
+    for name, label, radius in zip(told["ids"], told["predicted"], told["radius"], strict=True):
+        if label is None:
+            continue
+        tried += 1
+        z = x[name][None].clone()
+        for _ in range(10):
+            z.requires_grad_()
+            noisy = z + sigma * torch.randn(copies, *z.shape[1:], generator=generator)
+            logits = net.call(noisy, None)
+            loss = F.cross_entropy(logits, torch.full((copies,), label))
+            (gradient,) = torch.autograd.grad(loss, z)
+            moved = z.detach() + 0.25 * radius * gradient / gradient.norm() - x[name]
+            z = x[name] + moved * min(1.0, 0.99 * radius / float(moved.norm()))
+        fresh = z + sigma * torch.randn(4000, *z.shape[1:], generator=generator)
+        with torch.no_grad():
+            votes = net.call(fresh, None).argmax(1).bincount(minlength=10)
+        assert votes.argmax() == label
+        assert votes[label] > 2000
+    assert tried >= 4
+
+
+def test_output_that_is_not_finite_under_noise_is_an_error():
+    class Rooted(Plane):
+        def forward(self, x):
+            return super().forward(x.log())
+
+    model = Rooted()
+    data, _ = samples(model, 2)
+    with pytest.raises(EvaluationError, match="not finite under noise of 0.5"):
+        measured(model, data, smooth=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"smooth": 0}, "--smooth"),
+        ({"smooth": -1}, "--smooth"),
+        ({"smooth": math.nan}, "--smooth"),
+        ({"smooth": math.inf}, "--smooth"),
+        ({"norm": "linf"}, "--norm linf has no meaning with --smooth"),
+        ({"attack": "fgsm"}, "--attack has no meaning with --smooth"),
+        ({"radius": True}, "--radius has no meaning with --smooth"),
+        ({"alpha": 0.5}, "--alpha"),
+        ({"noise_samples": "100"}, "--noise-samples: '100': it must be two positive numbers"),
+        ({"noise_samples": "0,100"}, "--noise-samples"),
+        ({"smooth": None, "eps": "0.1", "alpha": 0.01}, "--alpha needs --smooth"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, says):
+    model = Plane()
+    data, _ = samples(model, 2)
+    with pytest.raises(UsageError, match=says):
+        measured(model, data, **options)
+
+
+def test_samples_without_labels_are_refused():
+    model = Plane()
+    (x, y), _ = samples(model, 2)
+    with pytest.raises(UsageError, match="smoothing needs labelled samples"):
+        measured(model, x)
+    y[0] = -1
+    with (
+        borrow(model, LoadOptions(), SHAPE) as net,
+        pytest.raises(InputError, match="a label for"),
+    ):
+        check(net, Batch(x, y, ("0", "1")), SmoothingOptions(smooth=0.25))

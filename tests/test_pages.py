@@ -182,8 +182,8 @@ PUBLIC = {
     "commands": (
         [name.replace(" ", "-") for name in list_commands()],
         "attack attention audit baseline-check baseline-save baseline-update bounds "
-        "certify check compare env explain gate init inspect jacobian merge models report scaling "
-        "schema train watch",
+        "certify check compare corrupt env explain gate init inspect jacobian merge models report "
+        "scaling schema train watch",
     ),
     "formats": ([*RENDERERS], "csv html json junit latex markdown table text"),
     "exit codes": (

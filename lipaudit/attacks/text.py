@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, islice, zip_longest
 
@@ -221,6 +221,11 @@ class Reader:
         ids, _ = self.lexicon.read(draft.texts, draft.source.most)
         fits = 0 < len(ids) <= self.most and max(ids) < len(self.lexicon.kinds)
         return ids if fits else ()
+
+    def read_cut(self, draft: Draft) -> Ids:
+        """Return the ids of a text, cut by the tokenizer to what the model takes."""
+        cut = draft.source and replace(draft.source, most=self.most)
+        return self.read(replace(draft, source=cut))
 
     def pad(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, with a mask if any is padded."""
@@ -453,23 +458,14 @@ def rewrite_characters(
 
     def list_errors(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
         """Yield the text with each possible error, words taking turns."""
-        source, known = draft.source, dict(draft.spelled)
+        source = draft.source
         if source is None:
             return
         lengths = iter(slope.norm(dim=1).tolist())
         steep = [sum(islice(lengths, len(word))) for word in draft.words]
-        order = sorted(range(len(steep)), key=lambda i: -steep[i])
-        words = [
-            (i, known.get(i) or source.word(i))
-            for i in order
-            if not lexicon.is_fixed(draft.words[i])
-        ]
-        words = [(i, text) for i, text in words if len(text) > 1]
-        # The text's own letters, and all Latin ones if it has any.
-        letters = {c for _, text in words for c in text.lower() if c.isalnum()}
-        latin = set(string.ascii_lowercase)
-        letters |= latin if letters & latin else set()
-        lists = [[(i, error) for error in _errors(text, sorted(letters))] for i, text in words]
+        known, letters = _spell_words(draft, lexicon)
+        words = [(i, known[i]) for i in sorted(known, key=lambda i: -steep[i])]
+        lists = [[(i, error) for error in _errors(text, letters)] for i, text in words]
         for turn in zip_longest(*lists):
             for i, error in filter(None, turn):
                 piece, start, _ = source.spans[i][0]
@@ -483,17 +479,56 @@ def rewrite_characters(
     return search(oracle, drafts, y, budget, propose)
 
 
+def _spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
+    """Return the words in which errors are possible, by number, and the letters to insert."""
+    source, known = draft.source, dict(draft.spelled)
+    some = [i for i, word in enumerate(draft.words) if source and not lexicon.is_fixed(word)]
+    spelled = {i: known.get(i) or source.word(i) for i in some if source}
+    words = {i: text for i, text in spelled.items() if len(text) > 1}
+    # The text's own letters, and all Latin ones if it has any.
+    letters = {c for text in words.values() for c in text.lower() if c.isalnum()}
+    latin = set(string.ascii_lowercase)
+    return words, sorted(letters | (latin if letters & latin else set()))
+
+
+def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, count: int) -> Draft:
+    """Return a text with random typing errors of one kind.
+
+    The word of an error is drawn by its length, and the error among all of its kind there.
+
+    Args:
+        draft: the text, with its characters.
+        draw: source of random numbers.
+        lexicon: the vocabulary.
+        kind: one of `kinds.TYPING`.
+        count: number of errors; fewer if the text has no room for them.
+    """
+    for _ in range(count):
+        words, letters = _spell_words(draft, lexicon)
+        kinds = {i: _list_errors(text, letters)[kind] - {text} for i, text in words.items()}
+        if possible := [i for i in words if kinds[i]]:
+            i = draw.choices(possible, [len(words[i]) for i in possible])[0]
+            draft = draft.with_word(i, draft.words[i], draw.choice(sorted(kinds[i])))
+    return draft
+
+
+def _list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
+    """Return every word with one error, by kind of error."""
+    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    return {
+        "swap": {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1},
+        "remove": {a + b[1:] for a, b in cuts if b},
+        "replace": {a + c + b[1:] for a, b in cuts if b for c in letters},
+        "insert": {a + c + b for a, b in cuts for c in letters},
+    }
+
+
 def _errors(word: str, letters: Sequence[str]) -> list[str]:
     """Return every word with one error, in an order derived from the word.
 
     The order mixes kinds and places of errors, and is the same on every machine.
     """
-    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
-    errors = {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}
-    errors |= {a + b[1:] for a, b in cuts if b}
-    errors |= {a + c + b[1:] for a, b in cuts if b for c in letters}
-    errors |= {a + c + b for a, b in cuts for c in letters}
     # The order of a set differs between processes: sort, then mix by the word.
-    order = sorted(errors - {word})
+    order = sorted(set[str]().union(*_list_errors(word, letters).values()) - {word})
     random.Random(word).shuffle(order)
     return order

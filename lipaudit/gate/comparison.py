@@ -150,7 +150,8 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
             if not all(figures):
                 unpaired += [(metric, not figures[0])] if any(figures) else []
                 continue
-            stats = ["median"]
+            # Rows that are no heads are few: they are compared one by one.
+            stats = ["median" if "layer" in after.columns else "each"]
             if name in before.sample_columns:
                 stats = ["mean"] if name in FLAGS else ["median", "p95"]
             for stat in stats:
@@ -189,8 +190,9 @@ def _list_columns(before: Section, after: Section) -> Iterator[str]:
 
 def _list_figures(section: Section, name: str) -> list[float]:
     """Return the figures of a column: of all trials, or of all rows."""
-    # Rows of balls and attacks repeat what their samples say.
-    rows = [row for row in section.rows if not section.sample_columns or "layer" in row]
+    # Rows of balls and attacks repeat what their samples say, unless they have figures of samples.
+    own = not section.sample_columns or name in section.arrays
+    rows = [row for row in section.rows if own or "layer" in row]
     cells: list[Any] = [row.get(name) for row in rows]
     if name in section.sample_columns:
         columns = section.samples.items()

@@ -19,6 +19,7 @@ from lipaudit.measures.attention import ATTENTION
 from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
+from lipaudit.measures.corrupt import CORRUPT
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.scaling import SCALING
 from lipaudit.measures.smoothing import SMOOTHING
@@ -34,7 +35,7 @@ GROUP = "lipaudit.measures"
 # lipaudit's own measures. A new one is its file and its name here.
 OWN: dict[str, Measure] = {
     measure.name: measure
-    for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SMOOTHING, SCALING)
+    for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CORRUPT, CERTIFY, SMOOTHING, SCALING)
 }
 
 

@@ -245,8 +245,8 @@ def head_columns(heads: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
 
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:
-    """Return the columns of a share with its 95 % limits, from flags (samples, rows)."""
-    limits = [wilson(int(each.sum()), len(each)) for each in flags.T]
+    """Return the columns of a share with its 95 % limits, from flags or shares (samples, rows)."""
+    limits = [wilson(float(each.sum()), len(each)) for each in flags.T]
     low, high = ([pair[end] for pair in limits] for end in (0, 1))
     return {name: flags.mean(0), f"{name}_low": low, f"{name}_high": high}
 

@@ -375,8 +375,11 @@ def _list_binomials(count: int) -> Iterator[int]:
     return accumulate(range(count), lambda term, k: term * (count - k) // (k + 1), initial=1)
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return the 95 % limits of a proportion (Wilson, 1927).
+
+    Of values between 0 and 1 they are the limits of the mean: no such values vary more than 0s and
+    1s of the same mean.
 
     >>> tuple(round(limit, 4) for limit in wilson(5, 10))
     (0.2366, 0.7634)

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "1")
 SMALL = {
     "attack": {"eps": ("0.05",), "attack": "fgsm"},
+    "corrupt": {"corruption": "snow,contrast", "severity": "1,5"},
     "scaling": {"lengths": (8, 16), "modes": ("real",)},
     "smoothing": {"smooth": 0.25, "eps": "0.1", "noise_samples": "5,20"},
 }

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "jacobian": ("demo", "jacobian", 10, {"batch_size": 2, "tol": 1e-2}),
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
     "random": ("demo", "attack", CHUNK + 2, {"eps": "0.1", "attack": "square", "queries": 9}),
+    "corrupt": ("demo", "corrupt", 7, {"corruption": "fog,jpeg", "batch_size": 2}),
     "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
     "smoothing": ("demo", "smoothing", 10, {"smooth": 0.25, "noise_samples": "9,40"}),
     "scaling": (

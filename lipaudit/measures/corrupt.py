@@ -81,7 +81,7 @@ class CorruptOptions(MeasureOptions):
     Examples:
       lipaudit corrupt demo
       lipaudit corrupt timm:vit_small_patch16_224 --data val/
-      lipaudit corrupt timm:vit_small_patch16_224 --data val/ --corruption fog,jpeg --severity 3
+      lipaudit corrupt ./vit --data val/ --corruption fog,jpeg --severity 3
       lipaudit corrupt ./bert --data reviews.csv
     """
 

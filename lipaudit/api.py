@@ -228,7 +228,8 @@ def measure(
     Args:
         model: a MODEL of the command line, an `nn.Module` (unchanged afterwards), or a
             `ModelSpec`.
-        name: bounds, attention, jacobian, attack, corrupt, certify, scaling, or the measure of a plug-in.
+        name: the name of a measure: bounds, attention, jacobian, attack, corrupt, certify,
+            smoothing, scaling, or that of a plug-in.
         data: a DATA of the command line, or arrays: x, or (x, y) with labels y.
         input_shape: shape of one sample, for a module that does not declare its input.
         observer: receives progress and notes; nothing is printed.

@@ -332,7 +332,7 @@ def require_decision(net: Net, advice: str) -> None:
     if (net.classes or 0) < 2:
         lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
         raise InputError(
-            f"{lacks}, so there is no decision to attack or certify",
+            f"{lacks}, so no prediction is right or wrong",
             f"{advice} A model with one logit z, (samples, 1), has to return "
             "torch.cat([0 * z, z], 1).",
         )

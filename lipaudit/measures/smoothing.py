@@ -42,7 +42,7 @@ USUAL_EPS = (0.5, 1.0, 2.0)
 TIMED = "1,7"
 # Number of samples whose copies share passes; each has a Part of its own.
 CHUNK = 4
-# A warning appears if noise leaves less than this share of the clean accuracy.
+# A model that is right less often on noisy copies cannot have most votes on most samples.
 HALF = 0.5
 
 
@@ -137,7 +137,7 @@ SMOOTHING_TABLE = Layout(
             "share", "Lower limit of their share (Clopper-Pearson, 1 - alpha).", status="estimate"
         ),
         "radius": Column(
-            "certified radius",
+            "smoothed radius",
             "L2 radius in which the smoothed classifier keeps its class; 0 if it abstains.",
             better="higher",
             domain=WHERE,
@@ -318,9 +318,9 @@ def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterato
     yield Note.info("smoothed", f"{text}. Each holds with probability {1 - options.alpha:g}")
     text = f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}"
     yield Note.info("largest-radius", f"{text}: for larger ones, raise N of --noise-samples")
-    if row.noisy < HALF * row.clean:
+    if row.noisy < HALF:
         text = (
-            f"noise lowers the accuracy of the model from {row.clean:.1%} to {row.noisy:.1%}. "
+            f"the model is right on {row.noisy:.1%} of noisy copies: its vote certifies little. "
             f"Train it with lipaudit train --noise {options.smooth:g}, or give a --denoiser"
         )
         yield Note.warn("noise-untrained", text)

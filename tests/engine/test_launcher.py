@@ -179,6 +179,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "jacobian": ("-n", "4", "--batch-size", "1"),
     "attack": ("-n", "66", *ATTACKED),
     "certify": ("-n", "2", "--eps", "0.001", "--order", "1", "--nodes", "1"),
+    "smoothing": ("-n", "9", "--smooth", "0.25", "--noise-samples", "5,20"),
     "scaling": ("-n", "9", "--lengths", "4:8:log2", "--mode", "real", "--layers", "0"),
     "audit": (*AUDITED, "--only", "attention,jacobian,attack", "--quick"),
 }
@@ -189,7 +190,7 @@ LAUNCHERS = {
     "accelerate": ("accelerate.commands.launch", *ACCELERATE.split(), "--main_process_port"),
 }
 MODELS = {
-    "demo": ["attack", "scaling", "audit"],  # an audit has the other measures
+    "demo": ["attack", "smoothing", "scaling", "audit"],  # an audit has the other measures
     "llama": list(CASES),
 }
 """What each is measured by: certificates of demo take long."""

@@ -135,6 +135,24 @@ LARGE = 2**16
 _lifted: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
 # Stored weight of each converted copy.
 _stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+# Function that computes the values of each deferred weight.
+_deferred: MutableMapping[Tensor, Callable[[], Tensor]] = WeakTensorKeyDictionary()
+# The dtype of deferred weights: narrower than that of any run, so they are converted on reading.
+DEFERRED = torch.float8_e5m2
+
+
+def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
+    """Return a parameter without memory; `hold` has its values computed whenever it is read."""
+    # NaN, so that nothing can take the placeholder for values.
+    weight = nn.Parameter(torch.tensor(torch.nan).to(DEFERRED).expand(shape), requires_grad=False)
+    _deferred[weight] = compute
+    return weight
+
+
+def compute_values(stored: Tensor) -> Tensor:
+    """Return the values of a stored weight, which may be deferred."""
+    compute = _deferred.get(stored)
+    return stored if compute is None else compute()
 
 
 @dataclass(frozen=True)
@@ -285,7 +303,8 @@ def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Te
     if copy is None or (copy.dtype, copy.device) != (kind, place):
         # A copy made in inference mode could never be saved for a backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            copy = nn.Parameter(_room(stored, kind, place).copy_(stored), requires_grad=False)
+            values = compute_values(stored)
+            copy = nn.Parameter(_room(values, kind, place).copy_(values), requires_grad=False)
         _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
     return copy
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, first_line, of_machine, refuse
 from lipaudit.models.net import Net
-from lipaudit.models.precision import Widening, exact_arithmetic, name_dtypes
+from lipaudit.models.precision import Widening, compute_values, exact_arithmetic, name_dtypes
 from lipaudit.tables import Note
 
 # Largest difference between two equal results, relative to the largest entry (float32 rounding).
@@ -206,8 +206,8 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
     narrow = [(t, t.data) for t in tensors]
     try:
-        for t, data in narrow:
-            t.data = data.double()
+        for t in tensors:
+            t.data = compute_values(t).detach().double()
         with exact_arithmetic(net.device), wide:
             shares = _measure_differences(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it

@@ -31,7 +31,7 @@ from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.precision import compute_values, exact_arithmetic
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources.weights import few
 
@@ -103,8 +103,12 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     It includes sums of the values: a write to `p.data` does not change the version of p.
     """
     return tuple(
-        (t.data_ptr(), 0 if t.is_inference() else t._version, t.detach().sum().item())
-        for t in chain(module.parameters(), module.buffers())
+        (
+            p.data_ptr(),
+            0 if p.is_inference() else p._version,
+            compute_values(p).detach().sum().item(),
+        )
+        for p in chain(module.parameters(), module.buffers())
     )
 
 

@@ -18,6 +18,7 @@ from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit,
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.quantised import plan_dequantising
 from lipaudit.models.sources.text_models import (
     CLASSIFIERS,
     HEADS,
@@ -102,8 +103,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
         loader, added = _choose_loader(config, options.classes)
+        quantised = ""
         if options.pretrained:
+            quantised = plan_dequantising(config, path)
             kept = options.weights == "stored" or options.device_map is not None
+            kept = kept and not quantised
             module, report, notes = _load_weights(loader, path, config, kept=kept)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
             missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
@@ -117,6 +121,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         else:
             module, notes = _build(loader, config), (RANDOM,)
         spec = describe_transformers(module, options, path=path)
+    spec = replace(spec, quantised=quantised)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
 
 

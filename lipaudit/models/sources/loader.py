@@ -34,7 +34,7 @@ from lipaudit.models.precision import devices, eager, precision, seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
-from lipaudit.models.sources.quantised import round_weights
+from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
 from lipaudit.models.sources.weights import SUFFIXES, few, hash_weights, read_json
 from lipaudit.tables import Note
@@ -167,6 +167,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         UsageError: a normalisation that does not fit the images, or an unknown device.
     """
     module = own.unwrap(spec.module)
+    later = options.weights == "stored" and options.device_map is None
+    spec = replace(spec, quantised=spec.quantised or dequantise(module, later=later))
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module, name)
     module.eval().requires_grad_(False)
@@ -177,6 +179,13 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
             f"--quantize {options.quantize} rounds weights on loading, and --weights stored keeps "
             "them",
             "Leave one of them out.",
+            UsageError,
+        )
+        refuse(
+            spec.quantised,
+            f"--quantize {options.quantize} rounds float weights, and {name} is quantised "
+            f"({spec.quantised})",
+            "Leave --quantize out.",
             UsageError,
         )
         spec = replace(spec, quantised=round_weights(module, options.quantize))
@@ -480,7 +489,7 @@ def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {part: part.training for part in module.modules()}
     # Scripted modules keep neither mode nor tables among their variables.
-    kept = ("_parameters", "_buffers")
+    kept = ("_parameters", "_buffers", "_modules")
     states = {m: {k: vars(m)[k] for k in kept if k in vars(m)} for m in modes}
     tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
     named = [(table, dict(table.items())) for table in tables]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import EvaluationError, UsageError, explain_failure, out_of_memory, refuse
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.precision import hold, lifting, name_dtypes
+from lipaudit.models.precision import DEFERRED, hold, lifting, name_dtypes
 from lipaudit.models.sources.weights import describe_misfit, few, note_half_precision, read_json
 from lipaudit.tables import Note
 
@@ -54,10 +54,12 @@ def place_weights(
     notes = () if dtype is None else note_half_precision(p.dtype for p in module.parameters())
     if options.device_map is None:
         placement = None
-        module.to(find_device(options.device))
+        # Models of transformers override these methods, and refuse where they were quantised.
+        nn.Module.to(module, find_device(options.device))
         if dtype is not None:
             # Not `to`, which drops the imaginary parts of complex constants.
-            module.double() if dtype == torch.float64 else module.float()
+            convert = nn.Module.double if dtype == torch.float64 else nn.Module.float
+            convert(module)
             return call, {}, notes
     else:
         text = f"--device {options.device} and --device-map both choose the device of the model"
@@ -68,9 +70,10 @@ def place_weights(
         call = placement.connect(module, call)
     kinds = hold(module, run, None if placement is None else placement.computes_at)
     if dtype is None:
+        stored = name_dtypes(kinds - {DEFERRED}) + ["quantised form"] * (DEFERRED in kinds)
         text = (
-            f"weights stay in {few(name_dtypes(kinds))}, as stored, and are converted to "
-            f"{options.dtype} one layer at a time. The results are those of exactly these weights"
+            f"weights stay in {few(stored)}, as stored, and are converted to {options.dtype} one "
+            "layer at a time. The results are those of exactly these weights"
             if kinds
             else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
             "effect"

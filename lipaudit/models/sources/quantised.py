@@ -1,17 +1,33 @@
-"""Quantised weights: rounded on loading by `--quantize`."""
+"""Quantised weights: rounded on loading by `--quantize`, or stored so by a library.
+
+Weights of torchao and bitsandbytes are dequantised here, in a model from any source. Transformers
+dequantises those of other methods while it loads a directory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import InputError, UsageError, refuse
+from lipaudit.errors import InputError, UsageError, explain_failure, refuse, suggestion
+from lipaudit.models.precision import defer
 from lipaudit.models.sources.weights import HALF, few
 from lipaudit.settings.option import read_quantization
 
+# The library that each method of a transformers checkpoint needs to be dequantised.
+LIBRARIES = {
+    **{"torchao": "torchao", "bitsandbytes": "bitsandbytes"},
+    **{"compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": ""},
+}
 # Packed weights of nn.MultiheadAttention.
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Methods of transformers and timm that return the layer behind the last hidden states.
@@ -89,3 +105,102 @@ def _list_weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
             p = part._parameters.get(name)
             if p is not None and p.ndim == 2 and id(p) not in tables:
                 yield f"{path}.{name}".lstrip("."), p, turned
+
+
+def plan_dequantising(config: Any, path: Path) -> str:
+    """Let transformers dequantise a checkpoint on loading, where it can; describe it then.
+
+    Args:
+        config: the configuration of the model, which is changed.
+        path: its directory.
+
+    Raises:
+        InputError: the method cannot be dequantised, or its library is not installed.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if not stored:
+        return ""
+    method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
+    refuse(
+        method not in LIBRARIES,
+        f"{path} is quantised by {method}, which lipaudit cannot dequantise",
+        f"{suggestion(method, LIBRARIES)} Give a dequantised copy, or the float checkpoint with "
+        "--quantize.",
+        InputError,
+    )
+    library = LIBRARIES[method]
+    refuse(
+        library and find_spec(library) is None,
+        f"{path} is quantised by {method}, and its library is not installed",
+        f"Run pip install {library.replace('_', '-')}.",
+        InputError,
+    )
+    if method in ("torchao", "bitsandbytes"):
+        return ""  # by `dequantise`
+    stored["dequantize"] = True
+    return f"weights stored as {method} were dequantised by transformers on loading"
+
+
+def dequantise(module: nn.Module, *, later: bool) -> str:
+    """Replace quantised weights of torchao and bitsandbytes by their float values; describe them.
+
+    The values are those of the library's own function, bit for bit.
+
+    Args:
+        module: the model; its tables of parameters and modules are changed, no tensor is.
+        later: whether values are computed when a layer reads them (see `precision.defer`).
+
+    Raises:
+        InputError: the library cannot dequantise a weight.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    kinds, weights = Counter[str](), dict[int, nn.Parameter]()
+    part: Any
+    for path, part in parts.items():
+        for name, p in [*part._parameters.items()]:
+            library = type(p).__module__.partition(".")[0]
+            if library not in ("torchao", "bitsandbytes"):
+                continue
+            if id(p) not in weights:  # tied weights stay tied
+                with explain_failure(
+                    f"{path}.{name} cannot be dequantised by {library}",
+                    "Try where its kernels run, or give a dequantised copy.",
+                ):
+                    compute, kind = _find_values(part, p)
+                    values = compute()
+                kinds[f"{library} {kind}"] += 1
+                weights[id(p)] = (
+                    defer(compute, values.shape) if later else nn.Parameter(values, False)
+                )
+            if library == "torchao":
+                part._parameters[name] = weights[id(p)]
+                continue
+            # A linear layer of bitsandbytes has a forward pass of its own.
+            linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
+            linear.weight, linear.bias = weights[id(p)], part.bias
+            owner, _, key = path.rpartition(".")
+            parts[owner]._modules = {**parts[owner]._modules, key: linear}
+    if not kinds:
+        return ""
+    count = sum(weight.numel() for weight in weights.values())
+    share = count / sum(p.numel() for p in module.parameters())
+    stored = ", ".join(f"{n} as {kind}" for kind, n in kinds.items())
+    return f"weights stored quantised ({stored}; {share:.0%} of the parameters) were dequantised"
+
+
+def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
+    """Return a function that dequantises a weight, and the name of its format."""
+    kind = type(p).__name__
+    if kind in ("Params4bit", "Int8Params"):
+        # Not imported: who has its weights has loaded the library, which is no dependency.
+        functional = sys.modules["bitsandbytes.functional"]
+        if type(part).__name__ not in ("Linear4bit", "Linear8bitLt"):
+            raise ValueError(f"{kind} in {type(part).__name__}, which is not linear")
+        if kind == "Params4bit":
+            state = p.quant_state
+            return partial(functional.dequantize_4bit, p.data, state), state.quant_type
+        scales = part.state.SCB if p.SCB is None else p.SCB
+        return partial(functional.int8_vectorwise_dequant, p.data, scales), "int8"
+    if getattr(p, "act_pre_scale", None) is not None:
+        raise ValueError("its layer also scales activations (SmoothQuant, AWQ)")
+    return p.dequantize, kind

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory, refuse
-from lipaudit.models.precision import name_dtypes
+from lipaudit.models.precision import compute_values, name_dtypes
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -186,7 +186,11 @@ def hash_weights(module: nn.Module, origin: str) -> str:
     none = next(module.parameters(), None) is None
     refuse(none, f"{origin} has no parameters", "Give a model with parameters.")
     # The extra state of modules is no weights.
-    state = sorted(pair for pair in module.state_dict().items() if "_extra_state" not in pair[0])
+    state = sorted(
+        (name, value)
+        for name, value in module.state_dict(keep_vars=True).items()
+        if "_extra_state" not in name
+    )
     odd = [
         name
         for name, value in state
@@ -197,7 +201,8 @@ def hash_weights(module: nn.Module, origin: str) -> str:
         f"{origin} has weights that are quantised or sparse: {few(odd)}",
         "Load the model before it was quantised, or make its weights dense (to_dense()).",
     )
-    bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
+    weights = module.named_parameters()
+    bad = [n for n, p in weights if not bool(torch.isfinite(compute_values(p)).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
     refuse(
         bad,
@@ -206,7 +211,7 @@ def hash_weights(module: nn.Module, origin: str) -> str:
     )
     digest = hashlib.sha256()
     for name, tensor in state:
-        value = tensor.detach().cpu().contiguous()
+        value: Any = compute_values(tensor).detach().cpu().contiguous()
         # Half precision is hashed as float32, so the hash does not depend on `weights`.
         dtype = torch.float32 if value.dtype in HALF else value.dtype
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())

@@ -1,18 +1,20 @@
 """Weights of few bits: rounded on loading, to the values that a search and torchao find."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lipaudit import measure
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import ModelSpec
-from lipaudit.models.sources.loader import LoadOptions, assemble
+from lipaudit.models.sources.loader import LoadOptions, assemble, load_net
 from lipaudit.schema import load
 from tests.commands import invoke, refuse
-from tests.models.sources.cases import build, refused, vit
+from tests.models.sources.cases import build, configure, figures, refused, vit
 from tests.nets import hf_net
 
 GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
@@ -189,3 +191,129 @@ def test_what_cannot_be_rounded_is_refused(tmp_path):
         "--out",
         tmp_path / "o",
     )
+
+
+def save_torchao(path, name, dtype):
+    """Save a Llama that torchao quantised, through transformers; return its float model."""
+    pytest.importorskip("torchao", reason="needs torchao, which writes the checkpoint")
+    from torchao import quantization
+    from torchao.quantization.granularity import PerGroup
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    how = {
+        "int8": quantization.Int8WeightOnlyConfig(),
+        "float8": quantization.Float8WeightOnlyConfig(),
+        "int4": quantization.IntxWeightOnlyConfig(torch.int4, PerGroup(16)),
+    }[name]
+    build("LlamaForCausalLM", **LLAMA).to(dtype).save_pretrained(path / "float")
+    config = TorchAoConfig(how)
+    load = AutoModelForCausalLM.from_pretrained
+    theirs = load(path / "float", quantization_config=config, dtype=dtype)
+    theirs.save_pretrained(path / "quantised")
+    values = {
+        n: p.dequantize() for n, p in theirs.named_parameters() if type(p) is not nn.Parameter
+    }
+    assert len(values) == 14
+    whole = load(path / "float", dtype=dtype)
+    whole.load_state_dict(values, strict=False)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("int8", "float32"), ("int8", "bfloat16"), ("int4", "float32"), ("float8", "bfloat16")],
+)
+def test_a_checkpoint_of_torchao_is_read_as_torchao_dequantises_it(tmp_path, name, dtype):
+    whole = save_torchao(tmp_path, name, getattr(torch, dtype))
+    path = str(tmp_path / "quantised")
+    nets = [load_net(path, LoadOptions(weights=w)) for w in ("converted", "stored")]
+    assert {net.weights_sha256 for net in nets} == {hf_net(whole).weights_sha256}
+    assert {net.parameters for net in nets} == {whole.num_parameters()}
+    assert all("14 as torchao" in net.quantised for net in nets)
+    now, later = (
+        figures(path, "bounds", max_tokens=6, weights=w)[0] for w in ("converted", "stored")
+    )
+    assert now == later
+
+
+def test_a_module_that_torchao_quantised_is_measured_and_stays_quantised():
+    pytest.importorskip("torchao", reason="needs torchao, which quantises the module")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    quantize_(module, Int8WeightOnlyConfig())
+    weights = [module[0].weight, module[2].weight]
+    report = measure(module, "jacobian", input_shape=(1, 8), samples=1, data="random")
+    assert "2 as torchao Int8Tensor" in report.run.model.quantised
+    assert [module[0].weight, module[2].weight][0] is weights[0]
+    assert type(module[2].weight).__name__ == "Int8Tensor"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+     {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}],
+)  # fmt: skip
+def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_dequantises_it(tmp_path, how):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which writes the checkpoint")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path / "float")
+    load = AutoModelForCausalLM.from_pretrained
+    config = BitsAndBytesConfig(**how)
+    load(tmp_path / "float", quantization_config=config).save_pretrained(tmp_path / "quantised")
+    whole = load(tmp_path / "quantised").dequantize(torch.float32)
+    path = str(tmp_path / "quantised")
+    nets = [load_net(path, LoadOptions(weights=w)) for w in ("converted", "stored")]
+    assert {net.weights_sha256 for net in nets} == {hf_net(whole).weights_sha256}
+    now, later = (
+        figures(path, "bounds", max_tokens=6, weights=w)[0] for w in ("converted", "stored")
+    )
+    assert now == later
+
+
+@pytest.fixture
+def fp8(tmp_path):
+    """Save a Llama whose weights are float8 with a scale per 16 x 16 block; return both."""
+    module = build("LlamaForCausalLM", **LLAMA)
+    module.save_pretrained(tmp_path)
+    weights, values = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in weights if "proj" in n]:
+        blocks = weights[name].unfold(0, 16, 16).unfold(1, 16, 16)
+        scale = blocks.abs().amax((2, 3)) / 448
+        spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        weights[name] = (weights[name] / spread).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale
+        values[name] = weights[name].float() * spread
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    configure(tmp_path, quantization_config=how)
+    module.load_state_dict(values, strict=False)
+    return str(tmp_path), module
+
+
+def test_blocks_of_float8_are_dequantised_on_loading(fp8):
+    path, whole = fp8
+    for weights in ("converted", "stored"):
+        net = load_net(path, LoadOptions(weights=weights))
+        assert net.weights_sha256 == hf_net(whole).weights_sha256
+        assert "stored as fp8" in net.quantised
+    assert "rounds float weights" in refused(path, UsageError, quantize="int8")
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("gptq", "is quantised by gptq, which lipaudit cannot dequantise"),
+        ("awq", "There are: torchao, bitsandbytes"),
+        ("torch-ao", "Did you mean 'torchao'?"),
+        ("torchao", "its library is not installed | Run pip install torchao."),
+        ("compressed-tensors", "Run pip install compressed-tensors."),
+    ],
+)
+def test_a_method_that_cannot_be_read_is_refused_by_name(tmp_path, method, says):
+    if "Run" in says and find_spec(method.replace("-", "_")):
+        pytest.skip(f"{method} is installed")
+    build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": method})
+    assert says in refused(tmp_path)

@@ -183,7 +183,7 @@ PUBLIC = {
         [name.replace(" ", "-") for name in list_commands()],
         "attack attention audit baseline-check baseline-save baseline-update bounds "
         "certify check compare corrupt env explain gate init inspect jacobian merge models report "
-        "scaling schema train watch",
+        "scaling schema train watch weights",
     ),
     "formats": ([*RENDERERS], "csv html json junit latex markdown table text"),
     "exit codes": (

@@ -141,7 +141,11 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
     if lost := ", ".join(sorted(then - now)):
         return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
-    if other_suite and not all(s.samples.get("ids") for s in both):
+    # Figures of the weights alone depend on no sample.
+    judged = ((s, n, c.domain) for s in both for n, c in s.columns.items() if c.better)
+    cells = (row.get(n) for s, n, domain in judged if domain != "the weights" for row in s.rows)
+    of_data = any(cell is not None for cell in cells)
+    if other_suite and of_data and not all(s.samples.get("ids") for s in both):
         return f"{measure}: the samples differ from the baseline's"
     differing = [] if lenient else list_differences(current, baseline)
     return "; ".join(text for kind, text in differing if kind in BINDING)

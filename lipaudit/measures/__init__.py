@@ -23,6 +23,7 @@ from lipaudit.measures.corrupt import CORRUPT
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.scaling import SCALING
 from lipaudit.measures.smoothing import SMOOTHING
+from lipaudit.measures.weights import WEIGHTS
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
 from lipaudit.tables.plugins import entries
@@ -33,10 +34,8 @@ GROUP = "lipaudit.measures"
 
 
 # lipaudit's own measures. A new one is its file and its name here.
-OWN: dict[str, Measure] = {
-    measure.name: measure
-    for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CORRUPT, CERTIFY, SMOOTHING, SCALING)
-}
+_ORDER = BOUNDS, ATTENTION, JACOBIAN, ATTACK, CORRUPT, CERTIFY, SMOOTHING, SCALING, WEIGHTS
+OWN: dict[str, Measure] = {measure.name: measure for measure in _ORDER}
 
 
 @cache

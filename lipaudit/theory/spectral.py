@@ -81,6 +81,22 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
 
 
+def product_values(
+    a: Float[Tensor, "*batch n d"], b: Float[Tensor, "*batch m d"] | None = None
+) -> Float[Tensor, "*batch r"]:
+    """Return the singular values of each A B^T, or A, but zeros that its size d implies.
+
+    With A = Q R and B = P S they are those of R S^T, because the columns of Q and P are
+    orthonormal.
+
+    Examples:
+        >>> product_values(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0]]))
+        tensor([10.])
+    """
+    core = torch.linalg.qr(a, mode="r").R
+    return torch.linalg.svdvals(core if b is None else core @ torch.linalg.qr(b, mode="r").R.mT)
+
+
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     """Return R with ||R y|| >= ||A y||, equal but for rounding: a Cholesky factor of A^T A.
 

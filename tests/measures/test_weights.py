@@ -1,0 +1,198 @@
+"""The measure `weights`: every figure against dense products and decompositions of NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lipaudit
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loader import load_net
+from tests.commands import invoke, read_figures
+from tests.measures.cases import dense_norm, run_measure
+from tests.models.conftest import batch_for, build
+from tests.nets import draw, own_batch, own_net
+
+
+def read(net, **options):
+    """Return the rows of every table, by its name."""
+    sections = run_measure("weights", net, batch_for(net), **options)
+    return {section.measure: section.rows for section in sections}
+
+
+def wide(weight):
+    return weight.detach().double().numpy()
+
+
+def of_vit(net, layer):
+    attn = net.module.blocks[layer].attn
+    return *np.split(wide(attn.qkv.weight).T, 3, 1), wide(attn.proj.weight).T
+
+
+def of_bert(net, layer):
+    block = net.module.bert.encoder.layer[layer].attention
+    maps = (block.self.query, block.self.key, block.self.value, block.output.dense)
+    return [wide(m.weight).T for m in maps]
+
+
+def of_gpt2(net, layer):  # its weights are (in, out)
+    attn = net.module.transformer.h[layer].attn
+    return *np.split(wide(attn.c_attn.weight), 3, 1), wide(attn.c_proj.weight)
+
+
+def of_llama(net, layer):
+    attn = net.module.model.layers[layer].self_attn
+    return [wide(m.weight).T for m in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights_of", "groups"),
+    [("timm-vit", of_vit, 1), ("bert", of_bert, 1), ("gpt2", of_gpt2, 1), ("llama", of_llama, 2)],
+)
+def test_heads_have_the_norms_of_dense_products(name, weights_of, groups):
+    rows = read(build(name))["weights"]
+    assert [(row.layer, row.head) for row in rows] == [(i, h) for i in (0, 1) for h in range(4)]
+    for row in rows:
+        q, k, v, o = weights_of(build(name), row.layer)
+        at, group = row.head, row.head // groups
+        own, shared = (slice(8 * i, 8 * i + 8) for i in (at, group))
+        products = {
+            "qk": q[:, own] @ k[:, shared].T / 8**0.5,
+            "ov": v[:, shared] @ o[own],
+        }
+        assert row.why == ""
+        for column, dense in products.items():
+            norm = np.linalg.norm(dense, 2)
+            rank = np.linalg.norm(dense, "fro") ** 2 / norm**2
+            assert row[column] == pytest.approx(norm, rel=1e-6 if column == "qk" else 1e-12)
+            assert row[f"{column}_rank"] == pytest.approx(rank, rel=1e-12)
+
+
+def test_blocks_maps_and_gains_of_a_vit():
+    net = build("timm-vit")
+    tables = read(net)
+    modules = dict(net.module.named_modules())
+    maps = {row.module: row for row in tables["weights.maps"]}
+    within = [f"blocks.{i}.mlp.fc{j}" for i in (0, 1) for j in (1, 2)]
+    assert [*maps] == [*within, "head"]  # not qkv and proj, which the heads account for
+    for name, row in maps.items():
+        values = np.linalg.svd(wide(modules[name].weight), compute_uv=False)
+        assert row.norm == pytest.approx(values[0], rel=1e-12)
+        assert row.rank == pytest.approx((values**2).sum() / values[0] ** 2, rel=1e-12)
+        assert row.condition == pytest.approx(values[0] / values[-1], rel=1e-9)
+    blocks = {row.module: row for row in tables["weights.blocks"]}
+    assert [*blocks] == ["blocks.0", "blocks.1", "all blocks"]
+    total = 0.0
+    for i in (0, 1):
+        row = blocks[f"blocks.{i}"]
+        assert row.ov_sum == pytest.approx(sum(r.ov for r in tables["weights"] if r.layer == i))
+        mlp = math.prod(maps[f"blocks.{i}.mlp.fc{j}"].norm for j in (1, 2))
+        assert row.mlp == pytest.approx(mlp, rel=1e-12)
+        assert row.log10_product == pytest.approx(math.log10((1 + row.ov_sum) * (1 + mlp)))
+        total += row.log10_product
+    assert blocks["all blocks"].log10_product == pytest.approx(total)
+    gains = {row.module: row for row in tables["weights.gains"]}
+    assert len(gains) == 5
+    for name, row in gains.items():
+        assert row.gain == modules[name].weight.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "gain"),
+    [
+        ("llama", "model.layers.1.input_layernorm", lambda w: w),
+        ("gemma2", "model.layers.1.input_layernorm", lambda w: 1 + w),
+        ("t5", "encoder.block.1.layer.0.layer_norm", lambda w: w),
+    ],
+)
+def test_gains_are_those_that_the_module_multiplies_by(name, module, gain):
+    (row,) = [row for row in read(build(name))["weights.gains"] if row.module == module]
+    weight = build(name).module.get_submodule(module).weight
+    assert row.gain == pytest.approx(gain(weight.double()).abs().max().item(), rel=1e-6)
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.qkv, self.out = norm, nn.Linear(20, 60), nn.Linear(20, 20)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 10)).permute(2, 0, 3, 1, 4)
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
+class HalvedLayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def test_outliers_are_named_and_a_variant_of_a_norm_has_no_gain():
+    for kind, gain, channels in ((nn.LayerNorm, 9.0, "7: 9"), (HalvedLayerNorm, None, "")):
+        torch.manual_seed(0)
+        norm = kind(20)
+        with torch.no_grad():
+            norm.weight[7] = 9.0
+        net = own_net(nn.Sequential(Block(norm)), (6, 20))
+        tables = {s.measure: s for s in run_measure("weights", net, own_batch(draw(0, 1, 6, 20)))}
+        (row,) = tables["weights.gains"].rows
+        assert (row.gain, row.channels) == (gain, channels)
+        assert row.outliers == (1 if gain else 0)
+
+
+def test_heads_whose_weights_cannot_be_attributed_say_why():
+    normed = read(build("timm-qk-norm"))
+    assert {row.why for row in normed["weights"]} == {"queries or keys are not linear"}
+    assert all(row.qk is None and row.ov > 0 for row in normed["weights"])
+    assert all(row.log10_product > 0 for row in normed["weights.blocks"])
+    unread = read(build("timm-mvit"))
+    assert all(row.why and row.qk is None and row.ov is None for row in unread["weights"])
+    assert all(row.log10_product is None for row in unread["weights.blocks"])
+    # Projections that no head accounts for are linear maps like others.
+    assert any("qkv" in row.module for row in unread["weights.maps"])
+
+
+def test_products_stand_beside_norms_at_samples():
+    net = load_net("demo", LoadOptions(dtype="float64"))
+    batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
+    sections = run_measure("weights", net, batch[:2], batch[2:], at_samples=True, tol=1e-9)
+    rows = {s.measure: s.rows for s in sections}["weights.blocks"]
+    inputs = []
+    for block in net.module.blocks:
+        with block.register_forward_pre_hook(lambda _m, args: inputs.append(args[0])):
+            net.output(batch)
+    logs = np.log10(
+        [
+            [dense_norm(block, x[None]) for x in z]
+            for block, z in zip(net.module.blocks, inputs, strict=True)
+        ]
+    )
+    expected = [*np.median(logs, 1), np.median(logs.sum(0))]
+    assert [row.log10_data for row in rows] == pytest.approx(expected, rel=1e-8)
+
+
+def test_figures_are_the_same_in_every_run_and_the_gate_needs_no_statistics(tmp_path):
+    first, again, random, other = (tmp_path / f"{i}.json" for i in range(4))
+    for path, line in (
+        (first, "demo"),
+        (again, "demo"),
+        (random, "demo --data random"),
+        (other, "demo:jasmin"),
+    ):
+        invoke("weights", *line.split(), "-q", "-o", path)
+    assert read_figures(first) == read_figures(again)
+    rules = ("--fail-on", "weights.ov <= +0%", "--fail-on", "weights.blocks.log10_product <= +0")
+    done = invoke("gate", random, "--baseline", first, *rules)  # other samples, same figures
+    assert "pass: 16 unchanged" in done.stdout
+    done = invoke("gate", other, "--baseline", first, *rules, code=1)
+    assert "regressed" in done.stdout
+    assert "inconclusive" not in done.stdout
+    assert "not proven" not in done.stdout
+
+
+def test_the_measure_is_an_api_too():
+    section = lipaudit.measure("demo", "weights").section("weights")
+    assert len(section.rows) == 12

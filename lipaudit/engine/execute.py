@@ -17,7 +17,6 @@ from lipaudit.engine.prepare import Job
 from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import (
-    Listener,
     MeasureOptions,
     Part,
     in_order,
@@ -181,7 +180,7 @@ def run_measure(
         text = f"{name}: a sample takes {each}, all take about {total * passes * seconds:,.0f} s"
         observer.note(Note.info("cost", text))
 
-    hears = Listener(partial(observer.moves, name), tell_cost)
+    hears = partial(observer.moves, name), tell_cost
     while left and time.monotonic() < end:
         begun = [left[0]], takewhile(lambda _: time.monotonic() < end, left[1:])
         moved = (batch.to(net.device, net.dtype) for batch in chain(*begun))
@@ -190,7 +189,7 @@ def run_measure(
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
-            with eager(), exact_arithmetic(net.device), listening(hears):
+            with eager(), exact_arithmetic(net.device), listening(*hears):
                 for part in kind.compute(net, share, options):
                     journal.keep(part)
                     parts.append(part)

@@ -123,8 +123,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    asked = (options.redirect(name) for name, options in request.measures.items())
-    request = replace(request, measures=dict(asked))
+    request = replace(request, measures=dict(o.redirect(n) for n, o in request.measures.items()))
     if request.place is not None:
         request = replace(request, run=share_run(request.run, request.place))
     # Refuse what can be refused before the model is loaded.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Note, Row, Section
@@ -166,25 +166,20 @@ class Measure:
     command: str = ""
 
 
-class Listener(NamedTuple):
-    """Who hears of the work while it is done.
-
-    Attributes:
-        moves: receives the number of finished samples of the current part.
-        costs: receives the number of passes of a sample, and seconds per pass.
-    """
-
-    moves: Callable[[float], None]
-    costs: Callable[[int, float], None]
-
-
-_LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
+Moved = Callable[[float], None]
+Told = Callable[[int, float], None]
+_LISTENER: ContextVar[tuple[Moved, Told] | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Inside the block, report progress and cost to a listener."""
-    token = _LISTENER.set(listener)
+def listening(moved: Moved, told: Told) -> Iterator[None]:
+    """Inside the block, report the progress of the current part, and the cost of a sample.
+
+    Args:
+        moved: receives the number of finished samples of the current part.
+        told: receives the number of forward passes of a sample, and seconds per pass.
+    """
+    token = _LISTENER.set((moved, told))
     try:
         yield
     finally:
@@ -197,13 +192,13 @@ def report_progress(samples: float) -> None:
     Measures with long parts call this now and then.
     """
     if (listener := _LISTENER.get()) is not None:
-        listener.moves(samples)
+        listener[0](samples)
 
 
 def report_cost(passes: int, seconds: float) -> None:
     """Report, before the work, how many forward passes a sample takes, and seconds per pass."""
     if (listener := _LISTENER.get()) is not None:
-        listener.costs(passes, seconds)
+        listener[1](passes, seconds)
 
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:

@@ -24,7 +24,7 @@ from lipaudit.measures.attack import (
 )
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.smoothing import SmoothingOptions
-from lipaudit.settings.option import Balls, Need, Radii, TwoCounts, option
+from lipaudit.settings.option import Balls, Need, Radii, TwoCounts, needs, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -55,7 +55,8 @@ OF_SMOOTHING = SmoothingOptions.options()
 
 def _of_smoothing(name: str) -> Any:
     known, default = OF_SMOOTHING[name], SmoothingOptions.model_fields[name].default
-    return option(default, known.help, need=known.need, exclude=True)
+    need = None if name == "smooth" else needs("smooth")
+    return option(default, known.help, need=need, exclude=True)
 
 
 # Placeholder radius for planning attacks before the radius search.
@@ -133,12 +134,10 @@ class CertifyOptions(MeasureOptions):
         """
         if self.smooth is None:
             return name, self
-        others = [o for n, o in self.options().items() if n not in {*OF_SMOOTHING, "norm"}]
-        unused = [each.flags[0] for each in others if self._differs(each)]
-        unused += ["--norm linf"] * (self.norm == "linf")
-        if unused:
-            text = f"{unused[0]} has no meaning with --smooth, which counts votes and certifies L2"
-            raise UsageError(text, "Leave one of the two out.")
+        for field, known in self.options().items():
+            if field not in OF_SMOOTHING and getattr(self, field) != "l2" and self._differs(known):
+                text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
+                raise UsageError(text, "Leave one of the two out.")
         return "smoothing", SmoothingOptions.parse({n: getattr(self, n) for n in OF_SMOOTHING})
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field
 
-from lipaudit.errors import EvaluationError, UsageError, refuse
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, require_decision, require_labels, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
-from lipaudit.settings.option import Balls, TwoCounts, needs, option
+from lipaudit.settings.option import Balls, TwoCounts, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
-# Radii without --eps, in units of the noise.
-USUAL_EPS = (0.5, 1.0, 2.0)
-# Numbers of copies in the pass that is timed.
-TIMED = "1,7"
 # Number of samples whose copies share passes; each has a Part of its own.
 CHUNK = 4
-# A model that is right less often on noisy copies cannot have most votes on most samples.
-HALF = 0.5
 
 
 class SmoothingOptions(MeasureOptions):
@@ -56,30 +50,22 @@ class SmoothingOptions(MeasureOptions):
     Example: lipaudit certify demo --smooth 0.25
     """
 
-    samples: ClassVar[int] = 8
     labelled: ClassVar[bool] = True
 
     eps: Balls = option((), "L2 radii for pixels in [0, 1] or token embeddings.")
     smooth: float | None = option(
         None,
-        "Certify another classifier, for a model of any size: the majority vote of the model "
-        "under Gaussian noise with this standard deviation (L2 balls).",
+        "Certify the vote of the model under Gaussian noise of this deviation, in L2.",
         gt=0,
         allow_inf_nan=False,
     )
     noise_samples: TwoCounts = option(
-        "100,1000",
-        "N0,N: numbers of noisy copies that choose the class and certify it. A larger N gives "
-        "larger radii.",
-        need=needs("smooth"),
+        "100,1000", "N0,N: noisy copies to choose the class, and to certify it."
     )
-    alpha: float = option(
-        0.001, "Probability that a certificate is wrong.", need=needs("smooth"), gt=0, lt=0.5
-    )
+    alpha: float = option(0.001, "Probability that a certificate is wrong.", gt=0, lt=0.5)
     denoiser: str | None = option(
         None,
         "py:FILE:FACTORY of an nn.Module that removes the noise before the model.",
-        need=needs("smooth"),
         kinds=("image", "tokens"),
     )
     # Hash of the weights of the denoiser: with other weights it is another classifier.
@@ -88,10 +74,9 @@ class SmoothingOptions(MeasureOptions):
     batch_size: int = Field(64, exclude=True)
 
     @property
-    def copies(self) -> tuple[int, int]:
+    def copies(self) -> tuple[int, ...]:
         """Return the numbers of noisy copies that choose the class and that certify it."""
-        first, second = map(int, self.noise_samples.split(","))
-        return first, second
+        return tuple(map(int, self.noise_samples.split(",")))
 
     def adapt(self, kind: str, changes: Sequence[Norm] = (), why: str = "") -> Self:
         """Fill in the radii, and read the weights of the denoiser.
@@ -104,26 +89,26 @@ class SmoothingOptions(MeasureOptions):
 
         if self.smooth is None:
             raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
-        eps = self.eps or tuple(parse_radius(f"{share * self.smooth:.4g}") for share in USUAL_EPS)
+        # Without --eps, radii in units of the noise.
+        eps = self.eps or tuple(
+            parse_radius(f"{share * self.smooth:.4g}") for share in (0.5, 1, 2)
+        )
         digest = self.denoiser and hash_denoiser(self.denoiser)
         return self.model_copy(update={"eps": eps, "denoiser_sha256": digest})
 
 
 # What holds of the smoothed classifier holds of no other, and not for certain.
 WHERE = "the smoothed classifier in the ball, with probability 1 - alpha"
-CERTIFIED = (
-    "On at least this share of the samples, the smoothed classifier is right in the whole L2 "
-    "ball. Each certificate holds with probability 1 - alpha. The model alone has none."
-)
+READING = "Each certificate holds with probability 1 - alpha. The model alone has none."
+CERTIFIED = replace(CERTIFIED_SHARE, domain=WHERE, reading=READING)
 _share_column = partial(accuracy_column, status="empirical")
 
 SMOOTHING_TABLE = Layout(
     name="smoothing",
     title="What is certified of the smoothed classifier?",
     display=Display(
-        about="The smoothed classifier takes the majority vote of the model on noisy copies. "
-        "Certified: with probability 1 - alpha, no change of L2 size eps changes that vote. The "
-        "model alone has no certificate.",
+        about="The smoothed classifier takes the majority vote of the model on noisy copies. With "
+        "probability 1 - alpha, no change of L2 size eps changes a certified vote.",
         columns=("norm", "eps_text", "clean", "noisy", "smoothed", "certified", "abstained"),
         histograms=("radius",),
         worst=("radius",),
@@ -133,9 +118,7 @@ SMOOTHING_TABLE = Layout(
         # The predicted class is empty where the smoothed classifier abstains.
         **{name: OUTCOMES[name] for name in ("label", "predicted", "correct")},
         "votes": count_column("votes", "Noisy copies, of N, with the class that N0 others chose."),
-        "share": Column(
-            "share", "Lower limit of their share (Clopper-Pearson, 1 - alpha).", status="estimate"
-        ),
+        "share": Column("share", "Clopper-Pearson limit of their share.", status="estimate"),
         "radius": Column(
             "smoothed radius",
             "L2 radius in which the smoothed classifier keeps its class; 0 if it abstains.",
@@ -143,7 +126,7 @@ SMOOTHING_TABLE = Layout(
             domain=WHERE,
             status="certified",
         ),
-        "certified": replace(CERTIFIED_SHARE, format="d", domain=WHERE, reading=CERTIFIED),
+        "certified": replace(CERTIFIED, format="d"),
     },
     fixed={
         "norm": text_column("norm", "Norm of the ball: l2.", needed=True),
@@ -156,7 +139,7 @@ SMOOTHING_TABLE = Layout(
             "Accuracy of the smoothed classifier; where it abstains, it is wrong.",
             reduction=Reduction("mean", "correct"),
         ),
-        "certified": replace(CERTIFIED_SHARE, domain=WHERE, reading=CERTIFIED),
+        "certified": CERTIFIED,
         "certified_low": limit_column("low"),
         "certified_high": limit_column("high"),
         "abstained": count_column("abstained", "Samples without a proven majority of the votes."),
@@ -179,8 +162,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     denoised = net if options.denoiser is None else add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
     size = 1 if net.kind == "text" else CHUNK
-    pieces = (piece for whole in batches for piece in whole.split(size))
-    for number, batch in enumerate(pieces):
+    for number, batch in enumerate(piece for whole in batches for piece in whole.split(size)):
         if not number:
             base.report_cost(sum(options.copies), _time_copy(denoised, batch, options))
         labels = require_labels(batch, "certify --smooth")
@@ -191,9 +173,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             one, seconds = slice(i, i + 1), time.perf_counter() - start
             arrays = {"label": labels[one].cpu().numpy(), "clean": clean[one].cpu().numpy()}
             arrays |= {"votes": votes[None].numpy(), "seconds": np.array([seconds])}
-            names = base.class_names(
-                net, arrays["label"], votes[0].argmax(0, keepdim=True).numpy()
-            )
+            names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part(batch.ids[one], arrays, {"classes": names})
             start += seconds
 
@@ -222,15 +202,14 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
         index = copies // each
         owners = (rngs[i] for i in index.tolist())
         draws = [torch.randn(point.shape[1:], generator=r, dtype=torch.float32) for r in owners]
-        noise, rows = torch.stack(draws).to(point), index.to(point.device)
-        if free is not None:
-            noise = noise * free[rows, :, None]
+        rows = index.to(point.device)
+        noise = torch.stack(draws).to(point) * (1 if free is None else free[rows, :, None])
         with torch.no_grad():
             z = point[rows] + (options.smooth or 0.0) * noise
             logits = net.forward(z, batch.without_ids(rows)).cpu()
-        text = f"the model's output is not finite under noise of {options.smooth}"
-        wrong = not bool(logits.isfinite().all())
-        refuse(wrong, text, "Try --dtype float64, or less noise.", EvaluationError)
+        if not bool(logits.isfinite().all()):
+            text = f"the model's output is not finite under noise of {options.smooth}"
+            raise EvaluationError(text, "Try --dtype float64, or less noise.")
         stage = (copies % each >= first).long()
         counts.index_put_((index, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
         done = (int(copies[-1]) + 1) / each
@@ -241,7 +220,7 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
 
 def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
     """Return the seconds of a noisy copy in a small pass."""
-    few = options.model_copy(update={"noise_samples": TIMED})
+    few = options.model_copy(update={"noise_samples": "1,7"})
     for _ in range(2):  # the first pass compiles kernels and fills caches
         start = time.perf_counter()
         next(count_votes(net, batch[:1], few))
@@ -296,14 +275,14 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     for each, flags in zip(rows, certified.T.astype(int), strict=True):
         columns[each.trial.column("certified")] = flags
     samples = {name: tuple(values.tolist()) for name, values in columns.items()}
-    known = zip(chosen.tolist(), samples["radius"], strict=True)
+    pairs = zip(chosen.tolist(), samples["radius"], strict=True)
+    samples["predicted"] = tuple(number if size else None for number, size in pairs)
     # With every vote for one class, the limit p has p^N = alpha.
     (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
     section = SMOOTHING_TABLE.section(
         settings=options.model_dump(),
         rows=rows,
-        samples=samples
-        | {"ids": base.sample_ids(parts), "predicted": tuple(k if r else None for k, r in known)},
+        samples={"ids": base.sample_ids(parts), **samples},
         notes=[*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)],
         classes=base.join_facts(parts, "classes"),
     )
@@ -312,18 +291,13 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
 
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
     """Note what the certificates are of, what limits them, and a model that noise breaks."""
-    text = (
-        "certificates are of the smoothed classifier, not of the model: predict by the same vote"
-    )
+    text = "certificates are of the smoothed classifier, not of the model: use the same vote"
     yield Note.info("smoothed", f"{text}. Each holds with probability {1 - options.alpha:g}")
     text = f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}"
     yield Note.info("largest-radius", f"{text}: for larger ones, raise N of --noise-samples")
-    if row.noisy < HALF:
-        text = (
-            f"the model is right on {row.noisy:.1%} of noisy copies: its vote certifies little. "
-            f"Train it with lipaudit train --noise {options.smooth:g}, or give a --denoiser"
-        )
-        yield Note.warn("noise-untrained", text)
+    if row.noisy < 1 / 2:  # most samples then have no majority for their class
+        text = f"the model is right on {row.noisy:.1%} of noisy copies: its vote certifies little"
+        yield Note.warn("noise-untrained", f"{text}. Use lipaudit train --noise, or --denoiser")
 
 
 SMOOTHING = Measure(

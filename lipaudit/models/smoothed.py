@@ -48,10 +48,9 @@ def add_denoiser(net: Net, reference: str) -> Net:
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
-        size = getattr(z, "shape", None)
-        given = type(z).__name__ if size is None else tuple(size)
-        text = f"the denoiser {reference} returned {given} for samples of {tuple(x.shape)}"
-        refuse(size != x.shape, text, advice)
+        shape = tuple(getattr(z, "shape", ()))  # of anything but a tensor: ()
+        text = f"the denoiser {reference} returned {shape} for samples of {tuple(x.shape)}"
+        refuse(shape != x.shape, text, advice)
         return net.call(z, mask)
 
     return replace(net, call=call)

@@ -198,7 +198,7 @@ class Recipe(Settings):
     cutmix: float = picture_option(1.0, "Alpha of CutMix; 0: no CutMix.", ge=0)
     noise: float = picture_option(
         0.0,
-        "Add Gaussian noise with this standard deviation to each input, for certify --smooth.",
+        "Standard deviation of Gaussian noise on the input.",
         need=Need("a training without --adversarial", lambda recipe: not recipe.adversarial),
         ge=0,
         allow_inf_nan=False,

@@ -449,12 +449,10 @@ Size = Annotated[
     _read_with(lambda text: None if text == "auto" else int(text), "auto or a positive number"),
 ]
 # Two numbers from 1 to 10^9.
+PAIR = r"([1-9]\d{0,8}),([1-9]\d{0,8})"
 TwoCounts = Annotated[
     str,
-    _read_with(
-        lambda text: "{},{}".format(*_read_integers(r"([1-9]\d{0,8}),([1-9]\d{0,8})", text)),
-        "two positive numbers, for example 100,1000",
-    ),
+    _read_with(lambda text: "{},{}".format(*_read_integers(PAIR, text)), "like 100,1000"),
 ]
 # Seconds.
 Duration = Annotated[

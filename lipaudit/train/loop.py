@@ -253,9 +253,7 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
         text = f"training would move rounded weights ({net.name}: {net.quantised})"
         raise UsageError(text, "Train the model before it is quantised, and quantise the result.")
     if recipe.noise and net.kind == "text":
-        raise UsageError(
-            "--noise works only for images and vectors, not for texts", "Leave it out."
-        )
+        raise UsageError("--noise works only for images and vectors", "Leave it out.")
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
 

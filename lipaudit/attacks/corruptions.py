@@ -184,14 +184,13 @@ def bend(x: Pixels, draw: Draw, alpha: Number, sigma: Number, most: Number) -> P
     side = min(x.shape[:2])
     scale = side / find_published(max(x.shape[:2]))
     # Points (row, column); the affine map takes the moved ones back to the first ones.
-    offsets = max(1, side // 3) * np.array([[1, 1], [-1, 1], [-1, -1]])
-    points = offsets + np.array(x.shape[:2]) // 2
+    points = np.array(x.shape[:2]) // 2 + max(1, side // 3) * np.array([[1, 1], [-1, 1], [-1, -1]])
     moved = points + scale * draw.uniform(-most, most, points.shape)
     back = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
     grid = np.indices(x.shape[:2])
     places = np.tensordot(back[:2].T, grid, 1) + back[2][:, None, None]
-    widths = (0, scale * sigma, scale * sigma)
-    noise = ndimage.gaussian_filter(draw.uniform(-1, 1, grid.shape), widths, truncate=3)
+    noise = draw.uniform(-1, 1, grid.shape)
+    noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))
     for at, mode in ((places, "mirror"), (grid + scale * alpha * noise, "reflect")):
         layers = np.moveaxis(x, 2, 0)
         x = np.dstack([ndimage.map_coordinates(z, at, order=1, mode=mode) for z in layers])

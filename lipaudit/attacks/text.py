@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, islice, zip_longest
 
@@ -214,18 +214,16 @@ class Reader:
     near: dict[int, Tensor] = field(default_factory=dict, compare=False)
     reads_padding: bool = False
 
-    def read(self, draft: Draft) -> Ids:
-        """Return the ids of a text, from its characters; empty if it is too long for the model."""
+    def read(self, draft: Draft, *, cut: bool = False) -> Ids:
+        """Return the ids of a text, from its characters; empty if it is too long for the model.
+
+        With `cut`, the tokenizer cuts it to what the model takes.
+        """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
-        ids, _ = self.lexicon.read(draft.texts, draft.source.most)
+        ids, _ = self.lexicon.read(draft.texts, self.most if cut else draft.source.most)
         fits = 0 < len(ids) <= self.most and max(ids) < len(self.lexicon.kinds)
         return ids if fits else ()
-
-    def read_cut(self, draft: Draft) -> Ids:
-        """Return the ids of a text, cut by the tokenizer to what the model takes."""
-        cut = draft.source and replace(draft.source, most=self.most)
-        return self.read(replace(draft, source=cut))
 
     def pad(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, with a mask if any is padded."""

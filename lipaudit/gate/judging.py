@@ -23,7 +23,7 @@ from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, Verdict
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
 from lipaudit.measures import USUAL
 from lipaudit.tables import Report, Section
-from lipaudit.tables.columns import reduce_values
+from lipaudit.tables.columns import Reduction, reduce_values
 from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import FLAGS
 
@@ -264,7 +264,8 @@ def _contrast(
 
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
     """Choose the test of a rule, as in the table of docs/guide/gate.md."""
-    if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
+    row_of_flags = rule.stat == "each" and rule.about.reduction == Reduction("mean", rule.column)
+    if (rule.stat == "mean" or row_of_flags) and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             advice = "Write -2pp, not -2%."
             raise UsageError(f"{rule.text!r}: a share changes in percentage points", advice)

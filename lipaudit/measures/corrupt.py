@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -38,21 +39,21 @@ if TYPE_CHECKING:
 SEVERITIES = range(1, 6)
 
 
-def list_corruptions(kind: str) -> tuple[str, ...]:
-    """Return the corruptions of a kind of model: image, tokens or text."""
-    return {"image": (*read_corruptions(),), "text": TYPING}.get(kind, ())
+def list_corruptions(kind: str = "") -> tuple[str, ...]:
+    """Return the corruptions of a kind of model (image, tokens or text); of all by default."""
+    images = (*read_corruptions(),)
+    return {"": images + TYPING, "image": images, "text": TYPING}.get(kind, ())
 
 
 def _find_corruptions(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return corruptions by their names, or by how these begin: `jpeg` is jpeg_compression."""
-    known = list_corruptions("image") + TYPING
-    found = [[k for k in known if k.startswith(name)] for name in names or ()]
-    for name, near in zip(names or (), found, strict=True):
+    """Return corruptions by how their names begin: `jpeg` is jpeg_compression."""
+    known = list_corruptions()
+    for name in names or ():
         if name == "frost":
             raise UsageError("frost needs photographs of frost, which lipaudit does not have")
-        if len(near) != 1:
+        if sum(each.startswith(name) for each in known) != 1:
             raise UsageError(f"there is no corruption {name!r}", suggestion(name, known))
-    return tuple(dict.fromkeys(name for (name,) in found)) or None
+    return tuple(each for each in known if each.startswith(names or ())) or None
 
 
 # Reports hold texts, which a comparison wants to be equal: with other corruptions or severities
@@ -67,7 +68,7 @@ Severities = Annotated[
     tuple[Annotated[int, Field(ge=SEVERITIES[0], le=SEVERITIES[-1])], ...],
     read_list,
     Field(min_length=1),
-    PlainSerializer(lambda levels: ",".join(map(str, levels))),
+    PlainSerializer(lambda levels: ",".join(map(str, sorted(levels)))),
 ]
 
 
@@ -89,9 +90,7 @@ class CorruptOptions(MeasureOptions):
     labelled: ClassVar[bool] = True
 
     corruption: Corruptions = option(
-        None,
-        "Comma-separated corruptions, such as gaussian_noise,jpeg. Default: all.",
-        values=lambda: list_corruptions("image") + TYPING,
+        None, "Corruptions, such as gaussian_noise,jpeg. Default: all.", values=list_corruptions
     )
     severity: Severities = option("1,2,3,4,5", "Severities; for texts numbers of typing errors.")
 
@@ -137,9 +136,8 @@ CORRUPT_TABLE = Layout(
         "accuracy": rate_column(
             "accuracy",
             "Share of the corrupted copies that are classified correctly.",
-            reading="Each copy is one random draw, which depends on the sample and --seed only. "
-            "The mean is not divided by the errors of AlexNet, as the mCE of ImageNet-C is. The "
-            "limits count a sample with all its copies as one observation.",
+            reading="The mean is not divided by the errors of AlexNet, as the mCE of ImageNet-C "
+            "is. The limits count a sample with all of its copies as one observation.",
             reduction=Reduction("mean", "accuracy"),
         ),
         "accuracy_low": limit_column("low"),
@@ -162,18 +160,18 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         predict, side = _predict_images, max(net.input_shape[1:])
         known = find_published(side)
         text = f"severities are those of {PUBLISHED[known]}, for {known} px; these images have "
-        text += f"{side} px. frost is left out: it needs photographs that lipaudit does not have"
+        text += f"{side} px. frost, its 15th corruption, needs photographs: it is left out"
         notes.append(Note.info("published-severities", text))
     for batch in batches:
-        y, copies = check(net, batch, options), list[Any]()
+        y, right = check(net, batch, options), list[Any]()
         with torch.no_grad():
-            correct = (net.output(batch).argmax(1) == y).cpu().numpy()
-            for classes in predict(net, batch, options):
-                copies.append((classes == y).cpu().numpy())
-                base.report_progress(len(batch) * len(copies) / len(options.copies))
-        # (samples, corruptions, severities)
-        right = np.stack(copies, 1).reshape(len(batch), -1, len(options.severity))
-        yield Part(batch.ids, {"correct": correct, "right": right}, notes=tuple(notes))
+            clean = [net.output(batch).argmax(1)] * len(options.severity)
+            for classes in chain(clean, predict(net, batch, options)):
+                right.append((classes == y).cpu().numpy())
+                base.report_progress(len(batch) * len(right) / (len(clean) + len(options.copies)))
+        # (samples, clean and corruptions, severities)
+        values = np.stack(right, 1).reshape(len(batch), -1, len(clean))
+        yield Part(batch.ids, {"right": values}, notes=tuple(notes))
 
 
 def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
@@ -201,8 +199,8 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     samples = [*zip(read.drafts, [base.seed_of(i, options.seed) for i in batch.ids], strict=True)]
     for name, level in options.copies:
         draws = [(draft, Random(f"{seed} {name} {level}")) for draft, seed in samples]
-        new = [reader.read_cut(mistype(*pair, reader.lexicon, name, level)) for pair in draws]
-        yield TextOracle(reader, len(batch))(new).argmax(1)
+        new = [mistype(*pair, reader.lexicon, name, level) for pair in draws]
+        yield TextOracle(reader, len(batch))([reader.read(d, cut=True) for d in new]).argmax(1)
 
 
 def check(net: Net, batch: Batch, options: CorruptOptions) -> Tensor:
@@ -216,13 +214,11 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     import numpy as np
 
     once, right = base.mark_unique(parts), base.join_parts(parts, "right") * 1.0
-    correct = base.join_parts(parts, "correct") * 1.0
     # (samples, rows, severities)
-    clean = np.broadcast_to(correct[:, None, None], right[:, :1].shape)
-    levels = np.concatenate([clean, right.mean(1, keepdims=True), right], 1)
+    levels = np.insert(right, 1, right[:, 1:].mean(1), 1)
     figures = {f"severity_{s}": levels[..., i] for i, s in enumerate(options.severity)}
     figures["accuracy"], every = levels.mean(2), levels.min(2)
-    every[:, 1] = right.min((1, 2))
+    every[:, 1] = right[:, 1:].min((1, 2))
     cells = {name: values[once].mean(0) for name, values in figures.items()}
     rows = base.make_rows(
         CORRUPT_TABLE,
@@ -232,14 +228,12 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
         worst=every[once].mean(0),
         samples=int(once.sum()),
     )
+    correct = tuple(right[:, 0, 0].astype(int).tolist())
     return [
         CORRUPT_TABLE.section(
             settings=options.model_dump(),
             rows=rows,
-            samples={
-                "ids": base.sample_ids(parts),
-                "correct": tuple(correct.astype(int).tolist()),
-            },
+            samples={"ids": base.sample_ids(parts), "correct": correct},
             arrays={name: Array.of(values.T) for name, values in figures.items()},
             notes=[*base.repeat_notes(parts), *base.notes(parts)],
         )

@@ -157,6 +157,8 @@ def test_reports_are_compared_sample_by_sample():
     rules = [parse_rule(f"corrupt.{text} >= -1pp") for text in ("accuracy", "severity_4@fog")]
     verdicts = judge(new, old, rules).verdicts
     assert [v.name for v in verdicts] == ["clean", "mean", "fog", "contrast", "fog"]
+    assert verdicts[0].lost is not None  # clean samples are right or wrong: limits of a share
+    assert verdicts[1].lost is None
     lines = [r.section("corrupt").arrays["accuracy"].numpy() for r in (old, new)]
     for verdict, before, now in zip(verdicts[1:4], *(each[1:] for each in lines), strict=True):
         assert (verdict.old, verdict.new) == pytest.approx((before.mean(), now.mean()))

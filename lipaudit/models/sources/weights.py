@@ -28,6 +28,8 @@ BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 HALF = {torch.float16, torch.bfloat16}
+# Stored weights that a scale turns into values.
+SCALED = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 # Number of entries of a weight hashed at a time.
 HASHED = 2**20
 
@@ -58,7 +60,39 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         notes = (Note.info("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     refuse(not state, f"{path} holds no named tensors", "Save only the model's state_dict().")
-    return state, notes + note_half_precision(v.dtype for v in state.values())
+    state, scaled = _apply_scales(state, path)
+    return state, notes + scaled + note_half_precision(v.dtype for v in state.values())
+
+
+def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
+    """Multiply int8 and float8 weights by `NAME_scale`: one number, or one per output channel.
+
+    Raises:
+        InputError: an int8 weight has no scale, or a scale has another shape.
+    """
+    values, kinds = dict(state), set[torch.dtype]()
+    for name, weight in state.items():
+        if weight.dtype not in SCALED or weight.ndim < 2 or not name.endswith("weight"):
+            continue
+        scale = values.pop(f"{name}_scale", None)
+        if scale is None and weight.dtype != torch.int8:
+            continue  # a cast, without a scale
+        refuse(
+            scale is None
+            or scale.shape.numel() not in (1, len(weight))
+            or (scale.numel() > 1 and len(scale) != len(weight)),
+            f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
+            f"{tuple(weight.shape)}, "
+            + ("without a scale" if scale is None else f"with a scale of {tuple(scale.shape)}"),
+            f"Store {name}_scale with one number, or one per output channel; or save float "
+            "weights.",
+        )
+        assert scale is not None
+        shape = (-1, *[1] * (weight.ndim - 1))
+        values[name] = weight.float() * scale.float().reshape(shape)
+        kinds.add(weight.dtype)
+    text = f"weights stored in {' and '.join(name_dtypes(kinds))} were multiplied by their scales"
+    return values, (Note.info("scaled-weights", text),) if kinds else ()
 
 
 def _read_pickle(path: Path) -> Any:

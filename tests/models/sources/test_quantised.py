@@ -317,3 +317,34 @@ def test_a_method_that_cannot_be_read_is_refused_by_name(tmp_path, method, says)
     build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path)
     configure(tmp_path, quantization_config={"quant_method": method})
     assert says in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "says"),
+    [
+        (torch.int8, (32, 1), ""),
+        (torch.float8_e4m3fn, (), ""),
+        (torch.int8, None, "wide.weight of {path} is int8 of shape (32, 16), without a scale"),
+        (torch.int8, (1, 16), "with a scale of (1, 16)"),
+    ],
+)
+def test_weights_of_a_file_are_multiplied_by_their_scales(tmp_path, dtype, shape, says):
+    (tmp_path / "own.py").write_text(
+        "from lipaudit import ModelSpec\nfrom tests.models.sources.test_quantised import Packed\n"
+        "def net(): return ModelSpec(Packed(), (5, 16), kind='tokens')\n"
+    )
+    module, path = packed(), tmp_path / "w.safetensors"
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    codes = torch.randint(-100, 100, (32, 16), generator=torch.Generator().manual_seed(0))
+    state["wide.weight"] = codes.to(dtype)
+    if shape is not None:
+        state["wide.weight_scale"] = torch.rand(shape) + 0.01
+    save_file(state, path)
+    arch = f"py:{tmp_path}/own.py:net"
+    if says:
+        assert says.format(path=path) in refused(path, arch=arch)
+        return
+    net = load_net(str(path), LoadOptions(arch=arch))
+    expected = state["wide.weight"].float() * state["wide.weight_scale"]
+    assert torch.equal(net.module.wide.weight, expected)
+    assert "scaled-weights" in {note.code for note in net.notes}

@@ -2,7 +2,8 @@
 
 APGD takes projected gradient steps and halves their size when they stop helping. FAB steps onto
 the boundary of one other class, as close to the sample as possible. Square changes random squares
-and needs no gradient. The package searches in [0, 1]; `UnitCube` shows it the model there.
+and needs no gradient. In l1 balls APGD first searches larger balls (Croce & Hein, *Mind the box*,
+arXiv 2103.01208). The package searches in [0, 1]; `UnitCube` shows it the model there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from lipaudit.attacks.balls import Ball, distance
 from lipaudit.attacks.oracle import Classifier, Turn, logits_of, margins
 
-NORMS = {"linf": "Linf", "l2": "L2"}
+NORMS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 LOSSES = {"apgd-ce": "ce", "apgd-dlr": "dlr", "apgd-t": "dlr-targeted"}
 # The package warns of zero gradients, which `evaluate` counts and notes once for all attacks.
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
@@ -33,6 +34,10 @@ MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
 CLEAR = 2.0**-10
 # Largest sample of which Square's queries are remembered: on small images squares repeat.
 REPEATING = 1024
+
+
+# Rounding of the l1 norm of a point on its sphere, as a share of the radius.
+SPHERE = 1e-5
 
 
 class _AllBrokenError(Exception):
@@ -52,7 +57,7 @@ class UnitCube:
     """
 
     can_leave: ClassVar = frozenset({"fab-t"})
-    """Attacks whose points may be outside of the ball; those do not count."""
+    """Attacks whose points may be outside of the ball, as all may in l1; those do not count."""
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
         if ball.box is not None:
@@ -62,6 +67,9 @@ class UnitCube:
             self.low, self.width = -reach, 2 * reach
         self.f, self.x, self.y, self.ball, self.turn = f, x, y, ball, turn
         self.unit, self.eps = self._shrink(x), ball.eps / self.width
+        # Points that an attack projects onto the l1 sphere are outside by rounding.
+        self.reach = self.eps * (1 + SPHERE * (ball.norm == "l1"))
+        self.leaves = turn.attack.name in self.can_leave or ball.norm == "l1"
         self.ends = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
         self.settled = torch.zeros(int(turn.rows.max()) + 1, dtype=torch.bool, device=x.device)
@@ -85,8 +93,8 @@ class UnitCube:
         logits, y, points = self.evaluate(u[rows]), self.y[rows], u[rows].detach()
         found = logits.detach()
         wrong = found.argmax(1) != y
-        if self.turn.attack.name in self.can_leave:
-            wrong &= distance(points, self.unit[rows], self.ball.norm) <= self.eps
+        if self.leaves:
+            wrong &= distance(points, self.unit[rows], self.ball.norm) <= self.reach
         clear = wrong & (margins(found, y) < -CLEAR * found.abs().amax(1))
         self.ends[rows[wrong]] = points[wrong].to(self.ends)
         self.broken[rows[wrong]] = True
@@ -126,8 +134,14 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     )
     attack.loss, attack.y_target = LOSSES[turn.attack.name], turn.target
     attack.init_hyperparam(cube.unit)
+    steps, early = turn.attack.steps, 3 * turn.attack.steps // 10
     with cube.search() as start:
-        best = attack.attack_single_run(cube.unit, y, x_init=start)[0]
+        if ball.norm == "l1":  # the package's schedule, with a start of its own
+            radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
+            counts = [early, early, steps - 2 * early]
+            best = attack.decr_eps_pgd(cube.unit, y, radii, counts)[0]
+        else:
+            best = attack.attack_single_run(cube.unit, y, x_init=start)[0]
         cube.ends[~cube.broken] = best[~cube.broken]
     return cube.place(cube.ends)
 
@@ -159,7 +173,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     cube = UnitCube(f, x, y, ball, turn)
     rows, columns = (1, *x.shape[1:])[-2:]
     images = cube.unit.reshape(len(x), -1, rows, columns)
-    high = find_height(rows, columns) if ball.norm == "l2" else rows
+    high = rows if ball.norm == "linf" else find_height(rows, columns)
     images = F.pad(images, (0, 0, 0, high - rows), value=0.5)
     answers: dict[bytes, Tensor] = {}
 
@@ -191,7 +205,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
 
 
 def find_height(rows: int, columns: int) -> int:
-    """Return the least height, at least `rows`, for the package's L2 starting grid.
+    """Return the least height, at least `rows`, for the package's starting grid in L2 and L1.
 
     It tiles with squares of side s = rows // 5 from an offset, and fails on 4 x 4, 14 x 14 or
     14 x 28, where the last tile crosses the edge. Multiples of 5 have no offset.

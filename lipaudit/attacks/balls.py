@@ -24,7 +24,8 @@ class Ball:
     """The points within eps of a sample, inside the box, equal to it where the mask is False.
 
     Attributes:
-        norm: linf, l2, or token-l2: the l2 norm along the last axis, the largest over the others.
+        norm: linf, l2, l1, or token-l2: the l2 norm along the last axis, the largest over the
+            others.
         eps: the radius, in units of the attacked space.
         box: the smallest and the largest value of the space; None for an embedding space.
         mask: True where a sample may change (real tokens), over the first axes of x; None: all.
@@ -58,6 +59,14 @@ def project(
     delta = ball.free(z - x)
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
+    elif ball.norm == "l1":
+        # Each entry shrinks by t, the largest (sum of the k largest entries - eps) / k over k
+        # (Duchi et al., 2008); inside the ball t is 0.
+        size = delta.abs().flatten(1)
+        excess = size.sort(1, descending=True)[0].cumsum(1, dtype=torch.float64) - ball.eps
+        counts = torch.arange(1, size.shape[1] + 1, device=x.device)
+        t = (excess / counts).amax(1).clamp_min(0).to(x).reshape(-1, *[1] * (x.ndim - 1))
+        delta = delta.sign() * (delta.abs() - t).clamp_min(0)
     else:
         # A point inside the ball is scaled by eps / eps = 1; at eps = 0 nothing is divided by 0.
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
@@ -95,7 +104,9 @@ def check_inside(
 
 def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
     # Rounding errors of the entries add up as their squares: the l2 norm grows as sqrt(entries).
-    entries = {"linf": 1, "l2": x[:1].numel(), "token-l2": x.shape[-1]}[ball.norm]
+    # In the l1 norm they add up themselves.
+    sizes = {"linf": 1, "l2": x[:1].numel(), "l1": x[:1].numel() ** 2, "token-l2": x.shape[-1]}
+    entries = sizes[ball.norm]
     size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
     return ROUNDINGS * torch.finfo(dtype).eps / 2 * math.sqrt(entries) * size
 
@@ -124,8 +135,9 @@ def steepest(
 ) -> Float[Tensor, " batch *sample"]:
     """Return the direction of unit norm along which the loss rises fastest.
 
-    sign(g) for linf, g / ||g||_2 for l2 (per token for token-l2), 0 where g is 0. Gradients are
-    scaled by their largest entry first: their squares underflow on a confident classifier.
+    sign(g) for linf, g / ||g||_2 for l2 (per token for token-l2), 0 where g is 0. For l1 only the
+    largest entry of g moves. Gradients are scaled by their largest entry first: their squares
+    underflow on a confident classifier.
     """
     gradient = ball.free(gradient)
     if ball.norm == "linf":
@@ -133,6 +145,8 @@ def steepest(
     tiny = torch.finfo(gradient.dtype).tiny
     largest = gradient.abs().amax(_axes(gradient, ball.norm), keepdim=True)
     gradient = gradient / largest.clamp_min(tiny)
+    if ball.norm == "l1":  # equal entries share the step
+        gradient = gradient * (gradient.abs() == 1)
     return gradient / _lengths(gradient, ball.norm).clamp_min(tiny)
 
 
@@ -141,13 +155,16 @@ def random_start(
 ) -> Float[Tensor, " batch *sample"]:
     """Draw a point of each ball: uniform in the cube (linf), in a uniform direction at eps (l2).
 
+    For l1, a normal point is projected onto the ball, so that several entries change.
+
     The draw is on the CPU in float32, so that all devices and precisions have equal starts.
     """
     if ball.norm == "linf":
         noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float32) - 1
         return project(x + ball.eps * noise.to(x), x, ball)
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
-    return project(x + ball.eps * steepest(noise, ball), x, ball)
+    far = noise if ball.norm == "l1" else steepest(noise, ball)
+    return project(x + ball.eps * far, x, ball)
 
 
 def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
@@ -162,4 +179,6 @@ def _lengths(delta: Tensor, norm: Norm) -> Tensor:
     axes = _axes(delta, norm)
     if norm == "linf":
         return delta.abs().amax(axes, keepdim=True)
-    return torch.linalg.vector_norm(delta, 2, axes, keepdim=True, dtype=torch.float64).to(delta)
+    power = 1 if norm == "l1" else 2
+    lengths = torch.linalg.vector_norm(delta, power, axes, keepdim=True, dtype=torch.float64)
+    return lengths.to(delta)

@@ -126,6 +126,7 @@ class Outcome:
             texts x.
         distance: ||x_adv - x|| in the norm of the trial; for attacks on texts the number of
             changes.
+        confidence: largest softmax of the logits at x_adv, for attacks on texts at the last text.
         seconds: wall time.
         forwards: samples passed forward (see `Meter`).
         backwards: samples passed backward.
@@ -143,6 +144,7 @@ class Outcome:
     robust: Bool[Tensor, " batch"]
     x_adv: Float[Tensor, " batch *sample"]
     distance: Float[Tensor, " batch"]
+    confidence: Float[Tensor, " batch"]
     seconds: float
     forwards: int
     backwards: int
@@ -199,6 +201,7 @@ def evaluate_chunk(
         robust=logits.argmax(1) == y,
         x_adv=x,
         distance=x.new_zeros(len(x)),
+        confidence=logits.softmax(1).amax(1),
         checks=examine(logits, again, gradient, y, int(meter.broken)),
         **meter.read(),
     )
@@ -236,7 +239,9 @@ class _Session:
         fitted, notes = adapt(attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
         function: AttackFunction = fitted.kind.load()
-        robust, x_adv = last.robust.clone(), last.x_adv.clone()
+        robust, x_adv, confidence = (
+            each.clone() for each in (last.robust, last.x_adv, last.confidence)
+        )
         ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
         number, turns = 0, fitted.turns if ball.eps > 0 else 0
         while number < turns and bool(robust.any()):
@@ -254,11 +259,12 @@ class _Session:
             stands = (logits.argmax(1) == chunk.y[where]).reshape(copies, -1)
             robust[rows] = stands.all(0)
             chosen = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
-            x_adv[rows] = z[chosen * len(rows) + torch.arange(len(rows), device=z.device)]
+            chosen = chosen * len(rows) + torch.arange(len(rows), device=z.device)
+            x_adv[rows], confidence[rows] = z[chosen], logits[chosen].softmax(1).amax(1)
         tried = last.robust if fitted.turns else torch.zeros_like(robust)
         far = distance(x_adv, chunk.x, ball.norm)
         found = {"tried": tried, "robust": robust, "x_adv": x_adv, "distance": far}
-        return found | {"notes": notes}
+        return found | {"confidence": confidence, "notes": notes}
 
     def _run(
         self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
@@ -285,6 +291,7 @@ class _Session:
         chunk, texts = self.chunk, self.chunk.texts
         assert texts is not None
         after, robust = list(last.drafts or texts.drafts), last.robust.clone()
+        confidence = last.confidence.clone()
         rows, budget = robust.nonzero()[:, 0], int(trial.radius.value)
         if len(rows) and budget > 0:
             runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
@@ -296,11 +303,12 @@ class _Session:
             check_drafts(changed, before, texts.reader.lexicon, budget, attack.name)
             logits = oracle([texts.reader.read(draft) for draft in changed])
             robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
+            confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 after[i] = draft
         counts = chunk.x.new_tensor([float(len(draft.changed)) for draft in after])
         found = {"tried": last.robust, "robust": robust, "x_adv": chunk.x, "distance": counts}
-        return found | {"drafts": after}
+        return found | {"confidence": confidence, "drafts": after}
 
 
 def _draw_starts(
@@ -340,7 +348,8 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
     """
     if box is None or trial.norm in COUNTED:
         return
-    entries = {"linf": 1, "l2": math.prod(shape), "token-l2": shape[-1]}[trial.norm]
+    size = math.prod(shape)
+    entries = {"linf": 1, "l2": size, "l1": size**2, "token-l2": shape[-1]}[trial.norm]
     # The diameter of the box: in a larger ball the box alone would limit the attack.
     widest = (box[1] - box[0]) * math.sqrt(entries)
     if float(trial.radius) > widest:

@@ -100,13 +100,14 @@ class AttackKind:
         return function
 
 
+_ball = functools.partial(AttackKind, norms=("linf", "l2", "l1", "token-l2"))
 # AutoAttack searches images as a whole: no norms of tokens, no positions that must not change.
-_auto = functools.partial(AttackKind, norms=("linf", "l2"), masked=False)
+_auto = functools.partial(AttackKind, norms=("linf", "l2", "l1"), masked=False)
 _rewrite = functools.partial(AttackKind, effort="edits", queries=100, radii=("1", "2", "4"))
 # lipaudit's own attacks, by the name that --attack takes.
 ATTACKS: dict[str, AttackKind] = {
-    "fgsm": AttackKind("lipaudit.attacks.oracle:fgsm", effort="gradient"),
-    "pgd": AttackKind("lipaudit.attacks.oracle:pgd_turn", steps=40),
+    "fgsm": _ball("lipaudit.attacks.oracle:fgsm", effort="gradient"),
+    "pgd": _ball("lipaudit.attacks.oracle:pgd_turn", steps=40),
     "apgd-ce": _auto("lipaudit.attacks.autoattack:apgd"),
     "apgd-dlr": _auto("lipaudit.attacks.autoattack:apgd"),
     "apgd-t": _auto("lipaudit.attacks.autoattack:apgd", targeted=True),
@@ -186,6 +187,8 @@ class Attack:
 # The standard AutoAttack, in its order: the cheapest attack first, so that few samples remain for
 # Square's 5000 queries.
 STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
+# AutoAttack in l1 balls (arXiv 2103.01208): more starts, and fewer targets.
+STANDARD_L1 = (Attack("apgd-ce", restarts=5), Attack("apgd-t", targets=5), *STANDARD[2:])
 # Lists of attacks with a name.
 PRESETS: dict[str, tuple[Attack, ...]] = {
     # The attacks of Yudin et al. (arXiv 2507.07814) differ from radius to radius: `_plan_paper`.
@@ -201,7 +204,7 @@ class Trial:
 
     Attributes:
         label: name of the result.
-        norm: linf, l2, token-l2 (the largest l2 norm of a token's perturbation), words or
+        norm: linf, l2, l1, token-l2 (the largest l2 norm of a token's perturbation), words or
             characters.
         radius: eps, in units of the attacked space; for words and characters their number.
         attacks: the attacks, in order.
@@ -275,6 +278,7 @@ def read_plan(
             trials = _plan_paper(norm or "linf", fitting)
         else:
             label = name.partition(":")[0] if alone else name
+            attacks = STANDARD_L1 if norm == "l1" and attacks == STANDARD else attacks
             trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
         preset = "standard" if name == "autoattack" else name
         if changes and preset in PRESETS:

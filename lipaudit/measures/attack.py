@@ -25,7 +25,13 @@ from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import ACCURACY, OUTCOMES, Column, text_column
+from lipaudit.tables.columns import (
+    ACCURACY,
+    OUTCOMES,
+    Column,
+    accuracy_column,
+    text_column,
+)
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, Norm, parse_budget, worst_cases
 
@@ -78,8 +84,8 @@ class AttackOptions(MeasureOptions):
 
     eps: Radii = option(
         (),
-        "Attack radii for pixels in [0, 1]: 2/255 or 1/255,0.03; for words and characters "
-        "how many.",
+        "Attack radii for pixels in [0, 1]: 2/255, 1/255,0.03 or START:STOP:COUNT like 0:8/255:9; "
+        "for words and characters how many.",
     )
     attack: str | None = option(
         None,
@@ -88,7 +94,7 @@ class AttackOptions(MeasureOptions):
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm | None = option(
-        None, "linf (default for images), l2, or token-l2 (default for text)."
+        None, "linf (default for images), l2, l1, or token-l2 (default for text)."
     )
     steps: int | None = option(
         None, "Number of iterations of every attack.", need=_attack("steps"), gt=0
@@ -197,14 +203,21 @@ class AttackOptions(MeasureOptions):
 eps_column = partial(Column, "eps", format=".4g", domain="", needed=True)
 seconds_column = partial(Column, "seconds", format=".1f", unit="s", domain="")
 
+ece_column = partial(Column, format=".1%", better="lower", status="empirical")
+# Number of bins of the calibration error in Guo et al. (arXiv 1706.04599).
+BINS = 15
+
 ATTACK_TABLE = Layout(
     name="attack",
     title="Which attacks succeed?",
     display=Display(
         about="Share of the samples that stay correct under each attack, with 95 % limits. A "
         "stronger attack can only lower it.",
-        columns=("attack", "norm", "eps_text", "clean", "robust", "samples", *COSTS),
-        drawings=("accuracies",),
+        columns=(
+            *("attack", "norm", "eps_text", "clean", "robust", "samples"),
+            *("robust_class", "class", "ece_clean", "ece", *COSTS),
+        ),
+        drawings=("accuracies", "classes"),
         folded=False,
     ),
     sample_columns={
@@ -213,6 +226,11 @@ ATTACK_TABLE = Layout(
             "distance",
             "Distance from the sample to the last example tried, in the norm of the attack. "
             "For texts: the number of changes.",
+            domain="",
+        ),
+        "confidence": Column(
+            "confidence",
+            "Largest softmax. @ATTACK: of the last example tried.",
             domain="",
         ),
         "loss": Column(
@@ -237,12 +255,29 @@ ATTACK_TABLE = Layout(
             "Radius, for pixels in [0, 1] or token embeddings; or the number of changes."
         ),
         **ACCURACY,
+        "robust_class": accuracy_column(
+            "worst class",
+            "Accuracy under attack on the worst class.",
+            domain="ball",
+            status="empirical",
+            reading="It is low by chance if the class has few samples.",
+        ),
+        "class": text_column("which", "The worst class, and how many samples n it has."),
+        "ece_clean": ece_column("clean ECE", "Expected calibration error without attack."),
+        "ece": ece_column(
+            "ECE",
+            "Expected calibration error on the attacked samples.",
+            domain="ball",
+            reading="How far confidence is from accuracy (Guo et al., 2017). Confidence has 15 "
+            "bins of equal width. The figure is |accuracy - mean confidence|, averaged over the "
+            "bins by their samples. Few samples make it too high. An attacked sample counts at "
+            "the first example that broke it, else at the last one tried.",
+        ),
         "seconds": seconds_column("Wall time."),
         "forwards": Column("forwards", "Forward passes, counted in samples.", format="d"),
         "backwards": Column("backwards", "Backward passes, counted in samples.", format="d"),
     },
 )
-
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
@@ -365,6 +400,7 @@ def _make_part(
         "correct": clean.robust,
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
+        "confidence": torch.stack([each.confidence for each in (clean, *ends)], 1),
     }
     if net.scored == "continuation":
         points = [chunk.x, *(end.x_adv for end in ends)]
@@ -458,11 +494,14 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     columns |= {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distance = dict(zip(keys, base.join_parts(parts, "distance").T, strict=True))
     robust = dict(zip(keys, base.join_parts(parts, "robust").T, strict=True))
+    sure = dict(zip((None, *keys), base.join_parts(parts, "confidence").T, strict=True))
     cost = dict(zip(keys, np.sum([part.facts["cost"] for part in parts], axis=0), strict=True))
     balls = worst_cases(keys)
     for ball, inside in balls.items():
         # Robust in a ball: no attack within it broke the sample. Its cost is of its own trials.
-        robust[ball] = np.all([robust[key] for key in inside], axis=0)
+        flags, likely = (np.stack([each[k] for k in inside], 1) for each in (robust, sure))
+        robust[ball] = flags.all(1)
+        sure[ball] = likely[np.arange(len(likely)), find_first(~flags)]
         cost[ball] = np.sum([cost[key] for key in inside if key.radius == ball.radius], axis=0)
     for key in (*keys, *balls):
         columns[key.column("robust")] = robust[key]
@@ -473,6 +512,17 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         raised = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
     # A repeated sample counts once in a share.
     order, once = [*balls, *keys], base.mark_unique(parts)
+    flags = np.stack([robust[key][once] for key in order], 1)
+    known = base.join_facts(parts, "classes")
+    rated: dict[str, Any] = {}
+    if not raised:  # a continuation and its rival are no classes
+        for each in (None, *keys):
+            name = each.column("confidence") if each else "confidence"
+            columns[name] = sure[each].astype(float).round(6)
+        tried = zip((None, *order), (columns["correct"][once], *flags.T), strict=True)
+        errors = [calibration_error(sure[key][once], hits) for key, hits in tried]
+        rated = {"ece_clean": errors[0], "ece": errors[1:]}
+        rated |= _find_worst_classes(columns["label"][once], flags, known)
     costs = np.array([cost[key] for key in order])
     rows = base.make_rows(
         ATTACK_TABLE,
@@ -482,7 +532,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         eps_text=[key.radius.text for key in order],
         samples=int(once.sum()),
         clean=columns["correct"][once].mean(),
-        **base.share_columns("robust", np.stack([robust[key][once] for key in order], 1)),
+        **base.share_columns("robust", flags),
+        **rated,
         seconds=costs[:, 0].round(3),
         forwards=costs[:, 1].astype(int),
         backwards=costs[:, 2].astype(int),
@@ -497,9 +548,45 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             notes=_write_notes(parts, options.trials(), len(once))
             + ((texts.note_losses(raised),) if raised else ()),
             examples=base.join_facts(parts, "examples"),
-            classes=base.join_facts(parts, "classes"),
+            classes=known,
         )
     ]
+
+
+def find_first(broken: Values) -> Values:
+    """Return the first trial that broke each sample, else the last; broken: (samples, trials)."""
+    import numpy as np
+
+    return np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
+
+
+def calibration_error(confidence: Values, correct: Values) -> float:
+    """Return the expected calibration error of samples with these confidences in [0, 1].
+
+    Bin m of 15 holds confidences in ((m - 1) / 15, m / 15]; the error is the sum over bins of
+    |number of correct samples - sum of confidences| / samples (Guo et al., arXiv 1706.04599).
+    """
+    import numpy as np
+
+    bins = np.ceil(confidence * BINS).astype(int).clip(1, BINS)
+    gaps = np.bincount(bins, correct - confidence.astype(float))
+    return float(np.abs(gaps).sum() / len(correct))
+
+
+def _find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
+    """Return columns of the class with the lowest accuracy under each trial.
+
+    Args:
+        label: true classes, (samples,).
+        robust: whether samples are right under attack, (samples, trials).
+        known: names of classes by number.
+    """
+    import numpy as np
+
+    numbers, where, counts = np.unique(label, return_inverse=True, return_counts=True)
+    share = np.stack([np.bincount(where, each) for each in robust.T]) / counts
+    texts = [f"{known.get(str(n), n)} (n = {k})" for n, k in zip(numbers, counts, strict=True)]
+    return {"robust_class": share.min(1), "class": [texts[i] for i in share.argmin(1)]}
 
 
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
@@ -556,8 +643,7 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
     x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
     broken = ~base.join_parts(parts, "robust").astype(bool)
-    # The first example that broke a sample; the last one tried where none did.
-    first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
+    first = find_first(broken)
     keys = [str(trial.key) for trial in options.trials()]
     tensors = {key: np.ascontiguousarray(x_adv[:, i]) for i, key in enumerate(keys)}
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])

@@ -38,9 +38,11 @@ from lipaudit.tables.columns import (
     log10_ratio,
     naming,
     order,
+    text_column,
+    wilson,
 )
 from lipaudit.tables.report import Display, Drawing
-from lipaudit.tables.trials import WORST
+from lipaudit.tables.trials import WORST, is_repeat
 
 Sections = Mapping[str, Section]
 FIT = 20
@@ -303,6 +305,31 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
             yield Curve(title, columns["eps"], accuracy, shown, ticks=ticks)
 
 
+def list_classes(sections: Sections) -> Iterator[Table]:
+    """List the accuracy of every class, without attack and in the worst case of each ball."""
+    for model, section in sections.items():
+        samples: Mapping[str, Any] = section.samples
+        if "label" not in samples or "loss" in samples:  # scored texts have no classes
+            continue
+        balls = [row.trial for row in section.rows if row.attack == WORST]
+        flags = {"clean": "correct", **{key.ball: key.column("robust") for key in balls}}
+        columns = {name: replace(section.columns["robust"], label=name) for name in flags}
+        columns |= {name: section.columns[name] for name in ("clean", "samples")}
+        columns["class"] = text_column("class", "Name of the class, or its number.")
+        known = zip(samples["label"], section.ids, range(len(section.ids)), strict=True)
+        groups = group_values((label, i) for label, name, i in known if not is_repeat(name))
+        rows: list[Cells] = []
+        for label, places in sorted(groups.items()):
+            n, name = len(places), section.classes.get(label, str(label))
+            line: Cells = {"class": name, "samples": n}
+            for ball, column in flags.items():
+                k = sum(samples[column][i] for i in places)
+                line[ball] = cells.format_with_limits(k / n, *wilson(k, n), columns[ball])
+            rows.append(line)
+        title = f"{model}: " * bool(model) + "Accuracy of every class"
+        yield make_table(title, rows, columns, folded=True)
+
+
 def draw_lengths(sections: Sections) -> Iterator[Curve]:
     """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
     columns = find_columns(sections)
@@ -379,6 +406,7 @@ DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
     "bounds": scatter_bounds,
     "attention": draw_attention,
     "accuracies": draw_accuracies,
+    "classes": list_classes,
     "lengths": draw_lengths,
     "depth": draw_depth,
 }

@@ -195,6 +195,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Norms of attacks": {
         "linf": "The largest change of any entry of the input, such as a pixel.",
         "l2": "The Euclidean length of the change of the whole input.",
+        "l1": "The sum of the changes of all entries of the input.",
         "token-l2": "The largest Euclidean length of the change of any token's embedding.",
         "words": "How many words of a text are changed.",
         "characters": "How many characters of a text are changed.",

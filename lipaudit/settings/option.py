@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -26,7 +27,7 @@ from pydantic import (
 )
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.tables.trials import Radius, parse_budget, parse_radius
+from lipaudit.tables.trials import Radius, parse_radius, parse_range
 
 # Attributes of `Option` that a field declares; the others follow from the field.
 DECLARED = frozenset({"panel", "env", "usual", "values", "need", "kinds"})
@@ -379,7 +380,7 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
     return BeforeValidator(convert)
 
 
-def _radius(value: Any, *, parse: Callable[[str], Radius] = parse_radius) -> Any:
+def _radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
     """Parse text, and numbers in their decimal spelling: 0.1 is one tenth."""
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         return value
@@ -392,7 +393,8 @@ def _radius(value: Any, *, parse: Callable[[str], Radius] = parse_radius) -> Any
 def _radii(values: Any) -> Any:
     values = list(filter(str.strip, values.split(","))) if isinstance(values, str) else values
     each = values if isinstance(values, Iterable) else (values,)
-    return tuple(distinct([_radius(v, parse=parse_budget) for v in each]))
+    read = [_radius(value, parse=parse_range) for value in each]
+    return tuple(distinct([*chain(*(r if isinstance(r, tuple) else (r,) for r in read))]))
 
 
 def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:

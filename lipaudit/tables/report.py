@@ -236,7 +236,7 @@ class Section(Frozen):
         return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 
-Drawing = Literal["tightness", "bounds", "attention", "accuracies", "lengths", "depth"]
+Drawing = Literal["tightness", "bounds", "attention", "accuracies", "classes", "lengths", "depth"]
 
 
 @dataclass(frozen=True, kw_only=True)

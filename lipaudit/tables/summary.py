@@ -334,9 +334,9 @@ def _list_tightness(section: Section) -> Iterator[Tightness]:
 
 # Number of samples that are shown.
 SHOWN = 10
-# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm is inside the later ones.
-# Norms in an order in which no norm is smaller than the next one.
-INSIDE = ("l2", "token-l2", "linf")
+# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2 <= ||x||_1: a ball in an earlier norm is inside the
+# later ones. Norms in an order in which no norm is smaller than the next one.
+INSIDE = ("l1", "l2", "token-l2", "linf")
 
 
 class Contradiction(NamedTuple):

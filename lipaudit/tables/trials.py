@@ -12,13 +12,14 @@ from lipaudit.errors import UsageError
 
 # Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words or
 # characters of a text are changed.
-Norm = Literal["linf", "l2", "token-l2", "words", "characters"]
+Norm = Literal["linf", "l2", "l1", "token-l2", "words", "characters"]
 # The norms that count changes of a text: a radius is then a whole number.
 COUNTED: tuple[Norm, ...] = ("words", "characters")
 # Kinds of model to which each norm applies.
 SPACES: dict[Norm, tuple[str, ...]] = {
     "linf": ("image", "tokens", "text"),
     "l2": ("image", "tokens", "text"),
+    "l1": ("image", "tokens", "text"),
     "token-l2": ("tokens", "text"),
     "words": ("text",),
     "characters": ("text",),
@@ -30,6 +31,8 @@ COSTS = ("seconds", "forwards", "backwards")
 # No sign, infinity or underscore, which float() would take: a radius is typed by people.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
+# Largest number of radii in a range: a typing error must not start a run of days.
+_MOST = 1000
 _COUNT = re.compile(rf"(\d+)\s*({'|'.join(COUNTED)})")
 
 
@@ -75,6 +78,41 @@ def parse_budget(text: str) -> Radius:
     return Radius(text.strip(), Fraction(match[1]), match[2])
 
 
+def parse_range(text: str) -> tuple[Radius, ...]:
+    """Read one radius or budget, or START:STOP:COUNT: evenly spaced radii with both ends.
+
+    Fractions stay fractions, with the denominator of STOP where the numerator is a short decimal.
+
+    >>> [radius.text for radius in parse_range("0:8/255:5")]
+    ['0', '2/255', '4/255', '6/255', '8/255']
+    >>> [radius.text for radius in parse_range("0.1:0.2:4")]
+    ['0.1', '2/15', '1/6', '0.2']
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    if ":" not in text:
+        return (parse_budget(text),)
+    match = re.fullmatch(r"([^:]*):([^:]*):\s*(\d{1,4})\s*", text)
+    start, stop = (_radius(match[i]) if match else None for i in (1, 2))
+    count = int(match[3]) if match else 0
+    if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
+        raise UsageError(
+            f"{text!r} is not a range of radii",
+            "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP and a "
+            f"COUNT from 2 to {_MOST}.",
+        )
+    _, slash, divisor = stop.text.partition("/")
+    inside = []
+    for i in range(1, count - 1):
+        value = start.value + i * (stop.value - start.value) / (count - 1)
+        over = value * Fraction(divisor or 1)
+        short = 10**6 % over.denominator == 0  # at most six decimals
+        text = f"{float(over):.15g}{slash}{divisor}" if short else str(value)
+        inside.append(Radius(text, value))
+    return (start, *inside, stop)
+
+
 def _radius(text: str) -> Radius | None:
     match = _RADIUS.fullmatch(text.strip())
     divisor = Fraction(match[2] or 1) if match else Fraction(0)
@@ -90,7 +128,7 @@ class TrialKey:
     Attributes:
         attack: name of the attack or ensemble, `WORST` for all together; empty for figures of the
             ball.
-        norm: linf, l2, token-l2, words or characters.
+        norm: linf, l2, l1, token-l2, words or characters.
         radius: eps.
     """
 

@@ -21,8 +21,22 @@ class Linear:
         return x.flatten(1) @ self.w.T + self.b
 
     def reach(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
-        """Distance to the nearest boundary: min_j (f_y - f_j) / ||w_y - w_j||_dual."""
+        """Distance to the nearest boundary: min_j (f_y - f_j) / ||w_y - w_j||_dual.
+
+        In l1 the box binds: entries move one after the other to its edge, the steepest first.
+        """
         gaps = self(x).gather(1, y[:, None]) - self(x)
+        if norm == "l1":
+            slopes = self.w - self.w[y][:, None]
+            room = torch.where(slopes > 0, 1 - x.flatten(1)[:, None], x.flatten(1)[:, None])
+            steep, order = slopes.abs().sort(dim=-1, descending=True)
+            room = room.gather(-1, order)
+            gained, spent = (steep * room).cumsum(-1), room.cumsum(-1)
+            last = (gained < gaps[..., None]).sum(-1, keepdim=True).clamp_max(len(self.w[0]) - 1)
+            over = gained.gather(-1, last)[..., 0] - gaps
+            far = spent.gather(-1, last)[..., 0] - over / steep.gather(-1, last)[..., 0]
+            far = torch.where(over < 0, torch.inf, far)
+            return far.scatter(1, y[:, None], torch.inf).amin(1)
         slopes = torch.linalg.vector_norm(
             self.w[y][:, None] - self.w, ord=1 if norm == "linf" else 2, dim=-1
         )

@@ -14,13 +14,14 @@ from pyautoattack.square import SquareAttack
 from lipaudit.attacks.autoattack import CLEAR, LOSSES, NORMS, find_height
 from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
-from lipaudit.attacks.kinds import ATTACKS, adapt, read_plan
+from lipaudit.attacks.kinds import ATTACKS, STANDARD_L1, adapt, read_plan
 from lipaudit.attacks.oracle import margins
 from lipaudit.models.sources.timm import load_demo
+from lipaudit.tables.trials import parse_radius
 
 NAMES = [name for name, kind in ATTACKS.items() if not kind.masked]
 EACH = pytest.mark.parametrize("name", NAMES)
-BOTH = pytest.mark.parametrize(("norm", "eps"), [("linf", "0.08"), ("l2", "0.5")])
+BALLS = pytest.mark.parametrize(("norm", "eps"), [("linf", "0.08"), ("l2", "0.5"), ("l1", "2")])
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
 
 
@@ -44,7 +45,7 @@ def run(model, x, y, name, radius, eps, norm="linf", box=(0.0, 1.0), **settings)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 9, 10])
-@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_the_ensemble_is_exact_on_a_linear_model(linear, radius, norm, classes):
     """The nearest boundary is known in closed form: what is within reach breaks, and only that."""
     model, x, y = linear(classes, (2, 3, 4), samples=12)
@@ -153,10 +154,17 @@ def run_package(f, x, y, name, ball, how):
     attack = APGDAttack_targeted(f, n_iter=how["steps"], logger=MUTE, **options)
     attack.loss, attack.y_target = LOSSES[name], f(x).sort(dim=1)[1][:, -2]
     attack.init_hyperparam(x)
+    if ball.norm == "l1":
+        early = 3 * how["steps"] // 10
+        radii, counts = (
+            [3 * ball.eps, 2 * ball.eps, ball.eps],
+            [early, early, how["steps"] - 2 * early],
+        )
+        return attack.decr_eps_pgd(x, y, radii, counts)[1]
     return attack.attack_single_run(x, y, x_init=start)[1]
 
 
-@BOTH
+@BALLS
 @EACH
 @pytest.mark.rounding
 def test_leaving_out_broken_samples_changes_no_verdict_of_the_package(
@@ -241,6 +249,20 @@ def starts(rows, columns):
     except (RuntimeError, ZeroDivisionError):
         return False
     return True
+
+
+def test_the_standard_in_l1_has_the_packages_own_numbers():
+    package = AutoAttack(lambda x: x, norm="L1", eps=12.0)
+    apgd, targeted, fab, square = STANDARD_L1
+    assert [attack.name for attack in STANDARD_L1] == package.attacks_to_run
+    assert (apgd.restarts, apgd.steps) == (package.apgd.n_restarts, package.apgd.n_iter_orig)
+    assert (targeted.targets, fab.targets) == (
+        package.apgd_targeted.n_target_classes,
+        package.fab.n_target_classes,
+    )
+    assert square.queries == package.square.n_queries
+    (trial,) = read_plan("autoattack", norm="l1", radii=[parse_radius("12")])
+    assert trial.attacks == STANDARD_L1
 
 
 @pytest.mark.slow(seconds=15)

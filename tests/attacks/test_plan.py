@@ -190,4 +190,4 @@ def test_a_model_gets_what_its_texts_can_be_changed_by():
 def test_norms_and_files_have_to_suit_the_samples(kind, given, says):
     with pytest.raises(UsageError, match=says) as caught:
         AttackOptions.parse(given).adapt(kind)
-    assert kind == "text" or caught.value.advice == "--norm linf or l2"
+    assert kind == "text" or caught.value.advice == "--norm linf or l2 or l1"

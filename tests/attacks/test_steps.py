@@ -25,7 +25,7 @@ from lipaudit.errors import EvaluationError
 from lipaudit.models import model_norms
 from lipaudit.models.linearize import linearize
 
-NORMS = ["linf", "l2", "token-l2"]
+NORMS = ["linf", "l2", "l1", "token-l2"]
 SHAPES = [(2,), (3, 4), (2, 3, 5), (1, 2, 2, 3)]
 
 
@@ -77,6 +77,7 @@ def test_the_steepest_direction_maximises_the_inner_product(norm, scale):
     dual = {
         "linf": gradient.abs().flatten(1).sum(1),
         "l2": gradient.flatten(1).norm(dim=1),
+        "l1": gradient.flatten(1).abs().amax(1),
         "token-l2": gradient.norm(dim=-1).sum(1),
     }[norm]
     torch.testing.assert_close((gradient * step).flatten(1).sum(1), dual)
@@ -92,6 +93,7 @@ def test_distances_are_the_norms_they_are_called():
     zero = torch.zeros_like(delta)
     assert distance(delta, zero, "linf").item() == 6.0
     assert distance(delta, zero, "l2").item() == pytest.approx(math.sqrt(61))
+    assert distance(delta, zero, "l1").item() == 13.0
     assert distance(delta, zero, "token-l2").item() == 6.0
 
 
@@ -242,6 +244,7 @@ def test_pgd_on_a_linear_model_reaches_the_optimum(linear, norm):
     dual = {
         "linf": lambda d: d.abs().sum(),
         "l2": lambda d: d.norm(),
+        "l1": lambda d: d.abs().max(),
         "token-l2": lambda d: d.reshape(3, 5).norm(dim=1).sum(),
     }[norm](model.w[1] - model.w[0])
     torch.testing.assert_close(

@@ -55,6 +55,13 @@ COMMANDS = [
     ("jacobian demo --to features --rivals 3", 2, "--rivals needs --to"),
     ("attack demo", 2, "no attack radius"),
     ("attack demo --eps two", 2, "not a radius"),
+    *(
+        (f"attack demo --eps {text}", 2, f"--eps: '{text}': '{text}' is not a range of radii")
+        for text in ("1:2", "3:1:4", "0:1:1", "0:1:2000", "0:1/0:3", "1:4words:4", "0:1:x", "::3")
+    ),
+    ("attack demo --eps 0,0:8/255:9", 2, "0 is named twice"),
+    ("attack demo --eps 65 --norm l1 --attack fgsm", 2, "larger than the range of the data"),
+    ("certify demo --eps 0:8/255:9", 2, "give a radius above 0"),
     ("attack demo --eps 0.1 --data random", 2, "labelled"),
     (f"attack demo {BALL} fgsm,fgsm", 2, "fgsm is named twice"),
     ("attack demo --eps 1/2,0.5 --attack fgsm", 2, "0.5 is named twice"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from pydantic import ValidationError
 from safetensors.numpy import load
@@ -14,9 +15,11 @@ from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions, encode_examples, measure
 from lipaudit.measures.base import Part
 from lipaudit.models.sources.loader import load_net
+from lipaudit.report.sections import list_classes
 from lipaudit.tables.columns import wilson
 from tests.measures.cases import run_measure
 
@@ -51,6 +54,68 @@ def test_rows_and_columns_agree(net):
     assert wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-6)
     worst, fgsm, pgd = (found.samples[f"robust@{n},linf,0.1"] for n in ("worst", "fgsm", "pgd"))
     assert worst == tuple(map(min, fgsm, pgd))
+
+
+def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
+    """Recomputed from the saved examples: a forward pass each, bins and classes in plain loops."""
+    batch = digits(net, 60)
+    given = {"attack": "fgsm,pgd", "eps": ("0.05", "0.1"), "steps": 4}
+    options = AttackOptions(**given, save_adv=tmp_path / "adv.safetensors")
+    parts = list(measure(net, batch.split(CHUNK), options))
+    tensors = load(encode_examples(parts, options)[0])
+    (found,) = load_measures()["attack"].summarise(parts, options)
+    keys = ["fgsm,linf,0.05", "fgsm,linf,0.1", "pgd,linf,0.05", "pgd,linf,0.1"]
+
+    def predict(x):
+        with torch.no_grad():
+            return net.output(Batch(torch.as_tensor(x), None, batch.ids)).double().softmax(1)
+
+    scores = {"": predict(batch.x), **{key: predict(tensors[key]) for key in keys}}
+    y = batch.y
+    stands = {key: p.argmax(1) == y for key, p in scores.items()}
+    for worst, inside in (("0.05", keys[::2]), ("0.1", keys)):
+        picked = []
+        for i in range(60):
+            fallen = [key for key in inside if not stands[key][i]]
+            picked.append(scores[(fallen or inside[-1:])[0]][i])
+        scores[f"worst,linf,{worst}"] = torch.stack(picked)
+        stands[f"worst,linf,{worst}"] = torch.stack([stands[key] for key in inside]).all(0)
+
+    def calibrate(name):
+        error, sure = 0.0, scores[name].amax(1)
+        for m in range(15):
+            some = (sure > m / 15) & (sure <= (m + 1) / 15)
+            if some.any():
+                gap = stands[name][some].double().mean() - sure[some].mean()
+                error += float(some.double().mean() * gap.abs())
+        return error
+
+    assert len(found.rows) == 6
+    for row in found.rows:
+        name = str(row.key)
+        assert row.ece_clean == pytest.approx(calibrate(""), abs=1e-6)
+        assert row.ece == pytest.approx(calibrate(name), abs=1e-6)
+        shares = {int(c): float(stands[name][y == c].double().mean()) for c in y.unique()}
+        lowest = min(shares, key=shares.get)
+        assert (row.robust_class, row["class"]) == (
+            shares[lowest],
+            f"{lowest} (n = {int((y == lowest).sum())})",
+        )
+    for key in ("", *keys):
+        stored = found.samples["confidence" + "@" * bool(key) + key]
+        assert stored == pytest.approx(scores[key].amax(1).tolist(), abs=1e-6)
+    (table,) = list_classes({"": found})
+    assert [column.label for column in table.columns] == [
+        *("class", "samples", "clean", "linf 0.05", "linf 0.1"),
+    ]
+    for c, line in zip(y.unique(), table.rows, strict=True):
+        some = y == c
+        assert line[:2] == (str(int(c)), int(some.sum()))
+        for name, said in zip(("", "worst,linf,0.05", "worst,linf,0.1"), line[2:], strict=True):
+            hits = int(stands[name][some].sum())
+            low, high = wilson(hits, int(some.sum()))
+            share = hits / int(some.sum())
+            assert said == f"{share:.1%} ({100 * low:.1f} to {high:.1%})"
 
 
 def test_the_recorded_chunk_is_the_one_that_was_used(net):

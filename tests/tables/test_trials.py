@@ -1,6 +1,7 @@
 """Radii, and the names of trials in columns and rules."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,15 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.tables import Column
-from lipaudit.tables.trials import Radius, TrialKey, parse_column, parse_radius, worst_cases
+from lipaudit.tables.trials import (
+    Radius,
+    TrialKey,
+    parse_budget,
+    parse_column,
+    parse_radius,
+    parse_range,
+    worst_cases,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +39,25 @@ def test_a_radius_is_read_exactly(text, value):
     assert radius == Radius("any", value)
     assert radius.text == text.strip()
     assert float(radius) == float(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("0:8/255:9", ["0", *(f"{i}/255" for i in range(1, 9))]),
+        ("1/255:2/255:3", ["1/255", "1.5/255", "2/255"]),
+        ("0:8/255:4", ["0", "8/765", "16/765", "8/255"]),
+        ("0:0.1:5", ["0", "0.025", "0.05", "0.075", "0.1"]),
+        ("0.5 : 12 : 2", ["0.5", "12"]),
+        ("1:4:4", ["1", "2", "3", "4"]),
+        ("2words", ["2words"]),
+    ],
+)
+def test_a_range_of_radii_is_exact_and_has_both_ends(text, texts):
+    radii = parse_range(text)
+    assert [radius.text for radius in radii] == texts
+    assert [parse_budget(radius.text) for radius in radii] == [*radii]
+    assert len({b.value - a.value for a, b in pairwise(radii)}) <= 1
 
 
 @pytest.mark.parametrize("text", ["", "-1/255", "2/0", "8/", "eps", "nan", "inf", "1/2/3", "0x1"])

@@ -179,7 +179,7 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
         if longest:
             radius = torch.minimum(radius, longest[0][i] * longest[1][j])
         remainder = remainder + radius
-    if symbols.order == 2:
+    if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         rows = _rows_matmul if matrices else f
         symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
     # What rounding and underflow take from sums of so many products.

@@ -176,6 +176,15 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     assert times_root or order == 2
 
 
+def test_margins_behind_a_normalisation_without_a_bias(points):
+    """The constant of the quotient then depends on no symbol at all."""
+    start, weight = ball(X[:, :1], 0.05, order=2), WEIGHT[:3]
+    model = lambda t: F.linear(F.rms_norm(t, (DIM,), None, 1e-6)[:, 0], weight.to(t.dtype))  # noqa: E731
+    low, _ = margins(run(model, start).reshape(-1), 1).range()
+    logits = model(points(start, 400)[1])
+    assert ((logits[:, [1]] - logits[:, [0, 2]] > 0) | (low <= 0)).all()
+
+
 def test_margins_behind_roots_of_their_own():
     """A class a token: what is larger before its division may be smaller behind it."""
     x = torch.tensor([[[1.0, 0.0, 0.0, 0.0], [40.0, 0.0, 0.0, 10.0]]])

@@ -1,0 +1,229 @@
+"""Random hostile networks: does any point of a ball leave what its certificate says?
+
+Every network is drawn from its seed: up to four layers out of all operations with a rule, with
+gains from 1e-3 to 1e3, masks of three kinds, degenerate normalisations, ties, saturated softmax
+and dead ReLUs; a read-out and a head of three classes; a ball of any norm, order, dtype and
+radius. Exhaustive corners, random points and PGD on each output and margin, all in float64, try
+to leave the range of the logits, the polynomial of the symbols or the verdict. What does is
+printed with the smallest network that still does it: `check(Case(...))` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.shared.balls import draw_symbols, excess, inputs_at
+from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
+from lipaudit.certify.branch import decide
+from lipaudit.certify.form import Form, UnboundedError, name_of
+from lipaudit.certify.prove import RULES, ball, margins
+from lipaudit.certify.prove import run as passed
+from lipaudit.certify.symbols import Norm
+from tests.certify.operations import OPERATIONS, TOKENS, WIDTH
+
+CLASSES, MOST_CORNERS, NODES = 3, 8, 40
+"""Number of classes; entries of a box with exhaustive corners; parts of a ball in branching."""
+POINTS, STEPS = 60, 12
+"""Random points of a ball; steps of PGD from each start, of which each objective has three."""
+RADII = (0.0, 1e-9, 1e-6, 1e-4, 1e-2, 0.1, 0.5, 3.0, 1e3)
+UNREACHABLE = {"radd", "rmul", "truediv", "iter", "vector_norm"}
+"""Rules whose names no call of this torch has (x + y of any order is `add`)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and a ball; `parts` are the layers that are kept of those of its seed."""
+
+    seed: int
+    parts: tuple[int, ...] = (0, 1, 2, 3)
+    moving: int = 6
+    eps: float | None = None
+
+    def ball(self) -> Form:
+        """Return the form of the ball: its norm, order, dtypes and radius are drawn."""
+        d, shape = Draw(self.seed, 60), self.shape
+        x, scale = d(1, *shape) + 0.5, d.pick(1.0, 1.0, 1e-2, 30.0)
+        x = x.mul(2).round() / 2 if d.happens(0.3) else x  # ties
+        x = x[:, :1].expand(1, *shape) if d.happens(0.2) else x
+        places = torch.randperm(x.numel(), generator=d.generator)[: d.pick(1, 2, self.moving)]
+        moving = torch.zeros(x.numel(), dtype=torch.bool).index_fill(0, places, True)
+        eps = d.pick(*RADII) * scale if self.eps is None else self.eps
+        return ball(
+            (x * scale).to(d.pick(torch.float32, torch.float64)),
+            eps,
+            norm=d.pick(*get_args(Norm)),
+            order=d.pick(1, 2),
+            box=d.pick(None, (-scale, scale)),
+            moving=moving.view(1, *shape),
+            dtype=d.pick(torch.float32, torch.float64),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        d = Draw(self.seed, 61)
+        return d.pick((TOKENS, WIDTH), (d.pick(1, 2, 3, 5), d.pick(1, 2, 4, 7)))
+
+    def layers(self) -> Iterator[tuple[str, Layer]]:
+        """Yield the layers that are kept, each from (samples, tokens, width) to the same shape."""
+        shape = self.shape
+        tables = [MAKERS, OPERATIONS] if shape == (TOKENS, WIDTH) else [MAKERS]
+        for part in self.parts:
+            d = Draw(self.seed, part)
+            if part == 0 or d.happens(0.4):
+                name = d.pick(*d.pick(*tables))
+                layer = MAKERS[name](d, *shape) if name in MAKERS else OPERATIONS[name]
+                yield name, fit(d, layer, shape)
+
+    def network(self) -> Layer:
+        d, layers = Draw(self.seed, 62), [layer for _, layer in self.layers()]
+        read = d.pick("first", "last", "mean", "norm", "all")
+        head = d.linear(self.shape[1] * (self.shape[0] if read == "all" else 1), CLASSES)
+        choose: Mapping[str, Layer] = {
+            "first": lambda x: x[:, 0],
+            "last": lambda x: x[:, -1],
+            "mean": lambda x: x.mean(1),
+            "norm": lambda x: F.layer_norm(x, x.shape[-1:], None, None, 1e-5)[:, 0],
+            "all": lambda x: x.flatten(1),
+        }
+
+        def network(x: Any) -> Any:
+            for layer in layers:
+                x = layer(x)
+            return head(choose[read](x))
+
+        return network
+
+
+class Watch(TorchFunctionMode):
+    """Records the names of all calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, _t: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(name_of(func).removesuffix("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def attacked(start: Form, f: Layer, label: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield points e of the ball and the outputs there: corners, random points, paths of PGD."""
+    n, linf = start.symbols.n, start.symbols.norm == "linf"
+    random = Draw(n).generator
+    e = draw_symbols(start, POINTS, random)
+    if linf and n <= MOST_CORNERS:
+        ends = itertools.product((-1.0, 1.0), repeat=n)
+        e = torch.cat([e, torch.tensor(list(ends), dtype=e.dtype)])
+    yield e, f(inputs_at(start, e))
+    # Each logit up and down, and each margin down.
+    goals = torch.cat([torch.eye(CLASSES), -torch.eye(CLASSES)])
+    goals = torch.cat([goals, torch.eye(CLASSES) - torch.eye(CLASSES)[label]]).double()
+    e, goals = e[: 3 * len(goals)], goals.repeat(3, 1)
+    for step in range(STEPS):
+        e = e.detach().requires_grad_()
+        y = f(inputs_at(start, e))
+        yield e.detach(), y.detach()
+        try:
+            (slope,) = torch.autograd.grad((y * goals).sum(), e)
+        except RuntimeError:  # of changes in place, and of what detach keeps from its input
+            slope = torch.randn(e.shape, generator=random, dtype=e.dtype)
+        e, slope = e.detach(), slope.nan_to_num()
+        pace = 0.7**step
+        if linf:
+            e = (e + pace * slope.sign()).clamp(-1, 1)
+        else:
+            e = e + pace * F.normalize(slope)
+            e = e / torch.linalg.vector_norm(e, dim=1, keepdim=True).clamp_min(1)
+
+
+def check(case: Case) -> tuple[str, str]:
+    """Return what became of a case: "bounds", "certified", "unbounded", or "VIOLATION" and why."""
+    start, f = case.ball(), case.network()
+    truth = f(start.centre)
+    label = int(truth.argmax())
+    try:
+        out = passed(f, start)
+        logits = out.reshape(-1)
+        low, high = logits.range()
+        gaps = margins(passed(f, start).reshape(-1), label)
+        certified = decide(gaps, nodes=NODES).certified
+    except UnboundedError:
+        return "unbounded", ""
+    if not (torch.isfinite(low) & torch.isfinite(high)).all():
+        return "unbounded", ""
+    least = gaps.range()[0]
+    others = [j for j in range(CLASSES) if j != label]
+    for e, y in attacked(start, f, label):
+        room = 1e-12 * (1 + y.abs().amax())
+        if not torch.isfinite(y).all():
+            return "VIOLATION", "an output is not finite"
+        if (off := excess(logits, e, y)) > room:
+            return "VIOLATION", f"a logit by {off:.2g}"
+        gap = (y[:, [label]] - y[:, others]).amin(0)
+        if (((least > 0) | certified) & (gap < -room)).any():
+            return "VIOLATION", f"a margin of {gap.min():.2g} is certified"
+    return "certified" if certified else "bounds", ""
+
+
+def shrink(case: Case) -> Case:
+    """Return a smaller case that still fails: fewer layers, moving entries, and a smaller ball."""
+    smaller = [
+        replace(case, parts=tuple(p for p in case.parts if p != part)) for part in case.parts
+    ]
+    smaller += [replace(case, moving=n) for n in range(1, case.moving)]
+    smaller += [replace(case, eps=eps) for eps in RADII if case.eps is None or eps < case.eps]
+    for each in smaller:
+        if check(each)[0] == "VIOLATION":
+            return shrink(each)
+    return case
+
+
+def uncovered() -> set[str]:
+    """Return the rules that no network calls."""
+    with Watch() as watch:
+        for seed in range(150):
+            case = Case(seed)
+            case.network()(torch.randn(1, *case.shape, dtype=torch.float64))
+        for operation in OPERATIONS.values():
+            operation(torch.randn(2, TOKENS, WIDTH, dtype=torch.float64))
+    return set(RULES) - watch.names - UNREACHABLE
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("count", nargs="?", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print violations, and how many networks had bounds; exit with 1 after a violation."""
+    warnings.simplefilter("ignore")
+    began, kinds, layers = time.monotonic(), Counter[str](), Counter[str]()
+    for seed in range(asked.seed, asked.seed + asked.count):
+        case = Case(seed)
+        kind, why = check(case)
+        kinds[kind] += 1
+        if kind == "VIOLATION":
+            least = shrink(case)
+            names = [name for name, _ in least.layers()]
+            print(f"seed {seed}: {why}: check({least}), layers {names}", flush=True)
+        layers.update(name for name, _ in case.layers() if kind in ("bounds", "certified"))
+    if missing := uncovered():
+        print(f"rules that no network draws: {sorted(missing)}")
+    print(
+        f"{asked.count} networks in {time.monotonic() - began:.0f} s: {kinds['certified']} "
+        f"certified, {kinds['bounds']} with bounds only, {kinds['unbounded']} without bounds; "
+        f"{kinds['VIOLATION']} violations; {len(RULES) - len(missing)} of {len(RULES)} rules"
+    )
+    raise SystemExit(1 if kinds["VIOLATION"] or missing else 0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
@@ -25,16 +26,18 @@ class Ball:
 
     Attributes:
         norm: linf, l2, l1, or token-l2: the l2 norm along the last axis, the largest over the
-            others.
+            others; or patch: the number of patches that differ.
         eps: the radius, in units of the attacked space.
         box: the smallest and the largest value of the space; None for an embedding space.
         mask: True where a sample may change (real tokens), over the first axes of x; None: all.
+        patch: height and width of a patch of the norm patch.
     """
 
     norm: Norm
     eps: float
     box: tuple[float, float] | None = (0.0, 1.0)
     mask: Bool[Tensor, " batch *positions"] | None = None
+    patch: tuple[int, int] | None = None
 
     def __getitem__(self, rows: Shaped[Tensor, " rows"]) -> Ball:
         """Return the balls of a selection of samples."""
@@ -56,6 +59,10 @@ def project(
     brings every coordinate closer to x). It is the nearest such point for linf, and wherever the
     box does not bind. Exact up to the rounding of x + delta.
     """
+    if ball.patch is not None:  # the patches that differ most; nothing is added to their values
+        moved = sum_patches((z - x).abs(), ball.patch).topk(int(ball.eps))[1]
+        z = torch.where(select_places(moved, x, ball.patch), z, x)
+        return z if ball.box is None else z.clamp(*ball.box)
     delta = ball.free(z - x)
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
@@ -93,7 +100,7 @@ def check_inside(
     if bad := int((~z.isfinite().flatten(1).all(1)).sum()):
         raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
     near = project(z, x, ball)
-    excess = distance(z, near, ball.norm)
+    excess = distance(z, near, ball.norm, ball.patch)
     if bad := int((excess > SLACK * ball.eps + _rounding(x, ball, torch.float32)).sum()):
         far = float(excess.max())
         raise blame_attack(
@@ -105,7 +112,13 @@ def check_inside(
 def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
     # Rounding errors of the entries add up as their squares: the l2 norm grows as sqrt(entries).
     # In the l1 norm they add up themselves.
-    sizes = {"linf": 1, "l2": x[:1].numel(), "l1": x[:1].numel() ** 2, "token-l2": x.shape[-1]}
+    sizes = {
+        "linf": 1,
+        "patch": 1,
+        "l2": x[:1].numel(),
+        "l1": x[:1].numel() ** 2,
+        "token-l2": x.shape[-1],
+    }
     entries = sizes[ball.norm]
     size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
     return ROUNDINGS * torch.finfo(dtype).eps / 2 * math.sqrt(entries) * size
@@ -124,10 +137,34 @@ def blame_attack(attack: str, what: str) -> EvaluationError:
 
 
 def distance(
-    z: Float[Tensor, " batch *sample"], x: Float[Tensor, " batch *sample"], norm: Norm
+    z: Float[Tensor, " batch *sample"],
+    x: Float[Tensor, " batch *sample"],
+    norm: Norm,
+    patch: tuple[int, int] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Return ||z - x|| of each sample, in the norm of the ball."""
+    """Return ||z - x|| of each sample, in the norm of the ball; patches: how many differ."""
+    if patch is not None:
+        return (sum_patches((z - x).abs(), patch) > 0).sum(1).to(x)
     return _lengths(z - x, norm).flatten(1).amax(1)
+
+
+def sum_patches(
+    values: Float[Tensor, "batch channels height width"], patch: tuple[int, int]
+) -> Float[Tensor, "batch places"]:
+    """Return the sum of the values in each patch of the grid, row by row."""
+    return F.avg_pool2d(values.sum(1, keepdim=True), patch, divisor_override=1).flatten(1)
+
+
+def select_places(
+    places: Int[Tensor, "batch k"],
+    x: Float[Tensor, "batch channels height width"],
+    patch: tuple[int, int],
+) -> Bool[Tensor, "batch 1 height width"]:
+    """Return a mask of the pixels in some places of the grid, numbered as in `sum_patches`."""
+    height, width = x.shape[2] // patch[0], x.shape[3] // patch[1]
+    grid = torch.zeros(len(x), height * width, dtype=torch.bool, device=x.device)
+    grid = grid.scatter(1, places, True).view(-1, 1, height, width)
+    return grid.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
 
 
 def steepest(
@@ -156,9 +193,13 @@ def random_start(
     """Draw a point of each ball: uniform in the cube (linf), in a uniform direction at eps (l2).
 
     For l1, a normal point is projected onto the ball, so that several entries change.
+    For patches, draw values of the whole box: the attack chooses the places.
 
     The draw is on the CPU in float32, so that all devices and precisions have equal starts.
     """
+    if ball.patch is not None:
+        low, high = ball.box or (0.0, 1.0)
+        return low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
     if ball.norm == "linf":
         noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float32) - 1
         return project(x + ball.eps * noise.to(x), x, ball)

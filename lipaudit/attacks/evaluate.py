@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,9 @@ from lipaudit.attacks.oracle import (
     logits_and_gradient,
 )
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError, UsageError, refuse
 from lipaudit.tables import Note
-from lipaudit.tables.trials import COUNTED, Norm
+from lipaudit.tables.trials import COUNTED, WHOLE, Norm
 
 # Largest change of a logit between two passes of a deterministic model, as a share of the distance
 # of the sample's largest logit from its median. Changes are relative to the median, so neither an
@@ -162,6 +163,7 @@ def evaluate_chunk(
     box: tuple[float, float] | None = (0.0, 1.0),
     seed: int = 0,
     batch_size: int = CHUNK,
+    patch: tuple[int, int] | None = None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
@@ -177,6 +179,7 @@ def evaluate_chunk(
         box: smallest and largest value of the attacked space; None for embeddings.
         seed: seed of all random numbers.
         batch_size: samples per call of f. It limits memory, and changes only the rounding of f.
+        patch: height and width of a patch, for attacks on patches.
 
     Raises:
         UsageError: the samples have half precision.
@@ -206,7 +209,7 @@ def evaluate_chunk(
         **meter.read(),
     )
     yield clean
-    session = _Session(f, chunk, box, batch_size, logits)
+    session = _Session(f, chunk, box, batch_size, logits, patch)
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     # From small radii to large ones: what breaks a sample in a ball breaks it in every larger one.
     for trial in sorted(plan, key=lambda trial: trial.radius.value):
@@ -229,13 +232,15 @@ class _Session:
     box: tuple[float, float] | None
     batch_size: int
     logits: Tensor
+    patch: tuple[int, int] | None
 
     def search(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
     ) -> dict[str, Any]:
         """Run all turns of one attack, each on the samples that survived the turn before."""
         chunk = self.chunk
-        ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask)
+        patch = self.patch if trial.norm == "patch" else None
+        ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask, patch)
         fitted, notes = adapt(attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
         function: AttackFunction = fitted.kind.load()
@@ -262,7 +267,7 @@ class _Session:
             chosen = chosen * len(rows) + torch.arange(len(rows), device=z.device)
             x_adv[rows], confidence[rows] = z[chosen], logits[chosen].softmax(1).amax(1)
         tried = last.robust if fitted.turns else torch.zeros_like(robust)
-        far = distance(x_adv, chunk.x, ball.norm)
+        far = distance(x_adv, chunk.x, ball.norm, patch)
         found = {"tried": tried, "robust": robust, "x_adv": x_adv, "distance": far}
         return found | {"confidence": confidence, "notes": notes}
 
@@ -335,18 +340,26 @@ def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     return logits
 
 
-def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequence[int]) -> None:
+def require_radius(
+    trial: Trial,
+    box: tuple[float, float] | None,
+    shape: Sequence[int],
+    patch: tuple[int, int] | None = None,
+) -> None:
     """Refuse a radius larger than the attacked space.
 
     Args:
         trial: norm and radius.
         box: smallest and largest value of the space.
         shape: shape of one sample.
+        patch: height and width of a patch.
 
     Raises:
         UsageError: the radius is too large.
     """
-    if box is None or trial.norm in COUNTED:
+    if trial.norm == "patch":
+        require_grid(trial.radius.value, shape, patch)
+    if box is None or trial.norm in WHOLE:
         return
     size = math.prod(shape)
     entries = {"linf": 1, "l2": size, "l1": size**2, "token-l2": shape[-1]}[trial.norm]
@@ -358,6 +371,25 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
             f"the radius {trial.radius.text} is larger than the range of the data {box}{diagonal}",
             "Give radii for pixels in [0, 1]: 8/255, not 8.",
         )
+
+
+def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:
+    """Refuse patches that do not form a grid of the image, or more patches than it has.
+
+    Raises:
+        UsageError: the size of the patches is unknown, it does not divide the image, or the grid
+            has fewer than k places.
+    """
+    text = "this model shows no grid of patches"
+    refuse(patch is None, text, "Give their side in pixels: --patch-size 16.", UsageError)
+    assert patch is not None
+    height, width = shape[1:]
+    uneven = height % patch[0] or width % patch[1]
+    text = f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}"
+    refuse(uneven, text, "Give a divisor: --patch-size 8.", UsageError)
+    places = height * width // math.prod(patch)
+    text = f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}"
+    refuse(k > places, text, "Give fewer: --eps 1patch.", UsageError)
 
 
 def examine(

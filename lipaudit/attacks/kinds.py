@@ -16,7 +16,16 @@ from typing import Any, Final, Literal
 from lipaudit.errors import UsageError, refuse, suggestion
 from lipaudit.tables import Note
 from lipaudit.tables.plugins import entries
-from lipaudit.tables.trials import COUNTED, SPACES, WORST, Norm, Radius, TrialKey, parse_radius
+from lipaudit.tables.trials import (
+    COUNTED,
+    SPACES,
+    WHOLE,
+    WORST,
+    Norm,
+    Radius,
+    TrialKey,
+    parse_radius,
+)
 
 # Entry point group of attacks that other packages add.
 GROUP = "lipaudit.attacks"
@@ -55,6 +64,7 @@ class AttackKind:
             gradient and `queries` forward passes, in which case restarts add nothing.
         steps: default iterations; None: those of `Attack`.
         queries: default forward passes; None: those of `Attack`.
+        restarts: default starts; None: those of `Attack`.
         radii: default radii; empty: a radius must be given.
         single: whether it computes in float32 even if the samples are float64.
     """
@@ -66,13 +76,14 @@ class AttackKind:
     effort: Literal["gradient", "steps", "queries", "edits"] = "steps"
     steps: int | None = None
     queries: int | None = None
+    restarts: int | None = None
     radii: tuple[str, ...] = ()
     single: bool = False
 
     @property
     def counts(self) -> Norm | None:
-        """Return the unit of changes of a text; None for attacks on balls."""
-        return next((norm for norm in self.norms if norm in COUNTED), None)
+        """Return the unit of its changes of a text or image; None for attacks on balls."""
+        return next((norm for norm in self.norms if norm in WHOLE), None)
 
     def can_attack(self, kind: str) -> bool:
         """Say whether it can attack a kind of model: image, tokens or text."""
@@ -113,6 +124,14 @@ ATTACKS: dict[str, AttackKind] = {
     "apgd-t": _auto("lipaudit.attacks.autoattack:apgd", targeted=True),
     "fab-t": _auto("lipaudit.attacks.autoattack:fab", targeted=True, single=True),
     "square": _auto("lipaudit.attacks.autoattack:square", effort="queries"),
+    "patch": AttackKind(
+        "lipaudit.attacks.patches:fill_patches",
+        norms=("patch",),
+        masked=False,
+        steps=20,
+        restarts=64,
+        radii=("1", "2"),
+    ),
     "words": _rewrite("lipaudit.attacks.text:rewrite_words", norms=("words",)),
     "characters": _rewrite("lipaudit.attacks.text:rewrite_characters", norms=("characters",)),
 }
@@ -204,9 +223,9 @@ class Trial:
 
     Attributes:
         label: name of the result.
-        norm: linf, l2, l1, token-l2 (the largest l2 norm of a token's perturbation), words or
-            characters.
-        radius: eps, in units of the attacked space; for words and characters their number.
+        norm: linf, l2, l1, token-l2 (the largest l2 norm of a token's perturbation), words,
+            characters or patch.
+        radius: eps, in units of the attacked space; for words, characters, patches their number.
         attacks: the attacks, in order.
         notes: notes on the choice of settings.
     """
@@ -307,8 +326,8 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
     if len(names) > 1:
         return tuple(Attack(each) for each in names)
     kind, attack = kinds[names[0]], Attack(names[0])
-    steps, queries = kind.steps or attack.steps, kind.queries or attack.queries
-    return (replace(attack, steps=steps, queries=queries),)
+    usual = {name: getattr(kind, name) for name in ("steps", "queries", "restarts")}
+    return (replace(attack, **{name: value for name, value in usual.items() if value}),)
 
 
 def _refuse_units(
@@ -320,18 +339,17 @@ def _refuse_units(
         raise UsageError(
             f"no requested attack changes {lost.unit}, which is the unit of the radius "
             f"{lost.text}",
-            f"For texts, use --attack {','.join([*units, lost.unit])}. For pixels or "
-            "embeddings, give a radius without a unit: --eps 2/255.",
+            f"Use --attack {','.join([*units, lost.unit])}. For balls of pixels or embeddings, "
+            "give a radius without a unit: --eps 2/255.",
         )
     balls = [name for name, counted in units.items() if counted is None]
-    if norm in COUNTED and (balls or norm not in units.values()):
+    if norm in WHOLE and (balls or norm not in units.values()):
         raise UsageError(
             f"{', '.join(balls or units)} cannot change {norm}", f"Use --attack {norm} --eps 1,2."
         )
-    if norm is not None and norm not in COUNTED and not balls:
+    if norm is not None and norm not in WHOLE and not balls:
         raise UsageError(
-            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of "
-            "changes in a text",
+            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes",
             "Leave --norm out.",
         )
 
@@ -341,12 +359,11 @@ def _plan_radii(
 ) -> list[Trial]:
     if not radii:
         raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
-    uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
+    uneven = next((r.text for r in radii if norm in WHOLE and r.value.denominator != 1), None)
     if uneven is not None:
         raise UsageError(
             f"the radius {uneven} is not a whole number of {norm}",
-            f"Give whole numbers: --attack {norm} --eps 1,2. To attack embeddings, use "
-            "--attack pgd.",
+            f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
         )
     return [Trial(label, norm, radius, attacks) for radius in radii]
 
@@ -410,7 +427,7 @@ def require_suitable(
                     "Use --attack fgsm,pgd.",
                 )
         if kind not in SPACES[trial.norm]:
-            fitting = [norm for norm, spaces in SPACES.items() if kind in spaces]
+            fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
             raise UsageError(
                 f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s",
                 f"--norm {' or '.join(fitting)}",

@@ -33,7 +33,7 @@ from lipaudit.tables.columns import (
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
-from lipaudit.tables.trials import COSTS, COUNTED, Norm, parse_budget, worst_cases
+from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,12 +68,14 @@ class AttackOptions(MeasureOptions):
     The radius is in pixel space [0, 1]; normalisation happens inside the model. For texts,
     --attack words or characters changes that many words or characters. Other attacks change the
     token embeddings. For language models, they attack the scores of continuations, choices or
-    labels, in the embeddings of the prompt (--score).
+    labels, in the embeddings of the prompt (--score). --attack patch puts any values into that
+    many patches of an image.
 
     Examples:
       lipaudit attack demo --eps 0.1
       lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255
       lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1patch,2patches
       lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2
       lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1
     """
@@ -85,7 +87,7 @@ class AttackOptions(MeasureOptions):
     eps: Radii = option(
         (),
         "Attack radii for pixels in [0, 1]: 2/255, 1/255,0.03 or START:STOP:COUNT like 0:8/255:9; "
-        "for words and characters how many.",
+        "for words, characters, patches how many.",
     )
     attack: str | None = option(
         None,
@@ -105,6 +107,16 @@ class AttackOptions(MeasureOptions):
         "Largest number of queries: of Square in all, of words and characters for each change.",
         need=_attack("queries", "edits"),
         gt=0,
+    )
+    patch_size: int | None = option(
+        None,
+        "Side of the patches in pixels.",
+        need=Need(
+            "--attack patch", lambda options: options.attack is None or "patch" in options.units
+        ),
+        kinds=("image",),
+        usual="of the model's own patches",
+        ge=1,
     )
     save_adv: Path | None = option(
         None,
@@ -148,7 +160,7 @@ class AttackOptions(MeasureOptions):
             UsageError: an attack or a norm means nothing for it, or there is no radius.
         """
         text = kind == "text"
-        counted = next((radius for radius in self.eps if radius.unit), None)
+        counted = next((radius for radius in self.eps if radius.unit in COUNTED), None)
         if counted is not None and not text:
             raise UsageError(
                 f"the radius {counted.text} counts {counted.unit} of a text, but the model "
@@ -157,14 +169,16 @@ class AttackOptions(MeasureOptions):
             )
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
         of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
-        attack = self.attack or (of_text if text else self.usual)
-        own = attack == "paper" or (text and attack != EMBEDDINGS)
+        of_image = ",".join(dict.fromkeys(r.unit or self.usual for r in self.eps)) or self.usual
+        attack = self.attack or (of_text if text else of_image)
+        own = attack in ("paper", "patch") or (text and attack != EMBEDDINGS)
         eps = self.eps if self.eps or own else self.usual_eps
         named = self.model_copy(update={"attack": attack, "eps": eps})
         named.require_needed()
         trials = named.trials()
         require_suitable(trials, kind, changes, why)
         rewritten = [trial for trial in trials if trial.norm in COUNTED]
+        whole = [trial for trial in trials if trial.norm in WHOLE]
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         # A table holds changed texts, a file of tensors all else.
         if self.save_adv is not None and len(rewritten) != len(trials) * table:
@@ -175,14 +189,23 @@ class AttackOptions(MeasureOptions):
             )
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
-        norm = self.norm or (usual if len(rewritten) < len(trials) else None)
-        radii = eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in rewritten)
+        norm = self.norm or (usual if len(whole) < len(trials) else None)
+        radii = eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in whole)
         return named.model_copy(update={"norm": norm, "eps": radii})
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that the measure writes beside the report."""
         return () if self.save_adv is None else (self.save_adv,)
+
+    @property
+    def units(self) -> set[str]:
+        """The norms of the trials."""
+        return {trial.norm for trial in self.trials()}
+
+    def choose_patch(self, net: Net) -> tuple[int, int] | None:
+        """Return height and width of the patches that attacks fill; None if unknown."""
+        return net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
 
     def trials(self) -> tuple[Trial, ...]:
         """Return the trials: attacks one after the other, in each ball.
@@ -225,7 +248,7 @@ ATTACK_TABLE = Layout(
         "distance": Column(
             "distance",
             "Distance from the sample to the last example tried, in the norm of the attack. "
-            "For texts: the number of changes.",
+            "For texts and patches: the number of changes.",
             domain="",
         ),
         "confidence": Column(
@@ -248,7 +271,7 @@ ATTACK_TABLE = Layout(
         ),
         "norm": text_column(
             "norm",
-            "Norm of the perturbation, or the unit that is changed (words, characters).",
+            "Norm of the perturbation, or the unit that is changed (words, characters, patch).",
             needed=True,
         ),
         "eps": eps_column(
@@ -300,6 +323,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     trials = options.trials()
     reader = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
+    how["patch"] = options.choose_patch(net)
     spelled = any(trial.norm == "characters" for trial in trials)
     # Progress is counted in passes, of which the clean samples take one.
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
@@ -342,7 +366,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
-        require_radius(trial, net.box, net.input_shape)
+        require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     return y
 
 

@@ -260,6 +260,16 @@ class Net(ModelSpec):
         return precision(self.module)
 
     @property
+    def patch(self) -> tuple[int, int] | None:
+        """Height and width of the patches that a convolution of the image reads side by side."""
+        for part in self.module.modules() if self.kind == "image" else ():
+            if isinstance(part, nn.Conv2d) and part.in_channels == self.input_shape[0]:
+                height, width = part.kernel_size
+                if part.stride == (height, width) != (1, 1):
+                    return height, width
+        return None
+
+    @property
     def changes(self) -> tuple[Norm, ...]:
         """What attacks can change of its texts: words (near ones need a table), characters."""
         table = getattr(self.entry, "weight", None)

@@ -180,6 +180,7 @@ ATTACKS: Mapping[str, str] = {
     "square": "Random squares, without a gradient (Andriushchenko et al. 2020).",
     "words": "Replaces words of a text, at most eps of them.",
     "characters": "Changes characters of a text, at most eps of them.",
+    "patch": "Puts any values into at most eps patches of an image, where gradients are largest.",
     "autoattack": "The preset standard.",
     "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square (Croce and Hein 2020).",
     "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
@@ -199,6 +200,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "token-l2": "The largest Euclidean length of the change of any token's embedding.",
         "words": "How many words of a text are changed.",
         "characters": "How many characters of a text are changed.",
+        "patch": "How many patches of an image are changed, to any values.",
     },
     "Verdicts of certificates": {
         "wrong": "The sample is misclassified without an attack: there is nothing to certify.",

@@ -11,10 +11,16 @@ from typing import Literal
 from lipaudit.errors import UsageError
 
 # Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words or
-# characters of a text are changed.
-Norm = Literal["linf", "l2", "l1", "token-l2", "words", "characters"]
-# The norms that count changes of a text: a radius is then a whole number.
+# characters of a text, or patches of an image, are changed.
+Norm = Literal["linf", "l2", "l1", "token-l2", "words", "characters", "patch"]
+# The norms that count changes of a text, and all that count: a radius is then a whole number.
 COUNTED: tuple[Norm, ...] = ("words", "characters")
+WHOLE: tuple[Norm, ...] = (*COUNTED, "patch")
+# Norm of each unit of a radius, as typed.
+UNITS: dict[str, Norm] = {
+    **{"word": "words", "words": "words", "character": "characters", "characters": "characters"},
+    **{"patch": "patch", "patches": "patch"},
+}
 # Kinds of model to which each norm applies.
 SPACES: dict[Norm, tuple[str, ...]] = {
     "linf": ("image", "tokens", "text"),
@@ -23,6 +29,7 @@ SPACES: dict[Norm, tuple[str, ...]] = {
     "token-l2": ("tokens", "text"),
     "words": ("text",),
     "characters": ("text",),
+    "patch": ("image",),
 }
 # Name of all attacks together: a sample is robust if no attack broke it.
 WORST = "worst"
@@ -33,7 +40,7 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
 # Largest number of radii in a range: a typing error must not start a run of days.
 _MOST = 1000
-_COUNT = re.compile(rf"(\d+)\s*({'|'.join(COUNTED)})")
+_COUNT = re.compile(rf"(\d+)\s*({'|'.join(UNITS)})")
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Radius:
     Attributes:
         text: the radius as typed, such as `2/255`.
         value: its exact value.
-        unit: the typed unit (`2words`); empty for a plain number.
+        unit: the norm of the typed unit (`2words`); empty for a plain number.
     """
 
     text: str = field(compare=False)
@@ -67,7 +74,7 @@ def parse_radius(text: str) -> Radius:
 
 
 def parse_budget(text: str) -> Radius:
-    """Read a radius, or a number of changes with its unit: `2words`, `4characters`.
+    """Read a radius, or a number of changes with its unit: `2words`, `1patch`.
 
     Raises:
         UsageError: the text is neither.
@@ -75,7 +82,7 @@ def parse_budget(text: str) -> Radius:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         return parse_radius(text)
-    return Radius(text.strip(), Fraction(match[1]), match[2])
+    return Radius(text.strip(), Fraction(match[1]), UNITS[match[2]])
 
 
 def parse_range(text: str) -> tuple[Radius, ...]:
@@ -128,7 +135,7 @@ class TrialKey:
     Attributes:
         attack: name of the attack or ensemble, `WORST` for all together; empty for figures of the
             ball.
-        norm: linf, l2, l1, token-l2, words or characters.
+        norm: linf, l2, l1, token-l2, words, characters or patch.
         radius: eps.
     """
 
@@ -149,10 +156,11 @@ class TrialKey:
 
     @property
     def ball(self) -> str:
-        """Return the ball in words: `linf 2/255`, `2 words`, `1 character`."""
-        if self.norm not in COUNTED:
+        """Return the ball in words: `linf 2/255`, `2 words`, `1 patch`."""
+        if self.norm not in WHOLE:
             return f"{self.norm} {self.radius.text}"
-        return f"{self.radius.text} {self.norm.removesuffix('s' * (self.radius.value == 1))}"
+        one, many = [unit for unit, norm in UNITS.items() if norm == self.norm]
+        return f"{self.radius.text} {one if self.radius.value == 1 else many}"
 
     def column(self, kind: str) -> str:
         """Return the name of a per-sample column: `robust@pgd,linf,2/255`."""

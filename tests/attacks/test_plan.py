@@ -139,8 +139,10 @@ def test_a_model_gets_what_can_attack_it(kind, given, expected):
     assert suited(kind, **given) == expected
 
 
+BALLS = {*ATTACKS, "standard", "quick", "paper", "autoattack"} - {"words", "characters", "patch"}
 ABLE = {
-    "image": {*ATTACKS, "standard", "quick", "paper", "autoattack"} - {"words", "characters"},
+    "image": BALLS | {"patch"},
+    "tokens": BALLS,
     "text": {"fgsm", "pgd", "words", "characters"},
 }
 
@@ -148,16 +150,16 @@ ABLE = {
 @pytest.mark.parametrize("kind", ["image", "tokens", "text"])
 @pytest.mark.parametrize("attack", sorted(ABLE["image"] | ABLE["text"]))
 def test_an_attack_either_fits_or_the_advice_does(kind, attack):
-    given = {} if attack in ("paper", "words", "characters") else {"eps": "0.1"}
+    given = {} if attack in ("paper", "words", "characters", "patch") else {"eps": "0.1"}
     options = AttackOptions.parse({"attack": attack} | given)
-    if attack in ABLE.get(kind, ABLE["image"]):
+    if attack in ABLE[kind]:
         assert options.adapt(kind).trials()
         return
     with pytest.raises(UsageError, match="cannot attack") as caught:
         options.adapt(kind)
     advised = caught.value.advice[:-1].removeprefix("Use --attack ")
-    assert set(advised.split(",")) <= ABLE.get(kind, ABLE["image"])
-    eps = "0.1,1words" if kind == "text" else "0.1"
+    assert set(advised.split(",")) <= ABLE[kind]
+    eps = {"text": "0.1,1words", "image": "0.1,1patch"}.get(kind, "0.1")
     assert AttackOptions.parse({"attack": advised, "eps": eps}).adapt(kind).trials()
 
 

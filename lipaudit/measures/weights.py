@@ -12,7 +12,7 @@ from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import option
 from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import Column, count_column, text_column
+from lipaudit.tables.columns import HEAD, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ HEADS = Layout(
         folded=False,
     ),
     fixed={
-        "layer": count_column("layer", "Attention layer, counted from 0."),
-        "head": count_column("head", "Head, counted from 0."),
-        "module": text_column("module", "Module."),
+        **HEAD,
         "qk": _norm_column("||W_QK||", "Spectral norm of s W_Q W_K^T, s the scale of the logits."),
         "qk_rank": _rank_column("rank QK", "Stable rank of W_QK."),
         "ov": _norm_column("||W_OV||", "Spectral norm of W_V W_O."),
@@ -86,7 +84,7 @@ BLOCKS = Layout(
     title="What do the norms of the weights multiply to?",
     display=Display(about="This product of norms is no bound of the model: see the notes."),
     fixed={
-        "module": text_column("block", "Block, or all blocks together."),
+        "module": text_column("block", "Block, or all blocks together.", needed=True),
         "ov_sum": _norm_column("sum ||W_OV||", "Sum of ||W_OV|| over the heads of the block."),
         "mlp": _norm_column("MLP", "Product of the norms of the block's other linear maps."),
         "log10_product": _norm_column(
@@ -101,7 +99,7 @@ MAPS = Layout(
     title="How large are the other linear maps?",
     display=Display(about="Linear layers that no head accounts for, mostly MLPs.", by="norm"),
     fixed={
-        "module": text_column("module", "Linear layer."),
+        "module": text_column("module", "Linear layer.", needed=True),
         "norm": _norm_column("||W||", "Spectral norm."),
         "rank": _rank_column("rank", "Stable rank."),
         "condition": _column("condition", "Largest over smallest singular value, unless it is 0."),
@@ -114,7 +112,7 @@ GAINS = Layout(
     display=Display(about=f"Outliers: gains {OUTLIER:g} standard deviations off.", by="gain"),
     fixed={
         "module": text_column(
-            "module", "LayerNorm or RMSNorm; without a gain if it is a variant."
+            "module", "LayerNorm or RMSNorm; without a gain if it is a variant.", needed=True
         ),
         "gain": _norm_column("gain", "Largest absolute gain of a channel."),
         "outliers": count_column("outliers", "Number of outlier channels [Kovaleva et al. 2021]."),

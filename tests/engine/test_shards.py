@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "corrupt": ("demo", "corrupt", 7, {"corruption": "fog,jpeg", "batch_size": 2}),
     "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
     "smoothing": ("demo", "smoothing", 10, {"smooth": 0.25, "noise_samples": "9,40"}),
+    "weights": ("demo", "weights", 3, {"at_samples": True, "batch_size": 1, "tol": 1e-2}),
     "scaling": (
         "demo",
         "scaling",

@@ -175,8 +175,8 @@ def run_measure(
     left = list_unfinished(batches, parts)
     observer.begins(name, total := sum(map(len, left)))
 
-    def tell_cost(passes: int, seconds: float) -> None:
-        each = f"{passes:,} passes of {1000 * seconds:,.2f} ms: {passes * seconds:,.1f} s"
+    def tell_cost(passes: int, seconds: float, unit: str) -> None:
+        each = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {passes * seconds:,.1f} s"
         text = f"{name}: a sample takes {each}, all take about {total * passes * seconds:,.0f} s"
         observer.note(Note.info("cost", text))
 

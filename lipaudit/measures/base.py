@@ -167,7 +167,7 @@ class Measure:
 
 
 Moved = Callable[[float], None]
-Told = Callable[[int, float], None]
+Told = Callable[[int, float, str], None]
 _LISTENER: ContextVar[tuple[Moved, Told] | None] = ContextVar("listener", default=None)
 
 
@@ -177,7 +177,7 @@ def listening(moved: Moved, told: Told) -> Iterator[None]:
 
     Args:
         moved: receives the number of finished samples of the current part.
-        told: receives the number of forward passes of a sample, and seconds per pass.
+        told: receives the number of forward passes of a sample, seconds per pass, and their name.
     """
     token = _LISTENER.set((moved, told))
     try:
@@ -195,10 +195,10 @@ def report_progress(samples: float) -> None:
         listener[0](samples)
 
 
-def report_cost(passes: int, seconds: float) -> None:
-    """Report, before the work, how many forward passes a sample takes, and seconds per pass."""
+def report_cost(passes: int, seconds: float, unit: str = "passes") -> None:
+    """Report, before the work, how many passes (or `unit`) a sample takes, and seconds of each."""
     if (listener := _LISTENER.get()) is not None:
-        listener[1](passes, seconds)
+        listener[1](passes, seconds, unit)
 
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:

@@ -68,7 +68,7 @@ class SmoothingOptions(MeasureOptions):
         "py:FILE:FACTORY of an nn.Module that removes the noise before the model.",
         kinds=("image", "tokens"),
     )
-    # Hash of the weights of the denoiser: with other weights it is another classifier.
+    # Hash of the source and the weights of the denoiser: with others it is another classifier.
     denoiser_sha256: str | None = None
     # Number of noisy copies in a pass; no effect on results.
     batch_size: int = Field(64, exclude=True)
@@ -79,7 +79,7 @@ class SmoothingOptions(MeasureOptions):
         return tuple(map(int, self.noise_samples.split(",")))
 
     def adapt(self, kind: str, changes: Sequence[Norm] = (), why: str = "") -> Self:
-        """Fill in the radii, and read the weights of the denoiser.
+        """Fill in the radii, and hash the denoiser.
 
         Raises:
             UsageError: there is no noise, or the reference of the denoiser is malformed.
@@ -99,7 +99,7 @@ class SmoothingOptions(MeasureOptions):
 
 # What holds of the smoothed classifier holds of no other, and not for certain.
 WHERE = "the smoothed classifier in the ball, with probability 1 - alpha"
-READING = "Each certificate holds with probability 1 - alpha. The model alone has none."
+READING = "Each certificate holds with probability 1 - alpha, not all at once; the model has none."
 CERTIFIED = replace(CERTIFIED_SHARE, domain=WHERE, reading=READING)
 _share_column = partial(accuracy_column, status="empirical")
 
@@ -132,8 +132,8 @@ SMOOTHING_TABLE = Layout(
         "norm": text_column("norm", "Norm of the ball: l2.", needed=True),
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **{name: ACCURACY[name] for name in ("eps_text", "samples")},
-        "clean": _share_column("clean", "Accuracy of the model without noise."),
-        "noisy": _share_column("noisy", "Accuracy of the model on single noisy copies."),
+        "clean": _share_column("clean", "Accuracy of the model without noise or denoiser."),
+        "noisy": _share_column("noisy", "Accuracy on single noisy copies, behind any denoiser."),
         "smoothed": _share_column(
             "smoothed",
             "Accuracy of the smoothed classifier; where it abstains, it is wrong.",
@@ -164,7 +164,8 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     size = 1 if net.kind == "text" else CHUNK
     for number, batch in enumerate(piece for whole in batches for piece in whole.split(size)):
         if not number:
-            base.report_cost(sum(options.copies), _time_copy(denoised, batch, options))
+            seconds = _time_copy(denoised, batch, options)
+            base.report_cost(sum(options.copies), seconds, "noisy copies")
         labels = require_labels(batch, "certify --smooth")
         with torch.no_grad():
             clean = net.output(batch).argmax(1) == labels
@@ -292,7 +293,7 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
     """Note what the certificates are of, what limits them, and a model that noise breaks."""
     text = "certificates are of the smoothed classifier, not of the model: use the same vote"
-    yield Note.info("smoothed", f"{text}. Each holds with probability {1 - options.alpha:g}")
+    yield Note.info("smoothed", f"{text}. Each fails with probability at most {options.alpha:g}")
     text = f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}"
     yield Note.info("largest-radius", f"{text}: for larger ones, raise N of --noise-samples")
     if row.noisy < 1 / 2:  # most samples then have no majority for their class

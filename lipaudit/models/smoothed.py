@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +31,12 @@ def load_denoiser(reference: str) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def hash_denoiser(reference: str) -> str | None:
-    """Return the hash of the weights of a denoiser; None if it has no weights."""
-    module = load_denoiser(reference)
-    return hash_weights(module, reference) if [*module.parameters()] else None
+def hash_denoiser(reference: str) -> str:
+    """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
+    weights = hash_weights(load_denoiser(reference), reference, bare=True)
+    place = reference.removeprefix("py:").rpartition(":")[0]
+    path = place if place.endswith(".py") else str(sys.modules[place].__file__)
+    return hashlib.sha256(Path(path).read_bytes() + weights.encode()).hexdigest()
 
 
 def add_denoiser(net: Net, reference: str) -> Net:
@@ -40,17 +45,17 @@ def add_denoiser(net: Net, reference: str) -> Net:
     Raises:
         UsageError: as in `load_denoiser`.
         InputError: as in `load_denoiser`. When it runs: the denoiser fails, or returns another
-            shape.
+            shape or type.
     """
     denoiser = load_denoiser(reference).to(net.device, net.dtype)
-    advice = "A denoiser takes noisy samples, and returns them without noise in the same shape."
+    advice = "A denoiser takes noisy samples and returns samples of their shape and type."
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
-        shape = tuple(getattr(z, "shape", ()))  # of anything but a tensor: ()
-        text = f"the denoiser {reference} returned {shape} for samples of {tuple(x.shape)}"
-        refuse(shape != x.shape, text, advice)
+        form, wanted = ((*getattr(v, "shape", ()), getattr(v, "dtype", type(v))) for v in (z, x))
+        text = f"the denoiser {reference} returned {form} for samples of {wanted}"
+        refuse(form != wanted, text, advice)
         return net.call(z, mask)
 
     return replace(net, call=call)

@@ -16,7 +16,8 @@ MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 # Formats of counts, names and truth values, which have no status or domain.
 UNMEASURED = ("d", "s", "")
 STATUS = {
-    "certified": "Proven for every input of its domain; it says nothing about others.",
+    "certified": "Proven for every input of its domain, of a smoothed classifier with probability "
+    "1 - alpha each; it says nothing about others.",
     "exact": "Computed at the samples X; it says nothing about other inputs. A norm may be "
     "slightly too low, see within.",
     "bound": "Proven upper bound, at the samples X only; it says nothing about other inputs.",

@@ -36,7 +36,7 @@ def test_an_interrupted_run_goes_on_sample_by_sample_and_says_its_time_before():
     ]
     first, *_, last = seen
     assert (first, last, seen.count("done")) == (2, "done", 6)
-    assert seen[1].startswith("smoothing: a sample takes 60 passes of")
+    assert seen[1].startswith("smoothing: a sample takes 60 noisy copies of")
     assert runs[0].section("smoothing").samples == runs[1].section("smoothing").samples
 
 
@@ -47,7 +47,7 @@ def test_what_is_printed_fits_a_terminal_and_names_the_smoothed_classifier():
     for text in ("norm  eps   ", "1 - alpha", "not of the model", "60 noisy copies certify no"):
         assert text in done.stdout
     assert "certified for the smoothed classifier in the ball, with probability 1 -" in done.stdout
-    assert "passes of" in done.stderr
+    assert "noisy copies of" in done.stderr
     assert "clean" in Path("page.html").read_text()
     (section,) = json.loads(Path("report.json").read_text())["sections"]
     assert section["measure"] == "smoothing"

@@ -1,6 +1,7 @@
 """`certify --smooth`: limits and radii held to exact ones, and what must not change the votes."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import NormalDist
@@ -16,11 +17,12 @@ from lipaudit import ModelSpec
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.measures.smoothing import SmoothingOptions, check
+from lipaudit.measures.smoothing import SmoothingOptions, check, measure
 from lipaudit.models.net import LoadOptions
+from lipaudit.models.smoothed import hash_denoiser
 from lipaudit.models.sources.loader import borrow, load_net
 from lipaudit.theory.smoothing import certify_radius, limit_share
-from tests.nets import draw
+from tests.nets import draw, own_batch
 
 SHAPE = (1, 3, 4)
 NORMAL = NormalDist()
@@ -100,14 +102,22 @@ def test_radii_of_a_plane_are_below_its_distance_and_approach_it():
 
 @pytest.mark.parametrize(("alpha", "copies"), [(0.3, 50), (0.05, 400)])
 def test_a_certificate_is_wrong_as_often_as_it_says(alpha, copies):
-    """The limit is below the true share with probability alpha, and not far below."""
+    """The limit is below the true share with probability alpha, and not far below.
+
+    On the plane each class has half of the votes: there it would be wrong twice as often if it
+    came from the copies that chose the class.
+    """
     model, count = Plane(), 400
-    data, distance = samples(model, count)
-    told = measured(model, data, alpha=alpha, noise_samples=f"30,{copies}").samples
-    cells = zip(told["ids"], told["share"], strict=True)
-    wrong = sum(share > NORMAL.cdf(distance[name] / 0.25) for name, share in cells) / count
+    (x, y), distance = samples(model, count)
+    weight = model.head.weight[1] - model.head.weight[0]
+    away = torch.tensor([*distance.values()]) * (2 * y - 1) / weight.norm()
+    on_it = x - (away[:, None] * weight.detach()).view(x.shape)
     spread = math.sqrt(alpha * (1 - alpha) / count)
-    assert alpha / 3 < wrong < alpha + 3 * spread
+    for points, far in ((x, distance), (on_it, {})):
+        told = measured(model, (points, y), alpha=alpha, noise_samples=f"30,{copies}").samples
+        cells = zip(told["ids"], told["share"], strict=True)
+        wrong = sum(share > NORMAL.cdf(far.get(name, 0) / 0.25) for name, share in cells) / count
+        assert alpha / 3 < wrong < alpha + 3 * spread
 
 
 class Votes(nn.Module):
@@ -137,7 +147,9 @@ def test_figures_are_those_of_hand_computed_cases():
     )
     row = section.rows[0]
     assert (row.clean, row.noisy, row.smoothed, row.abstained) == (2 / 3, 2 / 3, 2 / 3, 0)
-    assert {n.code for n in section.notes} == {"smoothed", "largest-radius"}
+    texts = {note.code: note.text for note in section.notes}
+    assert texts.keys() == {"smoothed", "largest-radius"}
+    assert texts["smoothed"].endswith("Each fails with probability at most 0.001")
     # Each class has half of the votes: nothing is proven, whatever the label.
     section = measured(Votes(sure=False), (x, y), noise_samples="10,500")
     assert section.samples["predicted"] == (None,) * 3
@@ -196,7 +208,34 @@ def test_texts_get_noise_on_their_embeddings_whatever_they_are_padded_with():
         lipaudit.measure(spec, "certify", data=(ids, y), denoiser="py:a.py:b", **given)
 
 
+class Hidden(Words):
+    """The mean of the padding."""
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, None if mask is None else ~mask)
+
+
+def test_padding_of_texts_neither_gets_noise_nor_changes_that_of_tokens():
+    ids = torch.randint(1, 50, (3, 5), generator=torch.Generator().manual_seed(0))
+    y, real = torch.zeros(3, dtype=torch.long), torch.arange(5) < torch.tensor([[2], [4], [3]])
+
+    def count(model, *batches):
+        spec, options = ModelSpec(model, (5,), kind="text"), {"smooth": 5, "noise_samples": "9,90"}
+        with borrow(spec, LoadOptions()) as net:
+            parts = [*measure(net, batches, SmoothingOptions(**options))]
+        return [part.values["votes"][0].tolist() for part in parts]
+
+    whole = own_batch(ids, real, y)
+    votes = count(Words(), whole)
+    assert votes == count(Words(), *(replace(b, mask=None) for b in whole.split(1)))
+    assert all(0 < number < 90 for _, numbers in votes for number in numbers)
+    # Padding on the left is not cut off.
+    for _, numbers in count(Hidden(), own_batch(ids, real.flip(1), y)):
+        assert sorted(numbers) == [0, 90]
+
+
 DENOISERS = """
+from pathlib import Path
 import torch
 from torch import nn
 
@@ -210,6 +249,18 @@ class Half(nn.Module):
 class Flat(nn.Module):
     def forward(self, x):
         return x.flatten(1)
+
+class Rough(nn.Module):
+    def forward(self, x):
+        return x.half()
+
+class Clamp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        top = Path(__file__).with_suffix(".txt")
+        self.register_buffer("top", torch.tensor(float(top.read_text())))
+    def forward(self, x):
+        return x.clamp(0, self.top)
 
 class Bad(nn.Module):
     def forward(self, x):
@@ -232,9 +283,13 @@ def test_a_denoiser_stands_between_the_noise_and_the_model(tmp_path):
     section = measured(model, data, denoiser=f"{place}:Half", noise_samples="10,200")
     both = measured(Both(), data, noise_samples="10,200")
     assert section.samples == both.samples
-    assert len(section.settings["denoiser_sha256"]) == 64
     refused = [
-        (f"{place}:Flat", InputError, r"returned \(1, 12\) for samples of \(1, 1, 3, 4\)"),
+        (
+            f"{place}:Flat",
+            InputError,
+            r"returned \(1, 12, torch.float32\) for samples of \(1, 1, 3, 4",
+        ),
+        (f"{place}:Rough", InputError, r"returned \(1, 1, 3, 4, torch.float16\) for"),
         (f"{place}:Bad", InputError, "failed .RuntimeError: no such layer"),
         (f"{place}:text", InputError, "returned str, not an nn.Module"),
         (f"{place}:nothing", InputError, "has no 'nothing'"),
@@ -243,6 +298,21 @@ def test_a_denoiser_stands_between_the_noise_and_the_model(tmp_path):
     for reference, error, says in refused:
         with pytest.raises(error, match=says):
             measured(model, data, denoiser=reference)
+
+
+def test_a_denoiser_is_known_by_its_source_and_its_buffers(tmp_path):
+    hashes = []
+    for top, source in (
+        ("1", DENOISERS),
+        ("2", DENOISERS),
+        ("1", f"{DENOISERS}# v2"),
+        ("1", DENOISERS),
+    ):
+        Path(tmp_path, "den.py").write_text(source)
+        Path(tmp_path, "den.txt").write_text(top)
+        hashes.append(hash_denoiser(f"py:{tmp_path}/den.py:Clamp"))
+    assert hashes[0] == hashes[3]
+    assert len({*hashes}) == 3
 
 
 def test_no_search_in_the_ball_changes_the_vote():

@@ -204,8 +204,13 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     return (Note.info("half-precision", text),)
 
 
-def hash_weights(module: nn.Module, origin: str) -> str:
+def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
     """Hash the sorted (name, dtype, shape, bytes) of the state dict, if it can be measured.
+
+    Args:
+        module: the module.
+        origin: its name in errors.
+        bare: whether it may have no parameters.
 
     Raises:
         InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
@@ -217,7 +222,7 @@ def hash_weights(module: nn.Module, origin: str) -> str:
     tensors = (*module.named_parameters(), *module.named_buffers())
     empty = next((name for name, t in tensors if is_lazy(t) or t.is_meta), None)
     refuse(empty, f"{empty} of {origin} has no values", original)
-    none = next(module.parameters(), None) is None
+    none = not bare and next(module.parameters(), None) is None
     refuse(none, f"{origin} has no parameters", "Give a model with parameters.")
     # The extra state of modules is no weights.
     state = sorted(

@@ -155,6 +155,7 @@ def gate(
     """
     from lipaudit.gate import judge
     from lipaudit.gate.conditions import load_baseline
+    from lipaudit.gate.judging import choose_rules
     from lipaudit.gate.rules import configure
     from lipaudit.report import JUDGEMENT, of_judgement, render
 
@@ -162,6 +163,8 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
+    if not (settings["rules"] or is_report(current)):  # rather than after hours
+        choose_rules(before)
     report = read_or_measure(current, before, how, terminal)
     if report is None:
         return

@@ -92,12 +92,7 @@ def judge(
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
-    known = {section.measure for report in (current, baseline) for section in report.sections}
-    chosen = tuple(rules) or tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
-    if not chosen:
-        named = ", ".join(sorted(known)) or "an empty report"
-        advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
-        raise UsageError(f"no default rule exists for {named}", advice)
+    chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     absent = [r for r in DEFAULT_RULES if not rules and r not in chosen and r.measure in USUAL]
     notes = [f"not judged, because neither report has its section: {r.text}" for r in absent]
@@ -114,6 +109,21 @@ def judge(
         notes=tuple(notes),
         warnings=tuple(note.text for note in summary(current).warnings),
     )
+
+
+def choose_rules(*reports: Report) -> tuple[Rule, ...]:
+    """Return the default rules for the sections of reports.
+
+    Raises:
+        UsageError: there are none.
+    """
+    known = {section.measure for report in reports for section in report.sections}
+    chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
+    if not chosen:
+        named = ", ".join(sorted(known)) or "an empty report"
+        advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
+        raise UsageError(f"no default rule exists for {named}", advice)
+    return chosen
 
 
 # What a rule contrasts

@@ -206,9 +206,11 @@ def _limit(text: str, rule: str) -> Limit:
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 
 
-NORMS = ("jacobian.norm:median <= +5%", "bounds.exact:each <= +20%")
-SHARES = ("attack.robust >= -2pp", "certify.certified >= -2pp")
-DEFAULT_RULES = tuple(map(parse_rule, (*NORMS, *SHARES)))
+_DEFAULT = (
+    "jacobian.norm:median <= +5%, bounds.exact:each <= +20%, attack.robust >= -2pp, "
+    "certify.certified >= -2pp, smoothing.certified >= -2pp, corrupt.accuracy@mean >= -1pp"
+)
+DEFAULT_RULES = tuple(map(parse_rule, _DEFAULT.split(", ")))
 """Default rules; each keeps its level with any number of samples."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.measures import find_column
 from lipaudit.models.target import find_layer
 from lipaudit.report import cells
@@ -289,7 +290,8 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     for sample in worst(report)[:1]:
         text = f"Look at the worst samples, first {name_sample(sample, find_places(report))}."
         steps.append((text, ("inspect", FILE, sample[:CHARACTERS])))
-    if report.status == "complete" and report.sections and not noise:
+    judged = any(report.section(rule.measure) for rule in DEFAULT_RULES)
+    if report.status == "complete" and judged and not noise:
         text = "Make CI fail if the next checkpoint is worse."
         steps.append((text, ("gate", model, "--baseline", FILE)))
     yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)

@@ -85,6 +85,24 @@ def test_without_a_default_rule_one_is_asked_for():
     said = refuse(2, "no default rule exists for attention", "gate", "a.json", "-b", "a.json")
     assert "Name a rule with --fail-on; lipaudit explain" in " ".join(said.split())
     invoke("gate", "a.json", "-b", "a.json", "--fail-on", "attention.g1 <= +5%")
+    # A MODEL is not measured in vain, and its report does not advise to.
+    refuse(2, "no default rule exists for attention", "gate", "demo", "-b", "a.json")
+    assert not Path("lipaudit-runs").exists()
+    assert "lipaudit gate" not in invoke("report", "a.json", "-f", "markdown").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    [
+        ("certify demo --smooth 0.25 --noise-samples 5,20", "smoothing.certified >= -2pp l2,0.25"),
+        ("corrupt demo --corruption fog", "corrupt.accuracy@mean >= -1pp"),
+    ],
+)
+def test_what_a_report_advises_has_a_default_rule(command, rule):
+    invoke(*command.split(), "-n", "2", "-q", "-o", "report.json")
+    page = invoke("report", "report.json", "-f", "markdown").stdout
+    assert "lipaudit gate demo --baseline report.json" in page
+    assert rule in invoke("gate", "demo", "--baseline", "report.json").stdout
 
 
 def test_either_norm_of_the_jacobian_is_judged_against_its_own_alone():

@@ -182,6 +182,9 @@ JACOBIAN_TABLE = Layout(
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 # Those that rows behind the first have, too, with `block_` before the name.
 OF_BLOCKS = ("norm", "within", "products", "converged")
+# Why a layer has no norm of its own.
+NO_BLOCK = "no block around {} has a residual connection"
+NO_ROWS = "the output of the block around {} has no row per sample"
 # What did not converge, in the words of a note.
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
@@ -231,27 +234,35 @@ def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     from lipaudit.measures.layers import choose_layers
     from lipaudit.models.attention.numeric import find_residuals
     from lipaudit.models.attention.survey import find_layers
+    from lipaudit.models.sources.weights import few
 
     layer = find_layer(options.start)
     if layer is None and options.start != "layers" and not options.per_layer:
         return Blocks({}, (), ())
     sites = find_layers(net, batch)
     cuts: dict[str, Residual] = {}
+    alone: dict[str, list[int]] = {}
     chosen = choose_layers(sites, None if layer is None else (layer,))
-    around = find_residuals(net, batch, sites)
-    inner = tuple(dict.fromkeys(filter(None, around))) if options.per_layer else ()
-    if layer is not None or options.start == "layers":
+    from_layers = layer is not None or options.start == "layers"
+    around = inside = find_residuals(net, batch, sites)
+    if from_layers:
         around = find_residuals(net, batch, sites, entire=True)
-        for site in chosen:
-            # Layers of one block share its output: the block has the number of the first.
-            if (block := around[site.index]) is not None and block not in cuts.values():
-                cuts[f"layer:{site.index}"] = block
-        who = "every attention layer" if layer is None else f"attention layer {layer}"
-        text = f"{who} of {net.architecture} is outside of blocks with a residual connection"
-        refuse(not cuts, text, "Use another --from, such as embeddings.", InputError)
-    alone = [str(site.index) for site in chosen if around[site.index] is None]
-    text = f"attention layers {', '.join(alone)} have no block: they have no residual connection"
-    return Blocks(cuts, inner, (Note.info("no-block", text),) if alone else ())
+    for site in chosen:
+        block = around[site.index]
+        if block is None or not block.by_sample:
+            alone.setdefault(NO_BLOCK if block is None else NO_ROWS, []).append(site.index)
+        # Layers of one block share its output: the block has the number of the first.
+        elif from_layers and block not in cuts.values():
+            cuts[f"layer:{site.index}"] = block
+    why = [
+        text.format(f"attention layer{'s' * (len(layers) > 1)} {few(layers)}")
+        for text, layers in alone.items()
+    ]
+    text = f"{net.architecture}: {'; '.join(why)}"
+    refuse(from_layers and not cuts, text, "Use another --from, such as embeddings.", InputError)
+    own = dict.fromkeys(block for block in inside if block and block.by_sample)
+    notes = tuple(Note.info("no-block", text) for text in why)
+    return Blocks(cuts, tuple(own) if options.per_layer else (), notes)
 
 
 def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
@@ -282,17 +293,26 @@ def _measure_batch(
     f, outputs = record_outputs(net, tuple(cuts.values()), at.f)
     whole, alone = linearize(f, at.x), cuts.get(options.start or "")
 
-    def cut(block: Residual) -> Linearization:
-        return whole.start_at(start_after(net, block, at.f, at.x), outputs[block])
+    around = list[str]()  # blocks that paths from the input bypass
 
-    linear, start = (whole, at.start) if alone is None else (cut(alone), options.start)
+    def cut(name: str, block: Residual) -> Linearization:
+        inner = outputs[block]
+        through, beside = whole.find_paths(inner)
+        text = f"the output {at.target} of {net.architecture} does not depend on {name}"
+        refuse(not through, f"{text} ({block.module})", "Use another --to or --from.")
+        refuse(len(inner) != len(at.x), NO_ROWS.format(name), "Use another --from.")
+        around.extend([name] * beside)
+        return whole.start_at(start_after(net, block, at.f, at.x), inner)
+
+    start = at.start if alone is None else str(options.start)
+    linear = whole if alone is None else cut(start, alone)
     accuracy: dict[str, Any] = {
         **options.accuracy,
         "norm": options.norm,
         "seeds": [base.seed_of(i, options.seed) for i in batch.ids],
     }
-    blocks = cuts.values() if alone is None else ()
-    of_layers = [compute_jacobian_norms(cut(block), **accuracy) for block in blocks]
+    blocks = cuts.items() if alone is None else ()
+    of_layers = [compute_jacobian_norms(cut(*each), **accuracy) for each in blocks]
     decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
@@ -301,6 +321,7 @@ def _measure_batch(
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
     facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
+    facts["around"] = around
     facts["ends"] = [
         (name, at.target, block.module, norm.method)
         for (name, block), norm in zip(cuts.items(), of_layers, strict=alone is None)
@@ -392,6 +413,12 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
         text = f"the loss of {guessed} samples without a label uses the predicted class"
         yield Note.info("loss-of-predicted", text)
+    if names := dict.fromkeys(name for part in parts for name in part.facts.get("around", ())):
+        text = (
+            f"the input also reaches the output around {', '.join(names)} (as from an encoder to "
+            "a decoder): norms from there hold these paths fixed"
+        )
+        yield Note.info("paths-fixed", text)
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     yield from base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
     if "radius_first_order" in arrays:

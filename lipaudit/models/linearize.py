@@ -280,6 +280,12 @@ class Linearization:
         """
         return Linearization(f, inner, self.index, (inner, self._graph[1]))
 
+    def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
+        """Say whether the output depends on an inner tensor, and on x by paths around it."""
+        leaf, value = self._graph
+        ends, hits = leaves(value, {node for node in (inner.grad_fn,) if node})
+        return bool(hits), any(end is leaf for end in ends)
+
     def release(self) -> None:
         """Free the graph; the next product builds it again."""
         self.__dict__.pop("_graph", None)

@@ -6,8 +6,10 @@ of their models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -365,8 +367,13 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
     for label, section in sections.items():
         named = ((find_layer(row.get("from")), row) for row in section.rows)
         rows = [row.replace(layer=layer) for layer, row in named if layer is not None]
-        for name in ("mean", "p95") if len(rows) > 1 else ():
-            series.append(make_series(f"{label} {name}".strip(), rows, "layer", name))
+        # Encoder and decoder are two curves, by the path of their modules before the number.
+        stacks = group_values((re.split(r"\.\d+", row["module"])[0], row) for row in rows)
+        if any(len(group) < 2 for group in stacks.values()):
+            stacks = {"": rows} if len(rows) > 1 else {}
+        for stack, name in product(stacks, ("mean", "p95")):
+            words = (label, stack if len(stacks) > 1 else "", name)
+            series.append(make_series(" ".join(filter(None, words)), stacks[stack], "layer", name))
     if series := [each for each in series if each.x]:
         norm = next(iter(sections.values())).sample_column("norm")
         yield Curve("Norm from the output of each block", depth, norm, tuple(series))

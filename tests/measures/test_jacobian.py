@@ -24,7 +24,7 @@ from lipaudit.report.sections import show_section
 from tests.gate import cases
 from tests.measures.cases import dense_norm, run_measure
 from tests.models.conftest import batch_for, build
-from tests.nets import draw, own_batch, own_net
+from tests.nets import Calls, draw, own_batch, own_net
 
 
 def test_blocks_are_measured_beside_the_model():
@@ -54,10 +54,11 @@ def dense_after(net, batch, module, call, read):
     calls = []
 
     def change(_module, _args, output, z=None):
-        calls.append(output if isinstance(output, torch.Tensor) else output[0])
+        # Copies: the model may write into the output.
+        calls.append((output if isinstance(output, torch.Tensor) else output[0]).clone())
         if z is None or len(calls) != call + 1:
             return output
-        return z if isinstance(output, torch.Tensor) else (z, *output[1:])
+        return z.clone() if isinstance(output, torch.Tensor) else (z.clone(), *output[1:])
 
     def run(z=None):
         calls.clear()
@@ -119,8 +120,135 @@ def test_all_depths_take_one_forward_pass():
 
 def test_a_model_without_residual_connections_has_no_depth():
     net = build("handwritten")
-    with pytest.raises(InputError, match="every attention layer of .* is outside of blocks"):
+    with pytest.raises(InputError, match="no block around attention layer 0 has a residual conn"):
         run_measure("jacobian", net, batch_for(net), start="layers", target="features")
+
+
+class Stream(nn.Module):
+    """Blocks of nn.TransformerEncoder: samples first, tokens first, or both in one axis."""
+
+    def __init__(self, layout):
+        super().__init__()
+        first = layout != "tokens"
+        how = {"dropout": 0.0, "batch_first": first, "norm_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, **how) for _ in range(2))
+        self.layout, self.out = layout, nn.Linear(8, 3)
+
+    def forward(self, x):
+        z = x.transpose(0, 1) if self.layout == "tokens" else x
+        for block in self.encoder:
+            z = block(z)
+        return self.out(z.mean(0 if self.layout == "tokens" else 1))
+
+
+class Folded(nn.Module):
+    """A block whose stream has samples and tokens in one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+        self.block = Calls(self.mix)
+
+    def mix(self, z):
+        x = z.view(self.samples, -1, 8)
+        return z + self.attention(x, x, x, need_weights=False)[0].flatten(0, 1)
+
+    def forward(self, x):
+        self.samples = len(x)
+        return self.out(self.block(x.flatten(0, 1)).view(x.shape).mean(1))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_stream_without_a_row_per_sample_says_so(tokens):
+    batch = own_batch(draw(0, 3, tokens, 8))
+    for module in (Stream("tokens"), *([Folded()] if tokens > 1 else [])):
+        net = own_net(module, (tokens, 8))
+        layers = "layers 0, 1" if isinstance(module, Stream) else "layer 0"
+        says = f"the output of the block around attention {layers} has no row per sample"
+        with pytest.raises(InputError, match=says):
+            run_measure("jacobian", net, batch, start="layers")
+        (section,) = run_measure("jacobian", net, batch, per_layer=True)
+        assert len(section.rows) == 1
+        assert says in {note.text for note in section.notes}
+    assert len(run_measure("jacobian", own_net(Stream(""), (tokens, 8)), batch, start="layers"))
+
+
+def test_an_output_before_a_block_does_not_depend_on_it():
+    """Without a last LayerNorm, the tokens are those of the norm inside the last block."""
+    net, batch = own_net(Stream(""), (5, 8)), own_batch(draw(0, 2, 5, 8))
+    for start in ("layers", "layer:1"):
+        with pytest.raises(InputError, match="output tokens of .* not depend on layer:1"):
+            run_measure("jacobian", net, batch, start=start, target="tokens")
+    (section,) = run_measure("jacobian", net, batch, start="layer:0", target="tokens")
+    assert section.rows[0].mean > 0
+
+
+class Twice(nn.Module):
+    """A block of two attention layers, whose output its successor overwrites."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Calls(self.mix, *self.make_parts()) for _ in range(2))
+        self.out = nn.Linear(8, 3)
+
+    @staticmethod
+    def make_parts():
+        return [nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)]
+
+    @staticmethod
+    def mix(first, second, x):
+        y = first(x, x, x, need_weights=False)[0]
+        return x + second(y, y, y, need_weights=False)[0]
+
+    def forward(self, x):
+        first = self.blocks[0](x)
+        then = first.clone()
+        first += 1
+        return self.out((first.tanh() + self.blocks[1](then)).mean(1))
+
+
+def test_blocks_of_two_layers_have_one_row_and_may_be_written_into():
+    net, batch = own_net(Twice(), (5, 8), "float64"), own_batch(draw(0, 3, 5, 8).double())
+    (section,) = run_measure("jacobian", net, batch, start="layers", tol=1e-9)
+    assert [row.from_ for row in section.rows] == ["tokens", "layer:0", "layer:2"]
+    for row in section.rows[1:]:
+        truth = [dense_after(net, batch[i : i + 1], row.module, 0, lambda y: y) for i in range(3)]
+        assert row.max == pytest.approx(max(truth), rel=1e-8)
+    # The output of the first block reaches the model's output around the second, too.
+    assert [note.text.split(" (")[0] for note in section.notes if note.code == "paths-fixed"] == [
+        "the input also reaches the output around layer:2"
+    ]
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder, of which the decoder reads the input, too."""
+
+    def __init__(self):
+        super().__init__()
+        how = {"dropout": 0.0, "batch_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, **how) for _ in "ab")
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(8, 2, 16, **how) for _ in "ab")
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        memory = self.encoder[1](self.encoder[0](x))
+        return self.out(self.decoder[1](self.decoder[0](x, memory), memory).mean(1))
+
+
+def test_encoder_and_decoder_are_two_curves():
+    net, batch = own_net(Pair(), (5, 8), "float64"), own_batch(draw(0, 2, 5, 8).double())
+    (section,) = run_measure("jacobian", net, batch, start="layers", tol=1e-9)
+    paths = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert [row.module for row in section.rows[1:]] == paths
+    for row in section.rows[1:]:
+        truth = [dense_after(net, batch[i : i + 1], row.module, 0, lambda y: y) for i in (0, 1)]
+        assert row.max == pytest.approx(max(truth), rel=1e-8)
+    (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
+    labels = [f"{stack} {name}" for stack in ("encoder", "decoder") for name in ("mean", "p95")]
+    assert [series.label for series in curve.series] == labels
+    assert [series.x for series in curve.series] == [(0, 1), (0, 1), (2, 4), (2, 4)]
+    (text,) = [note.text for note in section.notes if note.code == "paths-fixed"]
+    assert "around layer:0, layer:1, layer:2 (as from an encoder to a decoder)" in text
 
 
 def test_the_page_and_the_csv_have_the_curve():

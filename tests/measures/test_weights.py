@@ -9,12 +9,13 @@ from torch import nn
 
 import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, read_figures
 from tests.measures.cases import dense_norm, run_measure
 from tests.models.conftest import batch_for, build
-from tests.nets import draw, own_batch, own_net
+from tests.nets import Calls, draw, own_batch, own_net
 
 
 def read(net, **options):
@@ -153,6 +154,16 @@ def test_heads_whose_weights_cannot_be_attributed_say_why():
     assert all(row.log10_product is None for row in unread["weights.blocks"])
     # Projections that no head accounts for are linear maps like others.
     assert any("qkv" in row.module for row in unread["weights.maps"])
+
+
+def test_blocks_without_a_row_per_sample_have_no_norm_at_samples():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)  # tokens first
+    module = Calls(lambda block, x: block(x.transpose(0, 1)).mean(0), layer)
+    net, batch = own_net(module, (1, 8)), own_batch(draw(0, 3, 1, 8))
+    tables = {s.measure: s.rows for s in run_measure("weights", net, batch)}
+    assert [row.module for row in tables["weights.blocks"]] == ["parts.0"]
+    with pytest.raises(InputError, match="blocks of Calls have no row per sample"):
+        run_measure("weights", net, batch, at_samples=True)
 
 
 def test_products_stand_beside_norms_at_samples():

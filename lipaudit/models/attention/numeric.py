@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,12 +147,14 @@ class Residual(NamedTuple):
         call: number of the call in a forward pass (layers may share a module).
         input: position of the input among all arguments, with containers flattened.
         output: position of the output among all results, with containers flattened.
+        by_sample: whether input and output have a row per sample, not per token or window.
     """
 
     module: str
     call: int
     input: int
     output: int
+    by_sample: bool
 
 
 def find_residuals(
@@ -165,40 +168,44 @@ def find_residuals(
 
     Args:
         net: the model.
-        batch: its first sample is run.
+        batch: its first sample is run, alone and beside itself.
         sites: the attention layers.
         entire: return the largest module with a skip path that has no other attention: in BERT
-            the block with its MLP, too. If the smallest one has several, return that. Its output
-            has a row per sample.
+            the block with its MLP, too. If the smallest one has several, return that.
 
     Returns:
-        One residual per site; None if no module around it has a skip path.
+        One residual per site, with a row per sample if one has; None if no module around it has a
+        skip path.
     """
     found: dict[tuple[str, int], Residual] = {}
     around: dict[Address, list[trace.Frame]] = {}  # the module calls around an attention call
 
-    def leave(frame: trace.Frame, output: Any) -> None:
+    def leave(samples: int, frame: trace.Frame, output: Any) -> None:
         start, end = _find_first_moving((frame.args, frame.kwargs)), _find_first_moving(output)
         if start is None or end is None:
             return
         (i, x), (j, y) = start, end
         # The output depends on the input although the graph is cut: a skip path.
-        by_sample = len(y) == 1 or not entire
-        if by_sample and x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
-            found[frame.name, frame.number] = Residual(frame.name, frame.number, i, j)
+        if x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
+            key = frame.name, frame.number
+            by_sample = y.shape[:1] == (samples,) and (key not in found or found[key].by_sample)
+            found[key] = Residual(*key, i, j, by_sample)
 
-    place = trace.CallStack(on_leave=leave)
-
-    def attention(_call: AttentionCall, address: Address) -> None:
+    def attention(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
         around[address] = place.frames[::-1]  # innermost first
 
-    with trace.freeze(net.module):
-        trace.run(net, batch[:1], trace.Tracer(attention, place=place))
+    # Rows per token may be as many as the samples in one of the passes, not in both.
+    for samples in (1, 2):
+        place = trace.CallStack(on_leave=partial(leave, samples))
+        with trace.freeze(net.module):
+            copies = batch[:1].rows(torch.zeros(samples, dtype=torch.long))
+            trace.run(net, copies, trace.Tracer(partial(attention, place), place=place))
 
     def choose(site: Site) -> Residual | None:
         inside = [f for f in around.get(site.address, ()) if (f.name, f.number) in found]
         alone = [f for f in inside if entire and {*f.attentions} <= {*site.addresses}]
-        return next((found[f.name, f.number] for f in alone[-1:] or inside), None)
+        order = [found[f.name, f.number] for f in (*reversed(alone), *inside)]
+        return min(order, key=lambda residual: not residual.by_sample, default=None)
 
     return tuple(map(choose, sites))
 

@@ -160,7 +160,7 @@ def survey(net: Net, batch: Batch) -> Survey:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
             f"{net.architecture} fails while lipaudit records its operations ({reason})",
-            "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
+            "Replace it. lipaudit attack and lipaudit jacobian from the input record none.",
         ) from error
     layers = (address.module for site in sites for address in site.addresses)
     unread = tuple(dict.fromkeys(uses.beyond(layers)))
@@ -225,8 +225,8 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
         "Flash and flex attention, torch.compile, TorchScript, detach, no_grad, vmap and loops "
         "over samples hide the softmax. Load the model uncompiled, with "
         "attn_implementation='sdpa' or 'eager', and leave these out. For a model "
-        "without softmax attention (convolutions, linear attention), use `lipaudit jacobian` or "
-        "`lipaudit attack`, which need no heads.",
+        "without softmax attention (convolutions, linear attention), use `lipaudit jacobian` from "
+        "the model's input or `lipaudit attack`, which need no heads.",
     )
 
 

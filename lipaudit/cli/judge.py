@@ -41,6 +41,9 @@ class Remeasure(Settings):
     data: str | None = option(
         None, "Where the baseline's samples are now.", usual="the path in the baseline"
     )
+    classes: str | None = option(
+        None, "Where the baseline's file of class names is now.", usual="the path in the baseline"
+    )
     arch: str | None = copy(OF_RUN["arch"])
     model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
     quantize: Quantization = copy(OF_RUN["quantize"])

@@ -85,9 +85,9 @@ class RunOptions(Settings):
     )
     classes: str | None = model_option(
         None,
-        "File of class names, one per line: CLIP, SigLIP and their kin become a zero-shot "
-        "classifier. For train: number of classes of the data; if the model has another number, "
-        "its classifier is replaced by a new one.",
+        "File of class names, one per line: CLIP, SigLIP and other image-text models become a "
+        "zero-shot classifier. For train: number of classes of the data; if the model has another "
+        "number, its classifier is replaced by a new one.",
     )
     prompt: str | None = model_option(
         None,

@@ -46,7 +46,7 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     Raises:
         InputError: the file cannot be read, has fewer than two names, or a name twice.
     """
-    advice = "--classes takes a text file with one class name per line."
+    advice = "--classes takes a text file with one class name per line; only train takes a number."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     names = tuple(filter(None, map(str.strip, lines)))
@@ -126,8 +126,8 @@ def make_zero_shot(
                 read_tower(module.get_image_features(pixel_values=x), None), dim=-1
             )
             error = (own.logits_per_image - image @ (scale * each[:2]).T - bias).abs().max()
-            refuse(
-                error > DEVIATION * own.logits_per_image.abs().max().clamp(min=1),
+            refuse(  # a NaN too, which compares as False
+                not error <= DEVIATION * own.logits_per_image.abs().max().clamp(min=1),
                 f"{kind} computes its logits in another way than scale * cosine + bias",
                 "Write a py: factory that returns a ModelSpec with its own `read`.",
             )

@@ -77,6 +77,21 @@ def test_logits_are_those_of_the_model_itself(tmp_path, kind):
     torch.testing.assert_close(net.output(numbered(x)), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("change", ["hotter", "nan"])
+def test_other_logits_than_those_of_the_cosine_are_refused(tmp_path, monkeypatch, change):
+    image_text(tmp_path, "CLIPModel")
+    forward = transformers.CLIPModel.forward
+
+    def run(self, *args, **kwargs):
+        done = forward(self, *args, **kwargs)
+        done.logits_per_image = done.logits_per_image * (1.01 if change == "hotter" else torch.nan)
+        return done
+
+    monkeypatch.setattr(transformers.CLIPModel, "forward", run)
+    says = refused(tmp_path, InputError, class_names=NAMES, prompts=(PHOTO,))
+    assert "CLIPModel computes its logits in another way" in says
+
+
 def photos(path):
     """Save two images for each class, in folders whose names differ in case from the classes'."""
     random = np.random.default_rng(0)
@@ -105,9 +120,12 @@ def test_measures_and_gate_read_the_image_tower_and_the_names_of_folders(tmp_pat
     assert report.section("attack").samples["label"] == (1, 1, 0, 0)
     line = ["jacobian", model, "-q", "-n", "4", "--data", data, "--classes", how["classes"]]
     invoke(*line, "--prompt", PHOTO, "-o", "base.json")
-    invoke("gate", model, "-b", "base.json")
+    (tmp_path / "names.txt").rename(tmp_path / "moved.txt")
+    gate = ("gate", model, "-b", "base.json")
+    refuse(4, "names.txt cannot be read as class names", *gate)
+    invoke(*gate, "--classes", "moved.txt")
     (tmp_path / "names.txt").write_text("keeper\nhe\nwrote\n")
-    judged = invoke("gate", model, "-b", "base.json", code=5)
+    judged = invoke(*gate, code=5)
     assert "not comparable: jacobian.norm:median <= +5%: preprocess zero-shot" in judged.stdout
 
 
@@ -116,6 +134,7 @@ def test_bad_names_prompts_models_and_tokenizers_are_refused(tmp_path):
     model, file = str(tmp_path / "model"), tmp_path / "names.txt"
     line = ("jacobian", model, "--data", "random", "--classes", str(file))
     refuse(4, "names.txt cannot be read as class names", *line)
+    refuse(4, "only train takes a number", *line[:-1], "10")
     for text, says in {"\n": "0 class names", "he\n": "1 class names"}.items():
         file.write_text(text)
         refuse(4, says, *line)

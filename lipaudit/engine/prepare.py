@@ -171,6 +171,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     with eager():
         differences = compare_derivative(ready, samples.batch)
     notes = ready.notes + samples.notes + unsuited + refused + differences
+    if not any(options.reads_samples for options in request.measures.values()):
+        notes = tuple(note for note in notes if note.code != "random-data")
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
 

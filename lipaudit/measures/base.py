@@ -62,6 +62,11 @@ class MeasureOptions(Settings):
         return None
 
     @property
+    def reads_samples(self) -> bool:
+        """Say whether figures depend on the samples."""
+        return True
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return the files that the measure writes in addition to the report."""
         return ()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lipaudit.errors import StructureError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
-from lipaudit.settings.option import option
+from lipaudit.settings.option import Need, option
 from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import HEAD, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 # A row as plain values, by column.
 Cells = dict[str, Any]
+
+
+def _of_norms(name: str) -> Any:
+    known = copy(NormOptions.model_fields[name])
+    need = Need("--at-samples", lambda options: options.at_samples)
+    extra: Any = known.json_schema_extra
+    known.json_schema_extra = {"option": extra["option"] | {"need": need}}
+    return known
 
 
 class WeightsOptions(NormOptions):
@@ -43,6 +52,13 @@ class WeightsOptions(NormOptions):
     reads_heads: ClassVar[bool] = True
 
     at_samples: bool = option(False, "Also compute the Jacobian norm of every block at samples.")
+    tol: float = _of_norms("tol")
+    within: float = _of_norms("within")
+
+    @property
+    def reads_samples(self) -> bool:
+        """Say whether figures depend on the samples: the weights do not."""
+        return self.at_samples
 
 
 # Channels whose gain is this many standard deviations from the mean of their layer are outliers

@@ -116,6 +116,8 @@ COMMANDS = [
     (f"scaling demo --lengths 2:{10**400}:log3", 2, "--lengths"),
     ("scaling demo --radius inf", 2, "--radius"),
     ("weights demo --within -1", 2, "--within"),
+    ("weights demo --within 0.5", 2, "--within needs --at-samples"),
+    ("weights demo --tol 0.1", 2, "--tol needs --at-samples"),
     ("weights timm:resnet18 --model-kwargs pretrained=false", 4, "no attention was found"),
     ("weights demo --layers 0", 2, "No such option"),
     ("train demo --data random", 2, "labelled"),

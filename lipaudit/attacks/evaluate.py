@@ -21,6 +21,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -52,6 +53,9 @@ SIMPLEX = 1e-5
 # Share of samples that Square may break after the gradient attacks without a warning: some samples
 # are broken by luck.
 SQUARE_GAIN = 0.002
+# Number of samples, and their share, by which an attack that is weaker or knows less may beat the
+# iterative gradient attacks without a sign of masked gradients: random starts break some by luck.
+LUCKY, LUCKY_SHARE = 2, 0.02
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Chunk:
         y: labels.
         mask: True where a sample may change, over the first axes of x (batch, tokens).
         texts: the samples as texts, for text models.
+        saved: examples of another model, for the attack transfer.
     """
 
     number: int
@@ -97,6 +102,7 @@ class Chunk:
     y: Int[Tensor, " batch"]
     mask: Bool[Tensor, " batch *positions"] | None = None
     texts: Texts | None = None
+    saved: Float[Tensor, " batch examples *sample"] | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +264,7 @@ class _Session:
             where = rows.repeat(copies)
             aims = [ranks[rows, -2 - i] for i in range(first, first + copies)]
             start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
-            turn = Turn(fitted, rng, start, where, torch.cat(aims), restart)
+            turn = Turn(fitted, rng, start, where, torch.cat(aims), restart, chunk.saved)
             z, logits = self._run(function, turn, ball, meter)
             # Of rows run together, the first one that broke a sample counts, else the last one.
             stands = (logits.argmax(1) == chunk.y[where]).reshape(copies, -1)
@@ -486,6 +492,57 @@ def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
         "Gradients may be masked, so the true robust accuracy may be lower"
     )
     return (Note.warn("square-beats-gradients", text),)
+
+
+def note_masking(
+    trials: Sequence[Trial],
+    robust: Bool[np.ndarray, "samples trials"],
+    y: Int[np.ndarray, " samples"],
+    box: tuple[float, float] | None,
+) -> tuple[Note, ...]:
+    """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
+
+    The signs are those of Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
+    examples of another model break samples that no own attack broke; Square, which takes no
+    gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
+    survive in an linf ball of half the box. That ball contains the centre of the box, whatever
+    the sample, and a model is right there for the samples of one class at most. A sign has to be
+    larger than LUCKY samples and than LUCKY_SHARE of all.
+
+    Args:
+        trials: the trials.
+        robust: whether each sample survived each trial.
+        y: labels.
+        box: smallest and largest value of the attacked space.
+    """
+    lucky, signs = max(LUCKY, LUCKY_SHARE * len(y)), dict[str, str]()
+    # Of each sign the last, at the largest radius.
+    for trial in sorted(trials, key=lambda trial: trial.radius.value):
+        inside = [
+            i for i, t in enumerate(trials) if (t.norm, t.radius) == (trial.norm, trial.radius)
+        ]
+        efforts = {i: {attack.kind.effort for attack in trials[i].attacks} for i in inside}
+        iterative = [i for i in inside if "steps" in efforts[i]]
+        if not iterative:
+            continue
+        where = f"{trial.norm} {trial.radius.text}"
+        stands, flags = robust[:, iterative].all(1), robust[:, trials.index(trial)]
+        more = f"more than {', '.join(trials[i].label for i in iterative)}"
+        count = int(stands.sum() - flags.sum())
+        if efforts[trials.index(trial)] == {"points"}:
+            own = [i for i in inside if efforts[i] != {"points"}]
+            count, more = int((robust[:, own].all(1) & ~flags).sum()), "that no own attack broke"
+        if count > lucky:
+            signs[trial.label] = f"{trial.label} broke {count} samples {more} ({where})"
+        left, most = robust[:, inside].all(1).sum(), np.unique(y, return_counts=True)[1].max()
+        wide = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
+        if wide and trial.norm == "linf" and left > most + lucky:
+            signs["survivors"] = (
+                f"{left} of {len(y)} samples survive {where}, a ball that holds the same grey "
+                f"point for all of them, where at most {most} can be right"
+            )
+    text = "gradients may be masked, so the true robust accuracy may be far lower: "
+    return (Note.warn("gradient-masking", text + "; ".join(signs.values())),) if signs else ()
 
 
 def note_resolution(

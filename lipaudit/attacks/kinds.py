@@ -61,7 +61,8 @@ class AttackKind:
         targeted: whether it aims at one class after the other, perhaps several in one batch.
         effort: cost of a turn: one gradient, in which case restarts add nothing; `steps`
             gradients; `queries` forward passes; or, for every change of a text (`edits`), a
-            gradient and `queries` forward passes, in which case restarts add nothing.
+            gradient and `queries` forward passes, in which case restarts add nothing; or a forward
+            pass for every example of `--transfer` (`points`), without restarts.
         steps: default iterations; None: those of `Attack`.
         queries: default forward passes; None: those of `Attack`.
         restarts: default starts; None: those of `Attack`.
@@ -73,7 +74,7 @@ class AttackKind:
     norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
     masked: bool = True
     targeted: bool = False
-    effort: Literal["gradient", "steps", "queries", "edits"] = "steps"
+    effort: Literal["gradient", "steps", "queries", "edits", "points"] = "steps"
     steps: int | None = None
     queries: int | None = None
     restarts: int | None = None
@@ -132,6 +133,7 @@ ATTACKS: dict[str, AttackKind] = {
         restarts=64,
         radii=("1", "2"),
     ),
+    "transfer": _ball("lipaudit.attacks.transfer:try_examples", masked=False, effort="points"),
     "words": _rewrite("lipaudit.attacks.text:rewrite_words", norms=("words",)),
     "characters": _rewrite("lipaudit.attacks.text:rewrite_characters", norms=("characters",)),
 }
@@ -188,7 +190,8 @@ class Attack:
     @property
     def turns(self) -> int:
         """Return the number of runs on a sample that is never broken."""
-        return 1 if self.kind.effort in ("gradient", "edits") else self.restarts * self.aims
+        once = self.kind.effort in ("gradient", "edits", "points")
+        return 1 if once else self.restarts * self.aims
 
     def passes(self, radius: Radius) -> tuple[int, int]:
         """Return forward passes without and with a gradient, for a sample that is never broken."""
@@ -198,6 +201,7 @@ class Attack:
             "steps": (0, self.steps),
             "queries": (self.queries, 0),
             "edits": (self.queries * changes, changes),
+            "points": (1, 0),  # or more: the file says how many
         }
         plain, gradients = each[self.kind.effort]
         return plain * self.turns, gradients * self.turns
@@ -415,6 +419,7 @@ def require_suitable(
         for attack in trial.attacks:
             if not attack.kind.can_attack(kind):
                 known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
+                known = [name for name in known if name != "transfer"]  # needs a file
                 raise UsageError(
                     f"{attack.name} cannot attack {samples}, the input of this model",
                     f"Use --attack {','.join(known)}.",

@@ -234,6 +234,7 @@ class Turn:
             a sample, with different targets.
         target: the class to aim at in each row; the runner-up unless the attack is targeted.
         restart: number of earlier starts of these rows.
+        saved: examples of another model for the whole chunk, (samples, examples, ...).
     """
 
     attack: Attack
@@ -242,6 +243,7 @@ class Turn:
     rows: Int[Tensor, " rows"]
     target: Int[Tensor, " rows"]
     restart: int = 0
+    saved: Tensor | None = None
 
 
 # (f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it.
@@ -305,9 +307,9 @@ def pgd(
     z, best, lowest = start, start, x.new_full((len(x),), torch.inf)
     for _ in range(steps):
         logits, gradient = logits_and_gradient(f, z, y)
-        best, lowest = _closer(z, margins(logits, y), best, lowest)
+        best, lowest = choose_closer(z, margins(logits, y), best, lowest)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
-    return _closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
+    return choose_closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
 
 
 def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
@@ -315,7 +317,10 @@ def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Ten
     return pgd(f, x, y, ball, start=turn.start(), steps=turn.attack.steps)
 
 
-def _closer(z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+def choose_closer(
+    z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return for each sample the point with the smaller margin, and that margin."""
     gain = margin < lowest
     keep = gain.reshape(-1, *[1] * (z.ndim - 1))
     return torch.where(keep, z, best), torch.where(gain, margin, lowest)

@@ -54,7 +54,7 @@ RARE = {
     *("config", "verbose", "rank_by"),
     *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
     *("gamma", "p_norm_tokens", "rivals"),
-    *("steps", "restarts", "queries", "patch_size", "save_adv", "order", "nodes"),
+    *("steps", "restarts", "queries", "patch_size", "save_adv", "transfer", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
     *("flip", "shift", "mixup", "cutmix", "skip"),
 }

@@ -51,6 +51,9 @@ class Remeasure(Settings):
     batch_size: Size = copy(OF_RUN["batch_size"])
     resume: bool = copy(OF_RUN["resume"])
     offline: bool = copy(OF_RUN["offline"])
+    transfer: tuple[Path, ...] = option(
+        (), "Also try on a MODEL the examples that attack --save-adv of another one wrote."
+    )
     report: Path | None = option(
         None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
     )
@@ -299,13 +302,22 @@ def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
 
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report"}}
+    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report", "transfer"}}
     measures, counts = {}, {}
+    attacked = baseline.section("attack")
+    tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
+    if tried and not how.transfer:
+        text = "baseline: the attack transfer tried examples of another model"
+        raise BaselineError(text, "Give this model examples too: --transfer FILE.")
+    if how.transfer and attacked is None:
+        raise UsageError("--transfer needs an attack in the baseline", "Leave it out.")
+    extra = {"attack": {"transfer": how.transfer}}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = load_measures()[section.measure].options
             # `once` has values that old reports lack: the defaults of that time.
-            measures[section.measure] = kind.parse({**kind.once, **section.settings})
+            known = {**kind.once, **section.settings, **extra.get(section.measure, {})}
+            measures[section.measure] = kind.parse(known)
             counts[section.measure] = len(section.ids) or before.data.samples
     options = RunOptions.parse(run)
     return Request(model, measures, options, counts, command=typed_command(), place=find_place())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -15,6 +15,7 @@ from lipaudit.attacks.kinds import (
     ATTACKS,
     CHUNK,
     PRESETS,
+    Attack,
     Trial,
     attack_kinds,
     read_plan,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 # Default attacks of images, texts, and embeddings of texts.
 IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
+# The attack of --transfer.
+TRANSFER = "transfer"
 # File ending for changed texts; any other example is a tensor.
 TABLE = ".jsonl"
 
@@ -122,6 +125,13 @@ class AttackOptions(MeasureOptions):
         None,
         "Save the adversarial examples to FILE.safetensors (images, embeddings) or "
         "FILE.jsonl (changed texts). --data reads both, except embeddings.",
+        exclude=True,
+    )
+    transfer: tuple[Path, ...] = option(
+        (),
+        "Also try the examples that --save-adv of another model wrote to FILE.safetensors: the "
+        "attack transfer, in every ball; repeatable.",
+        kinds=("image", "tokens"),
         exclude=True,
     )
     # Default attacks of images.
@@ -211,9 +221,10 @@ class AttackOptions(MeasureOptions):
         """Return the trials: attacks one after the other, in each ball.
 
         Raises:
-            UsageError: an attack is unknown, or there is no radius.
+            UsageError: an attack is unknown, there is no radius, or --transfer has no file or
+                no ball.
         """
-        return read_plan(
+        plan = read_plan(
             self.attack or self.usual,
             norm=self.norm,
             radii=self.eps,
@@ -221,6 +232,18 @@ class AttackOptions(MeasureOptions):
             restarts=self.restarts,
             queries=self.queries,
         )
+        balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
+        asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
+        if bool(self.transfer) < asked or (self.transfer and not balls):
+            lacks = "a ball" if self.transfer else "the examples of another model"
+            raise UsageError(
+                f"the attack transfer needs {lacks}",
+                "Use --attack pgd --eps 2/255 --transfer FILE.safetensors.",
+            )
+        if self.transfer and all(trial.label != TRANSFER for trial in plan):
+            own = (Attack(TRANSFER),)
+            plan += tuple(Trial(TRANSFER, norm, radius, own) for norm, radius in balls)
+        return plan
 
 
 eps_column = partial(Column, "eps", format=".4g", domain="", needed=True)
@@ -302,8 +325,6 @@ ATTACK_TABLE = Layout(
     },
 )
 
-# Metadata key of `--save-adv`: the ids of the original samples, as JSON.
-MADE_OF = "made_of"
 # Number of broken samples stored as examples, the worst first.
 DRAWN = 512
 
@@ -316,7 +337,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         InputError: a model without classes, samples without labels, or token ids whose embedding
             nothing shows.
     """
+    import torch
+
     from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
+    from lipaudit.attacks.transfer import note_source, read_examples
     from lipaudit.measures import texts
     from lipaudit.measures.texts import Continued
 
@@ -325,6 +349,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     how["patch"] = options.choose_patch(net)
     spelled = any(trial.norm == "characters" for trial in trials)
+    sources = tuple(map(note_source, options.transfer))
     # Progress is counted in passes, of which the clean samples take one.
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for batch in batches:
@@ -337,7 +362,9 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         y = check(net, batch, options)
         drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
-        chunk = Chunk(number, point, y, net.free(batch), drafts)
+        each = [read_examples(path, batch.ids, point.shape[1:]) for path in options.transfer]
+        saved = torch.cat([e.to(point) for e in each], 1) if each else None
+        chunk = Chunk(number, point, y, net.free(batch), drafts, saved)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(net.make_classifier(batch), chunk, trials, **how):
             outcomes.append(outcome)
@@ -345,7 +372,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
             outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
-        yield _make_part(net, batch, chunk, trials, outcomes, options)
+        part = _make_part(net, batch, chunk, trials, outcomes, options)
+        yield replace(part, notes=part.notes + sources)
 
 
 def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
@@ -357,6 +385,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
         UsageError: an attack that cannot work on such samples, or a radius beyond the box.
     """
     from lipaudit.attacks.evaluate import require_radius
+    from lipaudit.attacks.transfer import find_examples
     from lipaudit.models.net import NEEDED
 
     require_decision(
@@ -367,6 +396,8 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
+    for path in options.transfer:
+        find_examples(path, batch.ids, batch.x.shape[1:])
     return y
 
 
@@ -437,6 +468,7 @@ def _make_part(
         "checks": read_checks(clean),
         "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
         "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
+        "box": net.box if chunk.mask is None else None,
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
     }
     if chunk.number * CHUNK < DRAWN:
@@ -616,7 +648,7 @@ def _find_worst_classes(label: Values, robust: Values, known: dict[str, str]) ->
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
     import numpy as np
 
-    from lipaudit.attacks.evaluate import note_signs, note_square
+    from lipaudit.attacks.evaluate import note_masking, note_signs, note_square
     from lipaudit.measures import texts
 
     # A continuation and its rival are not two classes: the task is as hard as choosing a text.
@@ -628,6 +660,9 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += note_square(int(before), int(after), samples)
+    once = base.mark_unique(parts)
+    flags, labels = (base.join_parts(parts, name)[once] for name in ("robust", "label"))
+    remarks += note_masking(trials, flags.astype(bool), labels, parts[0].facts.get("box"))
     planned = (note for trial in trials for note in trial.notes)
     remarks += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
     return tuple(dict.fromkeys(remarks + base.notes(parts)))
@@ -656,6 +691,7 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     import numpy as np
     from safetensors.numpy import save
 
+    from lipaudit.attacks.transfer import FIRST, LABELS, MADE_OF
     from lipaudit.measures import texts
 
     if options.save_adv is None:
@@ -670,8 +706,8 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     first = find_first(broken)
     keys = [str(trial.key) for trial in options.trials()]
     tensors = {key: np.ascontiguousarray(x_adv[:, i]) for i, key in enumerate(keys)}
-    tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
-    tensors["y"] = base.join_parts(parts, "label").astype(np.int64)
+    tensors[FIRST] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
+    tensors[LABELS] = base.join_parts(parts, "label").astype(np.int64)
     return [save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})]
 
 

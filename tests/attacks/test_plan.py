@@ -151,6 +151,7 @@ ABLE = {
 @pytest.mark.parametrize("attack", sorted(ABLE["image"] | ABLE["text"]))
 def test_an_attack_either_fits_or_the_advice_does(kind, attack):
     given = {} if attack in ("paper", "words", "characters", "patch") else {"eps": "0.1"}
+    given |= {"transfer": ("adv.safetensors",)} if attack == "transfer" else {}
     options = AttackOptions.parse({"attack": attack} | given)
     if attack in ABLE[kind]:
         assert options.adapt(kind).trials()

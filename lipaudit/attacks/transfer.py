@@ -1,0 +1,116 @@
+"""Transfer attacks: the examples that attacks on another model saved, tried on this one.
+
+What breaks one model often breaks another (Papernot et al., arXiv 1605.07277). Where the examples
+of another model break samples that the model's own attacks cannot break, those attacks were weak:
+gradients are masked (Athalye et al., *Obfuscated Gradients*, arXiv 1802.00420).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.attacks.balls import Ball, project
+from lipaudit.attacks.oracle import Classifier, Turn, choose_closer, margins
+from lipaudit.errors import explain_failure, refuse
+from lipaudit.tables import Note
+
+# Metadata key of `--save-adv`: the ids of the original samples, as JSON.
+MADE_OF = "made_of"
+# Its tensors that are no trials: the first example that broke each sample, and the labels.
+FIRST, LABELS = "x", "y"
+SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
+
+
+def find_examples(
+    path: Path, ids: Sequence[str], shape: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    """Return the tensors of a file that `--save-adv` wrote, and the rows of some samples in it.
+
+    There is one tensor (samples of the file, *shape) per trial of the other model. Their values
+    are read from the disk when they are used.
+
+    Args:
+        path: the file.
+        ids: ids of the samples.
+        shape: shape of one sample.
+
+    Raises:
+        InputError: it is no such file, lacks some of the samples, or has samples of other shapes.
+    """
+    from safetensors import safe_open
+
+    refuse(not path.is_file(), f"there is no file {path}", f"{SAVE}.")
+    text = f"{path} is not a complete safetensors file"
+    with explain_failure(text, f"{SAVE}."), safe_open(path, "pt") as file:
+        names = json.loads((file.metadata() or {}).get(MADE_OF, "[]"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors.pop(LABELS, None)
+    first = tensors.pop(FIRST, None)
+    each = list(tensors.values()) or ([] if first is None else [first])
+    known = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    refuse(not (known and each), f"{path} has no adversarial examples of samples", f"{SAVE}.")
+    places = {name: row for row, name in enumerate(names)}
+    lost = [name for name in ids if name not in places]
+    text = f"{path} has no examples of {len(lost)} of the {len(ids)} samples, as of {lost[:1]}"
+    refuse(lost, text, f"{SAVE} on the same samples: the same --data, --seed and --samples.")
+    wrong = [t for t in each if t.shape != (len(names), *shape) or not t.is_floating_point()]
+    text = f"the examples in {path} are not samples of shape {tuple(shape)}"
+    refuse(wrong, text, "Use examples of a model with inputs of the same size.")
+    return each, [places[name] for name in ids]
+
+
+def read_examples(
+    path: Path, ids: Sequence[str], shape: Sequence[int]
+) -> Float[Tensor, " samples trials *sample"]:
+    """Return the saved examples of some samples; see `find_examples`.
+
+    Raises:
+        InputError: as `find_examples`, or a value is not finite.
+    """
+    tensors, rows = find_examples(path, ids, shape)
+    examples = torch.stack([tensor[rows] for tensor in tensors], 1)
+    text = f"{path} has values that are not finite"
+    refuse(not bool(examples.isfinite().all()), text, f"{SAVE}.")
+    return examples
+
+
+def note_source(path: Path) -> Note:
+    """Name a file of examples and its contents."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    text = f"transfer tried the examples of {path.name} (sha256 {digest}), moved into each ball"
+    return Note.info("transferred-examples", text)
+
+
+@torch.no_grad()
+def try_examples(
+    f: Classifier,
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    ball: Ball,
+    turn: Turn,
+) -> Float[Tensor, " batch *sample"]:
+    """Return the saved example of each sample that is closest to success, inside the ball.
+
+    An example outside of the ball, found at a larger radius, is projected onto it.
+
+    Args:
+        f: x -> logits (batch, classes).
+        x: samples.
+        y: labels.
+        ball: the ball.
+        turn: the examples of the chunk, and the rows of the samples.
+    """
+    assert turn.saved is not None
+    best, lowest = x, x.new_full((len(x),), torch.inf)
+    for examples in turn.saved[turn.rows].unbind(1):
+        z = project(examples, x, ball)
+        best, lowest = choose_closer(z, margins(f(z), y), best, lowest)
+    return best

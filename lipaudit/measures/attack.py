@@ -662,7 +662,8 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     remarks += note_square(int(before), int(after), samples)
     once = base.mark_unique(parts)
     flags, labels = (base.join_parts(parts, name)[once] for name in ("robust", "label"))
-    remarks += note_masking(trials, flags.astype(bool), labels, parts[0].facts.get("box"))
+    box = parts[0].facts.get("box")  # a list if it was stored
+    remarks += note_masking(trials, flags.astype(bool), labels, tuple(box) if box else None)
     planned = (note for trial in trials for note in trial.notes)
     remarks += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
     return tuple(dict.fromkeys(remarks + base.notes(parts)))

@@ -8,7 +8,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lipaudit.errors import StructureError, refuse
+from lipaudit.errors import StructureError, of_machine, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option
@@ -276,7 +276,9 @@ def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
     try:
         with torch.no_grad():
             odd = (part(1e3 * x) - part(-1e3 * x)) / 2
-    except (RuntimeError, TypeError, ValueError):  # it takes other inputs
+    except (RuntimeError, TypeError, ValueError) as error:  # it takes other inputs
+        if of_machine(error):
+            raise
         return {}
     for gain in (weight, 1 + weight) if odd.shape == x.shape else ():
         if (odd - gain * x).abs().amax() <= TRIAL * odd.abs().amax():

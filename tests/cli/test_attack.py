@@ -246,8 +246,8 @@ def test_a_budget_as_large_as_the_texts_is_said_so(reviews, attacks, eps, whole)
 
 def test_a_radius_of_another_unit_is_answered(reviews):
     for attacks, eps, says in (
-        ("words", "2/255", "To attack embeddings, use --attack pgd"),
-        ("fgsm", "2words", "For texts, use --attack fgsm,words"),
+        ("words", "2/255", "For a ball, use --attack pgd"),
+        ("fgsm", "2words", "Use --attack fgsm,words"),
     ):
         how = ("--data", reviews[1], "--attack", attacks, "--eps", eps)
         refuse(2, says, "attack", reviews[0], *how)

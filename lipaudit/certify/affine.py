@@ -312,10 +312,14 @@ def variance(
     """Return the sum of squares around the mean, divided by n - correction."""
     if isinstance(dim, bool):  # x.var(unbiased) of all entries
         dim, unbiased = None, dim
-    correction = options.get("correction", int(unbiased))
+    correction = options.get("correction")
+    correction = int(unbiased) if correction is None else correction
     centred: Any = input - reduce_axes(input, dim, True, mean=True)
     total = reduce_axes(centred.square(), dim, keepdim)
-    return scale(total, 1 / (input.numel() // total.numel() - correction), roundings=2)
+    freedom = input.numel() // total.numel() - correction
+    if freedom <= 0:  # torch divides by zero
+        raise NoRuleError("a variance that is not a number: n <= correction")
+    return scale(total, 1 / freedom, roundings=2)
 
 
 def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -82,8 +82,10 @@ def log_softmax(
     return _apply_along(input, dim, rule)
 
 
-def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
+def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
     """Return log sum_j e^(s_j) over an axis."""
+    if not isinstance(dim, int):
+        raise NoRuleError("logsumexp over a tuple of axes")
     result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
     return result if keepdim else result.squeeze(dim)
 

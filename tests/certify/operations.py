@@ -198,7 +198,9 @@ OPERATIONS = {
     "conv1d": lambda x: F.conv1d(x, weights(2, TOKENS, 3), padding=1, stride=2),
     "avg_pool2d": lambda x: F.avg_pool2d(image(x), 3, 2, 1),
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(image(x), (3, 1)),
-    "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
+    "var": lambda x: (
+        x.var(-1, unbiased=False, keepdim=True) + x.var(1, correction=None, keepdim=True)
+    ),
     "all-axes": lambda x: torch.stack([t.var(True) + t.sum(()) + t.mean(dim=[]).sum() for t in x]),
     "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],

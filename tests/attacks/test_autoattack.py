@@ -19,8 +19,7 @@ from lipaudit.attacks.oracle import margins
 from lipaudit.models.sources.timm import load_demo
 from lipaudit.tables.trials import parse_radius
 
-# Attacks of the package: they take no mask of the entries that move, and search balls.
-NAMES = [name for name, kind in ATTACKS.items() if not kind.masked and "linf" in kind.norms]
+NAMES = [name for name, kind in ATTACKS.items() if ".autoattack:" in kind.function]
 EACH = pytest.mark.parametrize("name", NAMES)
 BALLS = pytest.mark.parametrize(("norm", "eps"), [("linf", "0.08"), ("l2", "0.5"), ("l1", "2")])
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)

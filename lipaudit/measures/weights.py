@@ -102,7 +102,7 @@ BLOCKS = Layout(
     fixed={
         "module": text_column("block", "Block, or all blocks together.", needed=True),
         "ov_sum": _norm_column("sum ||W_OV||", "Sum of ||W_OV|| over the heads of the block."),
-        "mlp": _norm_column("MLP", "Product of the norms of the block's other linear maps."),
+        "mlp": _norm_column("MLP", "Product of the norms of the block's other linear layers."),
         "log10_product": _norm_column(
             "log10 product", "log10 of (1 + sum ||W_OV||) (1 + MLP); of all blocks: the sum."
         ),
@@ -118,7 +118,7 @@ MAPS = Layout(
         "module": text_column("module", "Linear layer.", needed=True),
         "norm": _norm_column("||W||", "Spectral norm."),
         "rank": _rank_column("rank", "Stable rank."),
-        "condition": _column("condition", "Largest over smallest singular value, unless it is 0."),
+        "condition": _column("condition", "Largest over smallest singular value, if not 0."),
     },
 )
 
@@ -180,16 +180,16 @@ def _read_tables(
         notes.append(Note.info("rotary", "||W_QK|| is that of tokens at one rotary position"))
     heads = [row for rows in capture(net, sites, sample, _read_heads) for row in rows]
     maps, gains, used = list[Cells](), list[Cells](), {*_list_used(sites)}
+    # A head over the vocabulary is no map of a block, and takes minutes.
+    output = getattr(net.module, "get_output_embeddings", lambda: None)()
     for name, part in net.module.named_modules():
         weight, kind = getattr(part, "weight", None), type(part).__name__.lower()
-        if not isinstance(weight, torch.Tensor) or "embedding" in kind:
+        if not isinstance(weight, torch.Tensor) or "embedding" in kind or part is output:
             continue
-        # A head over the vocabulary is no map of a block, and takes minutes.
-        if weight.ndim == 2 and net.vocabulary not in weight.shape:
-            if not {name, weight.data_ptr()} & used:
-                maps.append({"module": name, **_read_map(weight.detach().double())})
-        elif "layernorm" in kind or "rmsnorm" in kind:
+        if "layernorm" in kind or "rmsnorm" in kind:
             gains.append({"module": name, **_read_gains(part, weight.detach())})
+        elif weight.ndim == 2 and not {name, weight.data_ptr()} & used:
+            maps.append({"module": name, **_read_map(weight.detach().double())})
     blocks = list[Cells]()
     for block in dict.fromkeys(filter(None, around)):
         inside = [m["norm"] for m in maps if m["module"].startswith(f"{block.module}.")]
@@ -248,12 +248,16 @@ def _list_used(sites: Sequence[Site]) -> Iterator[str | int]:
 
 def _read_map(weight: Tensor) -> Cells:
     """Return the norm, the stable rank and the condition number of a linear map."""
+    import torch
+
     from lipaudit.theory.spectral import product_values
 
     values = product_values(weight if weight.shape[0] >= weight.shape[1] else weight.mT)
     norm, rank = _reduce(values)
     least = float(values[-1])
-    return {"norm": norm, "rank": rank, "condition": norm / least if least else None}
+    # Singular values below this are rounding: the matrix may be singular.
+    noise = max(weight.shape) * torch.finfo(weight.dtype).eps * norm
+    return {"norm": norm, "rank": rank, "condition": norm / least if least > noise else None}
 
 
 def _reduce(values: Tensor) -> tuple[float, float | None]:

@@ -178,6 +178,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "attention": ("-n", "4", "--batch-size", "1"),
     "jacobian": ("-n", "4", "--batch-size", "1"),
     "attack": ("-n", "66", *ATTACKED),
+    "corrupt": ("-n", "3", "--batch-size", "1", "--corruption", "fog", "--severity", "1"),
+    "weights": ("-n", "2", "--batch-size", "1", "--at-samples"),
     "certify": ("-n", "2", "--eps", "0.001", "--order", "1", "--nodes", "1"),
     "smoothing": ("-n", "9", "--smooth", "0.25", "--noise-samples", "5,20"),
     "scaling": ("-n", "9", "--lengths", "4:8:log2", "--mode", "real", "--layers", "0"),
@@ -190,8 +192,15 @@ LAUNCHERS = {
     "accelerate": ("accelerate.commands.launch", *ACCELERATE.split(), "--main_process_port"),
 }
 MODELS = {
-    "demo": ["attack", "smoothing", "scaling", "audit"],  # an audit has the other measures
-    "llama": list(CASES),
+    "demo": [
+        "attack",
+        "corrupt",
+        "weights",
+        "smoothing",
+        "scaling",
+        "audit",
+    ],  # an audit has the other measures
+    "llama": [name for name in CASES if name != "corrupt"],  # it takes classes
 }
 """What each is measured by: certificates of demo take long."""
 slow = pytest.mark.slow(seconds=26)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
@@ -15,7 +16,7 @@ from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, read_figures
 from tests.measures.cases import dense_norm, run_measure
 from tests.models.conftest import batch_for, build
-from tests.nets import Calls, draw, own_batch, own_net
+from tests.nets import Calls, draw, hf_net, own_batch, own_net
 
 
 def read(net, **options):
@@ -214,3 +215,24 @@ def test_only_norms_at_samples_depend_on_the_samples(at_samples):
     report = lipaudit.measure("demo", "weights", data="random", at_samples=at_samples)
     codes = {note.code for note in report.section("weights").notes}
     assert ("random-data" in codes) == at_samples
+
+
+def test_only_the_output_over_the_vocabulary_is_left_out_whatever_the_sizes():
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    torch.manual_seed(0)
+    tables = read(hf_net(GPT2LMHeadModel(GPT2Config(**sizes)).eval()))
+    assert [row.module for row in tables["weights.maps"]] == [
+        "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj",
+    ]  # fmt: skip
+    assert tables["weights.blocks"][0].mlp > 0
+
+
+def test_a_singular_map_has_no_condition_number():
+    net = build("timm-vit")
+    weight = net.module.blocks[0].mlp.fc1.weight
+    with torch.no_grad():
+        weight[1] = weight[0]
+        weight[:, 1] = weight[:, 0]
+    rows = {row.module: row for row in read(net)["weights.maps"]}
+    assert rows["blocks.0.mlp.fc1"].condition is None
+    assert rows["blocks.1.mlp.fc1"].condition > 1

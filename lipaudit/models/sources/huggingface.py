@@ -36,6 +36,7 @@ from lipaudit.models.sources.weights import (
     list_weight_files,
     note_half_precision,
     read_json,
+    refuse_codes,
 )
 from lipaudit.models.sources.zero_shot import make_zero_shot
 from lipaudit.tables import Note
@@ -97,9 +98,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             f"{path} is not a model that transformers knows",
             "Models with their own code are not run: write a py: factory. For a newer model, "
             "update transformers.",
-            ValueError,
-            KeyError,
-            OSError,
+            *(ValueError, KeyError, OSError, AttributeError, TypeError),
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
         loader, added = _choose_loader(config, options.classes)
@@ -370,12 +369,17 @@ def _load_weights(
     """
     from safetensors import SafetensorError, safe_open
 
-    kinds: set[str] = set()
+    kinds, codes = set[str](), list[str]()
     files = list_weight_files(file.name for file in path.iterdir())
     for file in (path / name for name in files if name.endswith(".safetensors")):
         # Loading explains why a file cannot be read.
         with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
-            kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
+            each = {k: stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
+            kinds |= {*each.values()}
+            # Counters and positions may be integers; transformers would cast weights to floats.
+            codes += [k for k, kind in each.items() if k.endswith("weight") and kind[0] in "IU"]
+    if not getattr(config, "quantization_config", None):
+        refuse_codes(codes, path)
     halves = [HALF_NAMES.get(kind, torch.float32) for kind in kinds if "F" in kind]
     dtype = halves[0] if kept and len(halves) == 1 else torch.float32
     with explain_failure(

@@ -30,7 +30,7 @@ LIBRARIES = {
 }
 # Packed weights of nn.MultiheadAttention.
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-# Methods of transformers and timm that return the layer behind the last hidden states.
+# Methods of transformers and timm that return the output layer, or a tuple of several.
 HEADS = ("get_output_embeddings", "get_classifier")
 
 
@@ -40,8 +40,10 @@ def round_weights(module: nn.Module, how: str) -> str:
     Each output channel, or each group of its inputs, has the scale s = max|w| / (2^(bits-1) - 1/2)
     and becomes s round(w / s), clamped to the 2^bits integers around 0. This is the symmetric
     round to nearest of torchao (`IntxWeightOnlyConfig`), without calibration, bit for bit.
-    Embeddings, weights tied to them, and the output layer keep their values, as with
-    the quantisers of transformers; convolutions, norms and biases, too.
+    Embeddings keep their values, and so does what the model's library calls its output:
+    `get_classifier` of timm, `get_output_embeddings` of transformers and what it puts behind
+    `base_model`, with all weights tied to these. A model that names no output has every linear
+    layer rounded, the last one, too. Convolutions, norms and biases are not rounded.
 
     Args:
         module: the model, with finite weights; those in half precision become float32.
@@ -53,11 +55,14 @@ def round_weights(module: nn.Module, how: str) -> str:
     """
     bits, group = read_quantization(how)
     half = 2 ** (bits - 1)
-    weights = {id(p): (name, p, turned) for name, p, turned in _list_weights(module)}
+    fixed, listed = _find_fixed(module), [*_list_weights(module)]
+    weights = {id(p): (name, p, turned) for name, p, turned in listed if id(p) not in fixed}
+    left = [name.removesuffix(".weight") for name, p, _ in listed if id(p) in fixed]
     refuse(
         not weights,
-        f"--quantize {how}: {type(module).__name__} has no linear layer to round",
-        "Leave --quantize out: it rounds nn.Linear, except the output layer.",
+        f"--quantize {how}: {type(module).__name__} has no linear layer to round"
+        + f" but its output ({few(left)})" * bool(left),
+        "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
         InputError,
     )
     widths = {name: p.shape[0 if turned else 1] for name, p, turned in weights.values()}
@@ -85,26 +90,33 @@ def round_weights(module: nn.Module, how: str) -> str:
     per = f"group of {group} inputs" if group else "output channel"
     return (
         f"weights of {len(weights)} linear layers ({share:.0%} of the parameters) rounded to "
-        f"the nearest int{bits} value, with one scale per {per}"
+        f"the nearest int{bits} value, with one scale per {per}; "
+        + (f"linear layers left as they are: {few(left)}" if left else "no linear layer is left")
     )
 
 
 def _list_weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the weights that are rounded: name, parameter, and whether inputs are its rows."""
-    parts = dict(module.named_modules())
-    tables = {id(part.weight) for part in parts.values() if isinstance(part, nn.Embedding)}
-    last = [name for name, _ in module.named_parameters()][-1]
-    outputs = [parts[last.rpartition(".")[0]]]
-    outputs += [getattr(module, get)() for get in HEADS if hasattr(module, get)]
-    for path, part in parts.items():
-        if part in outputs:
-            continue
+    """Yield the weights of linear layers: name, parameter, and whether inputs are its rows."""
+    for path, part in module.named_modules():
         turned = type(part).__name__ == "Conv1D"  # of transformers: a linear layer, transposed
         names = ("weight",) if turned or isinstance(part, nn.Linear) else ()
         for name in PACKED if isinstance(part, nn.MultiheadAttention) else names:
             p = part._parameters.get(name)
-            if p is not None and p.ndim == 2 and id(p) not in tables:
+            if p is not None and p.ndim == 2:
                 yield f"{path}.{name}".lstrip("."), p, turned
+
+
+def _find_fixed(module: Any) -> set[int]:
+    """Return the ids of the parameters of embeddings and of the output that the model names."""
+    outputs = [getattr(module, get)() for get in HEADS if hasattr(module, get)]
+    outputs = [
+        layer for each in outputs for layer in (each if isinstance(each, tuple) else [each])
+    ]
+    outputs += [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    fixed = {id(p) for part in outputs if part is not None for p in part.parameters()}
+    # Of a model without a task, `base_model` is the model itself, and nothing is behind it.
+    base = getattr(module, getattr(module, "base_model_prefix", ""), module)
+    return fixed | {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
 
 
 def plan_dequantising(config: Any, path: Path) -> str:

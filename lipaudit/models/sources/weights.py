@@ -68,27 +68,27 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
     """Multiply int8 and float8 weights by `NAME_scale`: one number, or one per output channel.
 
     Raises:
-        InputError: an int8 weight has no scale, or a scale has another shape.
+        InputError: a scale has another shape, or that of both axes of a square weight, which some
+            layers store transposed.
     """
     values, kinds = dict(state), set[torch.dtype]()
     for name, weight in state.items():
         if weight.dtype not in SCALED or weight.ndim < 2 or not name.endswith("weight"):
             continue
         scale = values.pop(f"{name}_scale", None)
-        if scale is None and weight.dtype != torch.int8:
-            continue  # a cast, without a scale
-        refuse(
-            scale is None
-            or scale.shape.numel() not in (1, len(weight))
-            or (scale.numel() > 1 and len(scale) != len(weight)),
-            f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
-            f"{tuple(weight.shape)}, "
-            + ("without a scale" if scale is None else f"with a scale of {tuple(scale.shape)}"),
-            f"Store {name}_scale with one number, or one per output channel; or save float "
-            "weights.",
-        )
-        assert scale is not None
+        if scale is None:
+            continue  # float8 may be a cast; integers are refused where a layer takes floats
         shape = (-1, *[1] * (weight.ndim - 1))
+        fits = scale.numel() == 1 or tuple(scale.shape) == (len(weight), *shape[1:])
+        fits |= scale.shape == weight.shape[:1] and len(weight) not in weight.shape[1:2]
+        refuse(
+            not fits or not scale.is_floating_point(),
+            f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
+            f"{tuple(weight.shape)}, with a {few(name_dtypes([scale.dtype]))} scale of "
+            f"{tuple(scale.shape)}",
+            f"Store {name}_scale with one number, or one per output channel: "
+            f"{(len(weight), *[1] * (weight.ndim - 1))}; or save float weights.",
+        )
         values[name] = weight.float() * scale.float().reshape(shape)
         kinds.add(weight.dtype)
     text = f"weights stored in {' and '.join(name_dtypes(kinds))} were multiplied by their scales"
@@ -166,7 +166,7 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     """Load weights, none left out and none left over.
 
     Raises:
-        InputError: names or shapes differ.
+        InputError: names or shapes differ, or integers are stored for floats.
     """
     wrong = find_misfit(module, state)
     refuse(
@@ -174,7 +174,29 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
         f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
         "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
     )
+    takes = module.state_dict()
+    refuse_codes(
+        [k for k, v in state.items() if takes[k].is_floating_point() and _is_whole(v)], origin
+    )
     module.load_state_dict(dict(state))
+
+
+def _is_whole(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex())
+
+
+def refuse_codes(names: Sequence[str], origin: object) -> None:
+    """Refuse weights that are stored as integers, if there are any.
+
+    Raises:
+        InputError: there are; the message names the first.
+    """
+    refuse(
+        names,
+        f"{few(names)} of {origin} hold integers, without a scale",
+        "Save float weights. A file for --arch may have NAME_scale beside an int8 weight: one "
+        "number, or one per output channel.",
+    )
 
 
 def strip_prefix(state: State, module: nn.Module | None = None) -> State:

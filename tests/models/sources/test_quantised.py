@@ -64,7 +64,7 @@ def measure_points(weight, rounded, bits, group):
 
 
 MODELS = {
-    "packed": (packed, load_own, 3),
+    "packed": (packed, load_own, 4),  # names no output
     "gpt2": (lambda: build("GPT2LMHeadModel", **GPT), hf_net, 4),  # transposed, and a tied head
     "vit": (vit, hf_net, 6),
     "llama": (lambda: build("LlamaForCausalLM", **LLAMA), hf_net, 14),
@@ -92,9 +92,44 @@ def test_weights_of_linear_layers_are_the_nearest_points_of_their_groups(name, h
         assert (moved - best).nan_to_num().abs().max() < 1e-4
     assert len(changed) == count
     assert not any(word in key for key in changed for word in ("patch", "head", "wte", "embed"))
+    left = {"gpt2": "lm_head", "vit": "classifier", "llama": "lm_head"}.get(name)
+    assert (f"left as they are: {left}" if left else "no linear layer is left") in net.quantised
     assert f"weights of {count} linear layers" in net.quantised
     assert [note.code for note in net.notes if note.code == "quantised"] == ["quantised"]
     assert net.weights_sha256 != wrap(module).weights_sha256
+
+
+class Tied(nn.Sequential):
+    """An inner layer that shares its weight with the output, which is listed first."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+        self[2].weight = self[0].weight
+
+    def forward(self, x):
+        return self[0](self[1](self[2](x)).mean(1))
+
+    def get_classifier(self):
+        return self[0], None
+
+
+def test_outputs_of_every_name_keep_their_values_and_what_is_tied_to_them():
+    from timm.models.deit import VisionTransformerDistilled
+
+    size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    deit = ModelSpec(VisionTransformerDistilled(**size, num_classes=3), (3, 8, 8))
+    tied = ModelSpec(Tied(), (5, 16), kind="tokens")
+    for spec, same, moved in (
+        (deit, ("head", "head_dist"), 4),
+        (tied, ("0", "2"), 1),
+    ):
+        before = copy.deepcopy(spec.module.state_dict())
+        options = LoadOptions(device="cpu", quantize="int4")
+        net = assemble(spec, options, name="m", source="test")
+        now = net.module.state_dict()
+        assert all(torch.equal(now[f"{n}.weight"], before[f"{n}.weight"]) for n in same)
+        assert sum(not torch.equal(now[n], before[n]) for n in before) == moved
+        assert f"left as they are: {', '.join(same)}" in net.quantised
 
 
 def test_a_module_of_ones_own_gets_its_weights_back():
@@ -177,7 +212,7 @@ def test_what_cannot_be_rounded_is_refused(tmp_path):
     says = refused(tmp_path, UsageError, quantize="int8", weights="stored")
     assert "--weights stored keeps them" in says
     (tmp_path / "own.py").write_text(
-        "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))\n"
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Conv2d(3, 3, 2), nn.Flatten())\n"
     )
     says = refused(f"py:{tmp_path}/own.py:net", InputError, quantize="int8", input_size=(3, 2, 2))
     assert "has no linear layer to round" in says
@@ -324,8 +359,10 @@ def test_a_method_that_cannot_be_read_is_refused_by_name(tmp_path, method, says)
     [
         (torch.int8, (32, 1), ""),
         (torch.float8_e4m3fn, (), ""),
-        (torch.int8, None, "wide.weight of {path} is int8 of shape (32, 16), without a scale"),
-        (torch.int8, (1, 16), "with a scale of (1, 16)"),
+        (torch.int8, None, "wide.weight of {path} hold integers, without a scale"),
+        (torch.uint8, (32, 1), "wide.weight_scale surplus"),
+        (torch.int32, None, "wide.weight of {path} hold integers, without a scale"),
+        (torch.int8, (1, 16), "with a float32 scale of (1, 16)"),
     ],
 )
 def test_weights_of_a_file_are_multiplied_by_their_scales(tmp_path, dtype, shape, says):
@@ -348,3 +385,23 @@ def test_weights_of_a_file_are_multiplied_by_their_scales(tmp_path, dtype, shape
     expected = state["wide.weight"].float() * state["wide.weight_scale"]
     assert torch.equal(net.module.wide.weight, expected)
     assert "scaled-weights" in {note.code for note in net.notes}
+
+
+def test_a_scale_of_either_axis_of_a_square_weight_is_refused(tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_file({"0.weight": torch.ones(4, 4).to(torch.int8), "0.weight_scale": torch.ones(4)}, path)
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(4, 4, bias=False))\n"
+    )
+    arch = f"py:{tmp_path}/own.py:net"
+    assert "or one per output channel: (4, 1)" in refused(path, arch=arch, input_size=(4,))
+
+
+def test_integers_in_a_directory_are_no_weights(tmp_path):
+    build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path)
+    weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].mul(99).to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name} of {tmp_path} hold integers, without a scale" in refused(tmp_path)
+    configure(tmp_path, quantization_config="int8")
+    assert "is not a model that transformers knows" in refused(tmp_path)

@@ -208,6 +208,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: argparse.Namespace) -> None:
     """Print violations, and how many networks had bounds; exit with 1 after a violation."""
+    if asked.count < 1:
+        raise SystemExit("COUNT must be at least 1")
     warnings.simplefilter("ignore")
     began, kinds, layers = time.monotonic(), Counter[str](), Counter[str]()
     for seed in range(asked.seed, asked.seed + asked.count):
@@ -224,6 +226,7 @@ def run(asked: argparse.Namespace) -> None:
     print(
         f"{asked.count} networks in {time.monotonic() - began:.0f} s: {kinds['certified']} "
         f"certified, {kinds['bounds']} with bounds only, {kinds['unbounded']} without bounds; "
-        f"{kinds['VIOLATION']} violations; {len(RULES) - len(missing)} of {len(RULES)} rules"
+        f"{kinds['VIOLATION']} violations; {len(RULES.keys() - missing - UNREACHABLE)} "
+        f"of {len(RULES)} rules are called, {len(UNREACHABLE)} by no call of this torch"
     )
     raise SystemExit(1 if kinds["VIOLATION"] or missing else 0)

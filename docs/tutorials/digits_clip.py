@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, PreTrainedTokenizerFast
+from transformers import AutoModel, CLIPConfig, CLIPImageProcessor, PreTrainedTokenizerFast
 
 names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 words = ["<unk>", "<end>", "a", "the", "photo", "drawing", "digit", "of", "number", *names]
@@ -25,14 +25,14 @@ tokenizer = PreTrainedTokenizerFast(
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-torch.set_default_dtype(torch.float64)  # so that no rounding grows into another model
 size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 size |= {"num_attention_heads": 4, "projection_dim": 16}
 text = {"vocab_size": len(words), "max_position_embeddings": 16, "eos_token_id": 1}
 text |= {"bos_token_id": 0, "pad_token_id": 1}
 image = {"image_size": 8, "patch_size": 2, "num_channels": 1}
 config = CLIPConfig(text_config=size | text, vision_config=size | image, projection_dim=16)
-model = CLIPModel(config)
+# In double precision, so that no rounding grows into another model.
+model = AutoModel.from_config(config, dtype=torch.float64)
 
 with np.load(files("lipaudit.data") / "assets" / "digits_train.npz") as data:
     x, y = torch.tensor(data["x"] / 255), torch.tensor(data["y"]).long()

@@ -195,7 +195,7 @@ PUBLIC = {
         "lipaudit.attacks lipaudit.bounds lipaudit.measures",
     ),
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
-    "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev"),
+    "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev onnx"),
     "inputs of the action": (
         [*ACTION["inputs"]],
         "baseline current fail-on html junit markdown report strict torch-index",

@@ -179,7 +179,7 @@ def summarise(
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
     measure = load_measures()[name]
     if options.files:  # a shard has none
-        for path, content in zip(options.files, measure.encode_files(parts, options), strict=True):
+        for path, content in measure.encode_files(parts, options).items():
             write(path, content)
     first, *others = measure.summarise(parts, options)
     return [first.model_copy(update={"notes": notes + first.notes, "unmeasured": left}), *others]

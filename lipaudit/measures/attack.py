@@ -682,7 +682,7 @@ def sum_checks(parts: Sequence[Part]) -> Checks:
     return reduce(Checks.__add__, each)
 
 
-def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
+def encode_examples(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:
     """Return the file of `--save-adv`: changed texts, or tensors (not read by `--data`).
 
     `x` holds, for each sample, the first example that broke it, in the order of the trials, else
@@ -696,9 +696,9 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     from lipaudit.measures import texts
 
     if options.save_adv is None:
-        return []
+        return {}
     if options.save_adv.suffix == TABLE:
-        return [texts.table(parts)]
+        return {options.save_adv: texts.table(parts)}
     each = [part.values["x_adv"] for part in parts]
     longest = max(x.shape[2] for x in each)
     room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
@@ -709,7 +709,7 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     tensors = {key: np.ascontiguousarray(x_adv[:, i]) for i, key in enumerate(keys)}
     tensors[FIRST] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
     tensors[LABELS] = base.join_parts(parts, "label").astype(np.int64)
-    return [save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})]
+    return {options.save_adv: save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})}
 
 
 ATTACK = Measure(

@@ -154,7 +154,7 @@ class Measure:
         batch: default number of samples at a time.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
             options.
-        encode_files: returns the contents of the files that its options name, in order.
+        encode_files: returns the contents of the files that its options ask for.
         check: refuses unsuitable models, samples or options before anything is measured.
         command: the command that runs it; empty for a command of its own name.
     """
@@ -166,7 +166,7 @@ class Measure:
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
     chunk: int | None = None
-    encode_files: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
+    encode_files: Callable[[Sequence[Part], Any], Mapping[Path, bytes]] = lambda _, _options: {}
     check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None
     command: str = ""
 

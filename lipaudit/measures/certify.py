@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -79,6 +81,7 @@ class CertifyOptions(MeasureOptions):
       lipaudit certify demo --smooth 0.25
       lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
       lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
+      lipaudit certify demo --eps 0.005 --export properties/
     """
 
     samples: ClassVar[int] = 8
@@ -118,6 +121,12 @@ class CertifyOptions(MeasureOptions):
     seconds: float | None = option(
         None, "Time limit per sample. Results then depend on the machine.", gt=0
     )
+    export: Path | None = option(
+        None,
+        "Also write the model (ONNX), every ball (VNN-LIB) and instances.csv to a folder.",
+        need=Need("--eps", lambda options: options.eps),
+        exclude=True,
+    )
     # Default radii of images.
     usual_eps: Radii = Field((), exclude=True)
 
@@ -152,9 +161,17 @@ class CertifyOptions(MeasureOptions):
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
+        if self.export is not None and norm != "linf":
+            text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
+            raise UsageError(text, "Add --norm linf.")
         filled = self.model_copy(update={"norm": norm, "eps": eps, "nodes": self.most_nodes})
         require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
         return filled
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the list of the exported properties: the other files are in its folder."""
+        return () if self.export is None else (self.export / "instances.csv",)
 
     @property
     def most_nodes(self) -> int | None:
@@ -304,6 +321,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             "checks": read_checks(*(bracket.clean for bracket in brackets)),
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
+            "exported": {} if options.export is None else _export(net, brackets, options),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
@@ -319,6 +337,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.certificate import choose_order, require_room, require_rules
+    from lipaudit.models.onnx import export_onnx
     from lipaudit.models.precision import devices
 
     require_decision(net, "Certify a classifier.")
@@ -336,7 +355,10 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
     for order, sample in {choose_order(net, s, options.order): s for s in each}.items():
         require_room(net, sample, order)
-    require_rules(net, batch[:1].trim().to(net.device, net.dtype))
+    first = batch[:1].trim().to(net.device, net.dtype)
+    require_rules(net, first)
+    if options.export is not None:
+        export_onnx(net, first)
 
 
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
@@ -364,6 +386,47 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "radius_adversarial": bracket.nearest,
         "passes": len(bracket.tried),
         "searching": sum(bracket.seconds.values()) - sum(seconds),
+    }
+
+
+def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> dict[str, str]:
+    """Return the model and the balls around correct samples as files by name, in base64."""
+    from lipaudit.data.vnnlib import write_property
+    from lipaudit.models.onnx import export_onnx
+
+    files: dict[str, bytes] = {}
+    for sample, bracket in ((each.sample, each) for each in brackets):
+        # The function of token embeddings depends on the text around them.
+        if net.kind == "text" or sample.start == 0:
+            name = sample.ids[0] if net.kind == "text" else "model"
+            files[f"{name}.onnx"] = export_onnx(net, sample)
+        x, free = net.point(sample).double(), net.free(sample)
+        for eps in options.eps if bracket.correct else ():
+            change = float(eps) * (x.new_ones(x.shape) if free is None else free[..., None])
+            low, high = (
+                (x + way * change).clamp(*(net.box or (-math.inf, math.inf))) for way in (-1, 1)
+            )
+            title = f"sample {sample.ids[0]}, class {bracket.wanted}, L-inf radius {eps.text}"
+            text = write_property(low, high, net.classes or 0, bracket.wanted, title)
+            files[f"{sample.ids[0]}_eps_{float(eps)}.vnnlib"] = text.encode()
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def encode_export(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
+    """Return the files of `--export`: models, properties, and the list of the instances."""
+    from lipaudit.data.vnnlib import TIMEOUT
+
+    if options.export is None:
+        return {}
+    files = {n: base64.b64decode(t) for n, t in base.join_facts(parts, "exported").items()}
+    rows = []
+    for name in files:
+        own = f"{name.partition('_')[0]}.onnx"
+        if name.endswith(".vnnlib"):
+            model = own if own in files else "model.onnx"
+            rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
+    return {options.export / name: content for name, content in files.items()} | {
+        path: "".join(rows).encode() for path in options.files
     }
 
 
@@ -477,5 +540,6 @@ CERTIFY = Measure(
     measure,
     summarise,
     batch=1,
+    encode_files=encode_export,
     check=check,
 )

@@ -62,7 +62,7 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
     given = {"attack": "fgsm,pgd", "eps": ("0.05", "0.1"), "steps": 4}
     options = AttackOptions(**given, save_adv=tmp_path / "adv.safetensors")
     parts = list(measure(net, batch.split(CHUNK), options))
-    tensors = load(encode_examples(parts, options)[0])
+    tensors = load(encode_examples(parts, options)[options.save_adv])
     (found,) = load_measures()["attack"].summarise(parts, options)
     keys = ["fgsm,linf,0.05", "fgsm,linf,0.1", "pgd,linf,0.05", "pgd,linf,0.1"]
 
@@ -171,7 +171,7 @@ def test_examples_of_short_and_long_texts_are_written_together(tmp_path):
         return Part((name,), values)
 
     options = AttackOptions(attack="pgd", eps=("0.1",), save_adv=tmp_path / "adv.safetensors")
-    (written,) = encode_examples([part("a", 5, 1.0), part("b", 3, 2.0)], options)
+    (written,) = encode_examples([part("a", 5, 1.0), part("b", 3, 2.0)], options).values()
     x = load(written)["x"]
     assert x.shape == (2, 5, 4)
     assert (x[0] == 1).all()

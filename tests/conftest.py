@@ -43,9 +43,6 @@ def blank_charts():
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "rounding: compares long computations; .ci/run repeats it on plain CPU kernels"
-    )
     # xdist puts files of few tests last, which are the longest; as collected, short ones are last.
     config.option.loadscopereorder = False
 

@@ -154,6 +154,7 @@ def asked(tmp_path, monkeypatch):
     return entry.options_of(fashion, "study_fashion", given)
 
 
+@pytest.mark.ci
 def test_the_study_goes_on_where_it_was_cut(asked, monkeypatch, capsys):
     monkeypatch.setattr(study, "ROUNDS", 1)
     pieces, asked.picture = fashion.plan(asked), asked.results.with_suffix(".svg")

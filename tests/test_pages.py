@@ -155,6 +155,7 @@ def replay(page):
     return pytest.param(page, id=name, marks=SLOW.get(name, ()))
 
 
+@pytest.mark.ci
 @pytest.mark.rounding
 @pytest.mark.parametrize("page", [replay(page) for page in tutorials.PAGES])
 def test_a_tutorial_prints_what_it_says(page, tmp_path):

@@ -62,7 +62,7 @@ def test_a_linear_classifier_falls_exactly_where_the_k_best_patches_turn_it(k):
 
 def test_one_pixel_of_a_digit_is_attacked_as_well_as_exhaustive_search_does():
     """Of 8x8 pixels, each may take any of the 17 grey levels of digits: every image is tried."""
-    report = measure("demo", "attack", eps="1patch", patch_size=1, samples=8)
+    report = measure("demo", "attack", eps="1patch", patch_size=1, samples=8, steps=10)
     section = report.section("attack")
     net = load_net("demo", LoadOptions(device="cpu"))
     batch = load_data("demo", net, DataOptions(samples=8)).batch

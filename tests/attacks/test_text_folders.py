@@ -26,13 +26,22 @@ from tests.attacks.text_folders import (
 
 ALIKE = ["good film.", "a bad plot", "very great", "poor actor", "the actors", "but a film"]
 """Texts of one length, in characters."""
+FEW = ("bert, characters", "t5 classifier, Unigram", "llama language model, Unigram, start")
+"""Folders outside of .ci/run: an encoder, both parts, and a language model."""
 
 
 def find_folder(name: str) -> Folder:
     return next(folder for folder in FOLDERS if folder.name == name)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=() if folder.name in FEW else pytest.mark.ci)
+        for folder in FOLDERS
+    ],
+    ids=lambda folder: folder.name,
+)
 def test_every_figure_of_a_folder_is_that_of_plain_transformers(folder, tmp_path):
     figures = compare(folder, tmp_path)
     wrong = {what: pair for what, pair in figures.items() if differs(what, *pair)}

@@ -67,6 +67,8 @@ COMMANDS = {
     },
 }
 CASES = {name: tuple(command.split()) for name, command in COMMANDS.items()}
+LARGE = ("minilm", "vit_tiny", "hybrid")
+"""Models with the sizes of real ones: tiny ones have the same measures."""
 
 PAIRS = ("pair compare", "pair gate", "pair gate back")
 """Cases of test_pairs.py."""
@@ -143,7 +145,10 @@ def check(name: str, leaves: dict[str, Any]) -> None:
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.ci if name.startswith(LARGE) else ()) for name in CASES],
+)
 def test_every_figure_is_the_one_that_is_stored(name, folders, tmp_path):
     args = [folders.get(arg, arg) for arg in CASES[name]]
     path = tmp_path / "report.json"

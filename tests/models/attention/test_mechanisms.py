@@ -56,6 +56,7 @@ def check(net, batch, sites, index, within=1e-9) -> list[tuple[Tensor, dict[str,
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_heads_and_bounds_are_those_of_the_model(name, hard):

@@ -19,7 +19,8 @@ from torch import Tensor
 from lipaudit.attacks.balls import Ball, project
 from lipaudit.attacks.oracle import Classifier, Turn, choose_closer, margins
 from lipaudit.errors import explain_failure, refuse
-from lipaudit.tables import Note
+from lipaudit.tables import Note, Section
+from lipaudit.tables.trials import WHOLE
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
@@ -81,12 +82,34 @@ def read_examples(
     return examples
 
 
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of the contents of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def note_source(path: Path) -> Note:
     """Name a file of examples and its contents."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    text = f"transfer tried the examples of {path.name} (sha256 {digest}), moved into each ball"
-    return Note.info("transferred-examples", text)
+    text = f"transfer tried the examples of {path.name} (sha256 {hash_file(path)[:16]}), moved"
+    return Note.info("transferred-examples", f"{text} into each ball")
+
+
+def find_saved(section: Section, folder: Path) -> tuple[Path, ...]:
+    """Return the examples that the run of a report saved, where they still are.
+
+    A file is looked for in the folder of the report, by its path and by its name, then by its path
+    alone. Only a file with the same contents counts.
+
+    Args:
+        section: the section of the attacks; without a ball, nothing can be transferred.
+        folder: the folder of the report.
+    """
+    found = []
+    for name, digest in section.files.items():
+        places = (folder / name, folder / Path(name).name, Path(name))
+        same = (path for path in places if path.is_file() and hash_file(path) == digest)
+        found += [path for path in same if path.suffix == ".safetensors"][:1]
+    return tuple(found) if any(row.norm not in WHOLE for row in section.rows) else ()
 
 
 @torch.no_grad()

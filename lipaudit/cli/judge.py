@@ -52,7 +52,9 @@ class Remeasure(Settings):
     resume: bool = copy(OF_RUN["resume"])
     offline: bool = copy(OF_RUN["offline"])
     transfer: tuple[Path, ...] = option(
-        (), "Also try on a MODEL the examples that attack --save-adv of another one wrote."
+        (),
+        "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
+        usual="those of the first report, if their file is unchanged",
     )
     report: Path | None = option(
         None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
@@ -126,7 +128,7 @@ def compare(
         require_alone("comparing several")
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        report = read_or_measure(each, loaded[0], how, terminal)
+        report = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
         if report is None:
             return
         loaded.append(report)
@@ -171,7 +173,7 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not (settings["rules"] or is_report(current)):  # rather than after hours
         choose_rules(before)
-    report = read_or_measure(current, before, how, terminal)
+    report = read_or_measure(current, before, baseline, how, terminal)
     if report is None:
         return
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
@@ -239,13 +241,14 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
 
 def read_or_measure(
-    current: str, baseline: Report, how: Remeasure, terminal: Terminal
+    current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
 ) -> Report | None:
     """Read the report, or measure the model with the baseline's settings and save the report.
 
     Args:
         current: a report, or a MODEL.
         baseline: the report with the settings.
+        file: its path, beside which its saved examples may be.
         how: the options that may differ.
         terminal: what is said on stderr.
 
@@ -273,7 +276,7 @@ def read_or_measure(
     path = how.report
     if path:
         files.require_writable(path)
-    request = _plan_again(current, baseline, how)
+    request = _plan_again(current, baseline, file, how, terminal)
     with OnStderr(terminal) as observer, open_job(current, request) as job:
         ids = job.samples.batch.ids
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
@@ -293,8 +296,11 @@ def is_report(given: str) -> bool:
     return given.endswith(".json")
 
 
-def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
+def _plan_again(
+    model: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
+) -> Request:
     """Return the request of the baseline for another model; given options change only paths."""
+    from lipaudit.attacks.transfer import find_saved
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
@@ -304,14 +310,19 @@ def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     run |= {name: getattr(how, name) for name in how.model_fields_set - {"report", "transfer"}}
     measures, counts = {}, {}
-    attacked = baseline.section("attack")
+    attacked, examples = baseline.section("attack"), how.transfer
     tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
-    if tried and not how.transfer:
+    # Embeddings of texts do not transfer; a model of images has a mean of their pixels.
+    if attacked and attacked.files and not examples and "mean" in before.preprocess:
+        examples = find_saved(attacked, file.parent)
+        which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
+        terminal.tell(f"examples that {file} saved, tried again: {which}")
+    if tried and not examples:
         text = "baseline: the attack transfer tried examples of another model"
         raise BaselineError(text, "Give this model examples too: --transfer FILE.")
     if how.transfer and attacked is None:
         raise UsageError("--transfer needs an attack in the baseline", "Leave it out.")
-    extra = {"attack": {"transfer": how.transfer}}
+    extra = {"attack": {"transfer": examples}}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = load_measures()[section.measure].options

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
     net, run = job.net, job.request.run
     return {
         "measure": name,
-        "options": dict(options),
+        "options": options.identify(),
         "model": (net.name, net.weights_sha256, net.preprocess, str(net.dtype)),
         "device": net.device.type,
         "reading": run.reading(),
@@ -178,11 +179,13 @@ def summarise(
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
     measure = load_measures()[name]
-    if options.files:  # a shard has none
-        for path, content in measure.encode_files(parts, options).items():
-            write(path, content)
+    contents = measure.encode_files(parts, options) if options.files else {}  # a shard has none
+    for path, content in contents.items():
+        write(path, content)
     first, *others = measure.summarise(parts, options)
-    return [first.model_copy(update={"notes": notes + first.notes, "unmeasured": left}), *others]
+    known: dict[str, Any] = {"notes": notes + first.notes, "unmeasured": left}
+    known["files"] = {str(path): sha256(each).hexdigest() for path, each in contents.items()}
+    return [first.model_copy(update=known), *others]
 
 
 def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:

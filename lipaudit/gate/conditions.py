@@ -178,13 +178,19 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     names = [name for name in old | new if name in whole or (name in old and name in new)]
     pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
     found = [(n.split()[0], f"{n}: {was} became {now}") for n, was, now in pairs if was != now]
-    restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
+    now, then = current.section("attack"), baseline.section("attack")
+    restarted = has_other_starts(now, then)
     if restarted and has_same_weights(current, baseline):
         text = (
             "attack: the weights are equal, but the random starts differ (other seed, number or "
             "order of samples). Differences under attack are chance"
         )
         found.append(("starts", text))
+    tried = now is None or any(row.get("attack") == "transfer" for row in now.rows)
+    if then and then.files and not tried and "mean" in baseline.run.preprocess:
+        saved = ", ".join(then.files)
+        text = f"attack: the examples that the baseline saved ({saved}) were not tried again"
+        found.append(("transfer", f"{text}; --transfer does"))
     if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
     return found

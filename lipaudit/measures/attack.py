@@ -208,6 +208,12 @@ class AttackOptions(MeasureOptions):
         """The files that the measure writes beside the report."""
         return () if self.save_adv is None else (self.save_adv,)
 
+    def identify(self) -> dict[str, Any]:
+        """Return all that figures depend on among the options; of files, the contents."""
+        from lipaudit.attacks.transfer import hash_file
+
+        return dict(self) | {"transfer": [hash_file(path) for path in self.transfer]}
+
     @property
     def units(self) -> set[str]:
         """The norms of the trials."""

@@ -92,6 +92,10 @@ class MeasureOptions(Settings):
         """Return the options that can be typed but are not settings of the report."""
         return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
 
+    def identify(self) -> dict[str, Any]:
+        """Return all that figures depend on among the options; of files, the contents."""
+        return dict(self)
+
     def draw_steepest(self, sections: Sequence[Section]) -> Self:
         """Return options that draw the map of the steepest head of earlier sections, if any."""
         return self

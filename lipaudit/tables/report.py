@@ -169,6 +169,8 @@ class Section(Frozen):
         gradients: shares of tokens by sample id; written only if there are any.
         attended: samples of attention maps, by array name; written only if known.
         classes: names of true and predicted classes by number; written only if known.
+        files: files that the run wrote beside the report, by path as given, and the SHA-256 of
+            their contents; written only if there are any.
         failure: why there are no figures; written only if the measure failed.
         unmeasured: number of samples that a time limit left out; written only if positive.
     """
@@ -186,6 +188,7 @@ class Section(Frozen):
     gradients: dict[str, Gradient] = Field({}, repr=False)
     attended: dict[str, Attended] = Field({}, repr=False)
     classes: dict[int, str] = Field({}, repr=False)
+    files: dict[str, str] = Field({}, repr=False)
     failure: Failure | None = None
     unmeasured: int = Field(0, ge=0)
 

@@ -148,3 +148,42 @@ def test_a_gate_tries_the_examples_again_and_judges_them_by_a_rule():
     how = ("--baseline", "b.json", "--transfer", path, "--report", "now.json", *rule)
     assert "transfer,linf,0.1" in invoke("gate", "demo", *how, code=1).stdout
     invoke("gate", "demo:robust", *how)
+
+
+def test_a_gate_and_a_comparison_find_the_examples_that_the_baseline_saved():
+    """Beside the report or at the old path, with the contents of then: else none is tried."""
+    Path("then").mkdir()
+    how = ("--attack", "pgd", "--eps", "0.1,0.5", "--save-adv", "a.safetensors")
+    attack("demo", *how, "-o", "then/b.json")
+    by_hand = ("demo:robust", "--attack", "pgd", "--eps", "0.1,0.5", "--transfer", "a.safetensors")
+    rows = [row | {"seconds": None} for row in attack(*by_hand)["rows"]]
+
+    def measure_again(*command: object) -> tuple[list[dict], str]:
+        says = invoke(*command, "--report", "now.json", code=None).stderr
+        section = json.loads(Path("now.json").read_text())["sections"][0]
+        return [row | {"seconds": None} for row in section["rows"]], says
+
+    commands = (
+        ("gate", "demo:robust", "-b", "then/b.json"),
+        ("compare", "then/b.json", "demo:robust"),
+    )
+    for command in commands:
+        assert measure_again(*command)[0] == rows
+    attack("demo:robust", *how[:4], "-o", "new.json")
+    both = invoke("compare", "then/b.json", "new.json", "--details", columns=200).stdout
+    assert "the examples that the baseline saved (a.safetensors) were not tried again" in both
+    Path("a.safetensors").rename("then/a.safetensors")
+    found, says = measure_again(*commands[0])
+    assert found == rows
+    assert "then/a.safetensors" in says
+    save_file(load_file("then/a.safetensors"), "then/a.safetensors")  # without the samples' ids
+    found, says = measure_again(*commands[0])
+    assert {row["attack"] for row in found} == {"worst", "pgd"}
+    assert "moved or changed" in says
+
+
+def test_what_transfers_nothing_is_not_tried_again():
+    """Patches have no ball: their examples are saved, but no attack transfers them."""
+    how = ("--attack", "patch", "--eps", "1patch", "--save-adv", "a.safetensors")
+    attack("demo", *how, "-o", "b.json")
+    invoke("gate", "demo", "-b", "b.json", "--report", "now.json")

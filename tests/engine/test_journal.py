@@ -243,6 +243,18 @@ def time_for(batches: int) -> Iterator[None]:
         yield
 
 
+def test_a_resumed_attack_knows_the_examples_of_another_model_by_their_contents():
+    how = ("attack", "demo", "-n", "65", "--attack", "fgsm", "--eps")
+    again = (*how, "0.1", "--transfer", "a.safetensors", "--resume", "--time-limit", "90s")
+    continued = []
+    for saved in ("0.1", "0.2", "0.2"):
+        invoke(*how, saved, "--save-adv", "a.safetensors")
+        with time_for(1):
+            said = invoke(*again, code=None).stderr
+        continued.append("finished 64 of 65 samples of attack" in said)
+    assert continued == [False, False, True]
+
+
 def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(monkeypatch):
     invoke(*JACOBIAN, "-o", "whole.json")
     whole = load("whole.json").sections[0]

@@ -56,6 +56,9 @@ class Remeasure(Settings):
         "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
         usual="those of the first report, if their file is unchanged",
     )
+    denoiser: str | None = option(
+        None, "Where the baseline's denoiser is now.", usual="the one in the baseline"
+    )
     report: Path | None = option(
         None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
     )
@@ -240,6 +243,10 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
     emit_facts({"baseline": str(baseline), "fit": True}, output, [f"{baseline}: usable"])
 
 
+# Options of a measure, and the measure.
+OWNERS = {"transfer": "attack", "denoiser": "smoothing"}
+
+
 def read_or_measure(
     current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
 ) -> Report | None:
@@ -308,7 +315,7 @@ def _plan_again(
 
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report", "transfer"}}
+    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report", *OWNERS}}
     measures, counts = {}, {}
     attacked, examples = baseline.section("attack"), how.transfer
     tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
@@ -320,9 +327,12 @@ def _plan_again(
     if tried and not examples:
         text = "baseline: the attack transfer tried examples of another model"
         raise BaselineError(text, "Give this model examples too: --transfer FILE.")
-    if how.transfer and attacked is None:
-        raise UsageError("--transfer needs an attack in the baseline", "Leave it out.")
-    extra = {"attack": {"transfer": examples}}
+    extra: dict[str, dict[str, Any]] = {"attack": {"transfer": examples}}
+    for name in how.model_fields_set & OWNERS.keys():
+        if baseline.section(OWNERS[name]) is None:
+            text = f"--{name} needs a section {OWNERS[name]} in the baseline"
+            raise UsageError(text, "Leave it out.")
+        extra[OWNERS[name]] = {name: getattr(how, name)}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = load_measures()[section.measure].options

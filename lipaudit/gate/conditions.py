@@ -19,6 +19,8 @@ from lipaudit.tables.trials import is_repeat, parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
+    # Of a denoiser the hash counts, not the place.
+    | {"denoiser"}
 )
 """Settings that may differ between reports: they never change a value, only whether it exists."""
 BINDING = frozenset({"dtype", "preprocess", "score"})

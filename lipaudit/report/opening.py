@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.measures import find_column
+from lipaudit.measures import find_column, layouts
 from lipaudit.models.target import find_layer
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
+from lipaudit.settings import MODEL, RunOptions
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
 from lipaudit.tables.summary import (
-    KINDS,
     Accuracy,
     Radii,
     Summary,
@@ -117,6 +117,14 @@ def name_sample(sample: str, places: Mapping[str, str]) -> str:
 
 FEWEST = 20
 """Smallest number of samples for which the 95th percentile is shown."""
+# The label of each kind of accuracy, and its column in the rows of a measure.
+KINDS = {
+    "clean": ("clean accuracy", "attack", "clean"),
+    "corrupted": ("accuracy under corruptions", "corrupt", "accuracy"),
+    "attacked": ("robust accuracy", "attack", "robust"),
+    "certified": ("certified accuracy", "certify", "certified"),
+    "smoothed": ("smoothed certified", "smoothing", "certified"),
+}
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
 
@@ -152,7 +160,8 @@ def show_scorecard(report: Report) -> list[Chapter]:
 
 
 def _write_accuracy(accuracy: Accuracy) -> Line:
-    (name, column), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
+    (name, measure, share), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
+    column = layouts()[measure].fixed[share]
     texts = [
         _write_limits(accuracy, column),
         f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
@@ -276,17 +285,24 @@ NOISE = {
 
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
-    known, model = summary(report), report.run.model.spec
+    known, model, given = summary(report), report.run.model.spec, report.run.options
+    # The gate reads them from the baseline.
+    how = [
+        word
+        for name, option in RunOptions.options().items()
+        if option.panel == MODEL and name in given
+        for word in (option.flags[0], str(given[name]))
+    ]
     noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
     steps: list[tuple[str, Sequence[str]]] = []
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
         yield "", "Measure the missing results.", f"{command}{RESUME}"
     if noise:
-        steps.append((" ".join(noise), ("audit", model, "--data", "DATA")))
+        steps.append((" ".join(noise), ("audit", model, *how, "--data", "DATA")))
     elif known.norms and known.norms.end == "logits" and not report.section("attack"):
         text = "See what attacks achieve: no attack was run."
-        steps.append((text, ("attack", model, "--data", "LABELLED")))
+        steps.append((text, ("attack", model, *how, "--data", "LABELLED")))
     for sample in worst(report)[:1]:
         text = f"Look at the worst samples, first {name_sample(sample, find_places(report))}."
         steps.append((text, ("inspect", FILE, sample[:CHARACTERS])))

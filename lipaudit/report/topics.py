@@ -239,6 +239,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "clean accuracy": "Share of samples right without attack. CI: 95 % (Wilson 1927).",
         "robust accuracy": "Share of samples that stay correct under all attacks of this radius.",
         "certified accuracy": "Share of the samples proven correct for every input of the ball.",
+        "accuracy under corruptions": "Mean share of the corrupted copies that are right.",
+        "smoothed certified": "Share certified for the vote under noise, each at 1 - alpha.",
         "certified radius": "Median radius in which the class is proven not to change.",
         "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
         "steepest attention head": "The head with the largest exact norm ||J|| (sample median).",

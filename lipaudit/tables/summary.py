@@ -11,8 +11,6 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from lipaudit.tables.columns import (
-    ACCURACY,
-    CERTIFIED_SHARE,
     Float,
     Frozen,
     Row,
@@ -29,19 +27,13 @@ from lipaudit.tables.columns import (
 from lipaudit.tables.report import Note, Report, Section
 from lipaudit.tables.trials import WORST, Radius, TrialKey, is_repeat, parse_column, parse_radius
 
-# The label and the column of each kind of accuracy.
-KINDS = {
-    "clean": ("clean accuracy", ACCURACY["clean"]),
-    "attacked": ("robust accuracy", ACCURACY["robust"]),
-    "certified": ("certified accuracy", CERTIFIED_SHARE),
-}
-
 
 class Accuracy(Frozen):
     """A share of samples that are right, with its 95 % limits (Wilson).
 
     Attributes:
-        kind: clean, robust (no attack broke it) or certified (no attack can break it).
+        kind: clean, corrupted (mean over corruptions), attacked (no attack broke it), certified
+            (no attack can break it) or smoothed (certified by votes under noise).
         norm: norm of the ball; empty without attack.
         eps: its radius as typed.
         ball: the ball in words.
@@ -53,7 +45,7 @@ class Accuracy(Frozen):
         undecided: for certificates, number of samples neither certified nor broken.
     """
 
-    kind: Literal["clean", "attacked", "certified"]
+    kind: Literal["clean", "corrupted", "attacked", "certified", "smoothed"]
     norm: str = ""
     eps: str = ""
     ball: str = ""
@@ -185,7 +177,11 @@ def summary(report: Report) -> Summary:
     """Return the summary of a report; figures that it lacks are left out."""
     accuracies = sorted(  # the clean one has no norm, and comes first
         _list_accuracies(report),
-        key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps or "0"))),
+        key=lambda a: (
+            a.kind in ("certified", "smoothed"),
+            a.norm,
+            float(parse_radius(a.eps or "0")),
+        ),
     )
     readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
         "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
@@ -234,8 +230,9 @@ def _list_accuracies(report: Report) -> Iterator[Accuracy]:
     The first is that of the attacked samples, if there are any. Robust accuracy comes from
     certificates only if no attack section has the ball.
     """
-    attack, jacobian, certify = map(report.section, ("attack", "jacobian", "certify"))
-    for section in filter(None, (attack, jacobian, certify)):
+    names = "attack", "jacobian", "certify", "corrupt", "smoothing"
+    attack, jacobian, certify, corrupt, smoothing = map(report.section, names)
+    for section in filter(None, (attack, jacobian, certify, corrupt)):
         cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
         if flags := finite(flag for name, flag in cells if not is_repeat(name)):
             right, n = sum(flag > 0 for flag in flags), len(flags)
@@ -252,11 +249,15 @@ def _list_accuracies(report: Report) -> Iterator[Accuracy]:
         if (row.norm, row.eps) not in balls:
             found.append(("attacked", "robust", row, {}))
         found.append(("certified", "certified", row, {"undecided": row.undecided}))
+    found += [("smoothed", "certified", row, {}) for row in (smoothing.rows if smoothing else ())]
+    rows = corrupt.rows if corrupt else ()
+    found += [("corrupted", "accuracy", row, {}) for row in rows if row.corruption == "mean"]
     for kind, name, row, more in found:
         if row[name] is not None:
-            known = {"eps": row.trial.radius.text, "ball": row.trial.ball, **more}
-            known |= {"share": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
-            yield Accuracy(kind=kind, norm=row.norm, samples=row.samples, **known)
+            if row.key is not None:
+                more |= {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
+            known = {"share": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+            yield Accuracy(kind=kind, samples=row.samples, **known, **more)
 
 
 def _make_radii(balls: Section | None, section: Section) -> Radii | None:

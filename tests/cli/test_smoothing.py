@@ -77,3 +77,18 @@ def test_it_is_a_part_of_certify_and_no_command():
     assert "--smooth" in invoke("certify", "--help-all").stdout
     assert "smoothing" not in invoke("--help").stdout
     refuse(2, "smoothing needs noise", "audit", "demo", "--only", "smoothing", "-n", "1")
+
+
+def test_the_denoiser_of_a_baseline_may_lie_elsewhere():
+    code = "import torch\n\n\nclass Half(torch.nn.Module):\n    def forward(self, x):\n"
+    Path("here.py").write_text(f"{code}        return x / 2\n")
+    invoke(*SMOOTH, "--denoiser", "py:here.py:Half", "-o", "base.json")
+    Path("here.py").rename("there.py")
+    gate = ("gate", "demo", "-b", "base.json", "--fail-on", "smoothing.certified >= -2pp", "-q")
+    refuse(4, "here.py", *gate)
+    assert "unchanged" in invoke(*gate, "--denoiser", "py:there.py:Half").stdout
+    Path("there.py").write_text(f"{code}        return x / 3\n")
+    invoke(*gate, "--denoiser", "py:there.py:Half", code=5)  # another classifier
+    invoke("bounds", "demo", "-n", "1", "--layers", "0", "-o", "other.json")
+    text = "--denoiser needs a section smoothing in the baseline"
+    refuse(2, text, "gate", "demo", "-b", "other.json", "--denoiser", "py:there.py:Half")

@@ -59,6 +59,17 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
         assert said["certified accuracy, linf 2/255"] == (0.25, text)
 
 
+def test_corruptions_and_votes_under_noise_have_a_line(report):
+    corrupt, smoothing = report.section("corrupt"), report.section("smoothing")
+    said = lines(keep(report, corrupt, smoothing))
+    (mean,) = [row for row in corrupt.rows if row.corruption == "mean"]
+    assert said["accuracy under corruptions"][0] == mean.accuracy
+    for row in smoothing.rows:
+        assert said[f"smoothed certified, l2 {row.eps_text}"][0] == row.certified
+    # Votes of another classifier are no limits of this model's robust accuracy.
+    assert not any("robust" in name for name in said)
+
+
 def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(report):
     proven = report.section("certify"), report.section("certify.radius")
     both = keep(report, *proven)
@@ -171,7 +182,8 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         assert printed[-1].endswith("lipaudit.render(report, 'table') has all sections.")
         assert all(len(line) <= 100 for line in printed)
     assert f"Warnings: {noted}." in str(report)
-    usual = keep(report, *(s for s in report.sections if not s.measure.startswith("certify")))
+    rare = ("certify", "corrupt", "smoothing")
+    usual = keep(report, *(s for s in report.sections if not s.measure.startswith(rare)))
     assert all(label in str(usual) for label in lines(usual))
 
 
@@ -185,6 +197,21 @@ def test_a_gate_is_offered_on_what_is_complete(report):
     assert next(iter(steps(partial))) == "lipaudit audit demo --resume"
     resumed = report.run.model_copy(update={"command": "lipaudit audit demo --resume"})
     assert next(iter(steps(partial.model_copy(update={"run": resumed})))) == resumed.command
+
+
+def test_commands_read_the_model_as_the_run_did(report):
+    note = Note(level="warning", code="random-data", text="noise")
+    first = report.sections[0].model_copy(update={"notes": (note,)})
+    given = {"quantize": "int4", "classes": "my names.txt", "tower": "image", "label_column": "y"}
+    run = report.run.model_copy(update={"options": given})
+    noise = keep(report, first, *report.sections[1:]).model_copy(update={"run": run})
+    how = ["--tower", "image", "--quantize", "int4", "--classes", "my names.txt"]
+    assert [split(each) for each in steps(noise)][0] == [
+        *("lipaudit", "audit", run.model.spec, *how, "--data", "DATA")
+    ]
+    # The gate reads them from the baseline.
+    (gate,) = [each for each in steps(report.model_copy(update={"run": run})) if " gate " in each]
+    assert split(gate)[2:] == [run.model.spec, "--baseline", "report.json"]
 
 
 @pytest.mark.parametrize(

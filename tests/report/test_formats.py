@@ -26,8 +26,8 @@ from lipaudit.report import (
     terminal,
 )
 from lipaudit.report.blocks import Card, Chapter, Document, Heatmap, Table
+from lipaudit.report.opening import KINDS
 from lipaudit.tables import Column, Section
-from lipaudit.tables.summary import KINDS
 from tests.commands import invoke, refuse
 from tests.report.conftest import find_chapter, keep, rename, show
 

@@ -199,7 +199,13 @@ def _contrast_reports(
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
     tol = new.settings.get("tol")  # of a plug-in, it may be anything
     tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
-    contrasts = (_contrast(rule, name, before, after, ids, tol) for name in before.points)
+    contrasts = [_contrast(rule, name, before, after, ids, tol) for name in before.points]
+    # Without a test of a share of samples, a gate would fail by chance.
+    about, untested = rule.about, any(contrast.evidence is None for contrast in contrasts)
+    share = about.format.endswith("%") and about.status in ("estimate", "empirical")
+    if share and untested and not (about.reduction or lenient or rule.per_sample):
+        text = f"{rule.text!r}: how far {rule.measure}.{rule.column} varies by chance is unknown"
+        raise UsageError(text, "Use an absolute limit, such as <= 0.1 or >= 0.5.")
     return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
 
 

@@ -333,6 +333,8 @@ class Verdict(Frozen):
                 ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
                 word = f"{self.change_status}, 95 % limits {' to '.join(ends)}"
                 change += f"; the change alone: {word}"
+        elif self.status in ("pass", "improved", "regressed"):
+            change += ", without a test"
         return f"{values} ({change})"
 
     @property

@@ -258,6 +258,8 @@ seconds_column = partial(Column, "seconds", format=".1f", unit="s", domain="")
 ece_column = partial(Column, format=".1%", better="lower", status="empirical")
 # Number of bins of the calibration error in Guo et al. (arXiv 1706.04599).
 BINS = 15
+# Number of samples from which a class can be the worst: of 1 or 2, one is often all wrong.
+FEWEST_OF_CLASS = 5
 
 ATTACK_TABLE = Layout(
     name="attack",
@@ -309,10 +311,11 @@ ATTACK_TABLE = Layout(
         **ACCURACY,
         "robust_class": accuracy_column(
             "worst class",
-            "Accuracy under attack on the worst class.",
+            f"Lowest accuracy under attack of a class with at least {FEWEST_OF_CLASS} samples.",
             domain="ball",
             status="empirical",
-            reading="It is low by chance if the class has few samples.",
+            reading="It is low by chance if the class has few samples. Of classes with equal "
+            "accuracy, the one with the most samples is named.",
         ),
         "class": text_column("which", "The worst class, and how many samples n it has."),
         "ece_clean": ece_column("clean ECE", "Expected calibration error without attack."),
@@ -636,7 +639,7 @@ def calibration_error(confidence: Values, correct: Values) -> float:
 
 
 def _find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
-    """Return columns of the class with the lowest accuracy under each trial.
+    """Return columns of the class with the lowest accuracy under each trial; none without one.
 
     Args:
         label: true classes, (samples,).
@@ -646,8 +649,12 @@ def _find_worst_classes(label: Values, robust: Values, known: dict[str, str]) ->
     import numpy as np
 
     numbers, where, counts = np.unique(label, return_inverse=True, return_counts=True)
-    share = np.stack([np.bincount(where, each) for each in robust.T]) / counts
-    texts = [f"{known.get(str(n), n)} (n = {k})" for n, k in zip(numbers, counts, strict=True)]
+    # The class with the most samples first: of equal shares, its share is the best known.
+    order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
+    if not order:
+        return {}
+    share = np.stack([np.bincount(where, each) for each in robust.T])[:, order] / counts[order]
+    texts = [f"{known.get(str(numbers[i]), numbers[i])} (n = {counts[i]})" for i in order]
     return {"robust_class": share.min(1), "class": [texts[i] for i in share.argmin(1)]}
 
 

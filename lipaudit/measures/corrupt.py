@@ -20,7 +20,6 @@ from lipaudit.settings.option import option, read_list
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import (
     OUTCOMES,
-    Column,
     Reduction,
     accuracy_column,
     count_column,
@@ -142,8 +141,13 @@ CORRUPT_TABLE = Layout(
         ),
         "accuracy_low": limit_column("low"),
         "accuracy_high": limit_column("high"),
-        "drop": Column("drop", "Share of the clean accuracy that is lost.", format=".1%"),
-        "worst": rate_column("worst", "Share of the samples of which every copy is right."),
+        "drop": rate_column("drop", "Share of the clean accuracy that is lost.", better="lower"),
+        "worst": rate_column(
+            "worst",
+            "Share of the samples of which every copy is right.",
+            better=None,  # as of a severity
+            reduction=Reduction("mean", "worst"),
+        ),
         **{name: severity_column(name[-1], reduction=Reduction("mean", name)) for name in LEVELS},
         "samples": count_column("samples", "Number of samples."),
     },
@@ -217,15 +221,14 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     # (samples, rows, severities)
     levels = np.insert(right, 1, right[:, 1:].mean(1), 1)
     figures = {f"severity_{s}": levels[..., i] for i, s in enumerate(options.severity)}
-    figures["accuracy"], every = levels.mean(2), levels.min(2)
-    every[:, 1] = right[:, 1:].min((1, 2))
+    figures |= {"accuracy": levels.mean(2), "worst": levels.min(2)}
+    figures["worst"][:, 1] = right[:, 1:].min((1, 2))
     cells = {name: values[once].mean(0) for name, values in figures.items()}
     rows = base.make_rows(
         CORRUPT_TABLE,
         corruption=["clean", "mean", *(options.corruption or ())],
         **cells | base.share_columns("accuracy", figures["accuracy"][once]),
         drop=1 - cells["accuracy"] / (cells["accuracy"][0] or np.nan),
-        worst=every[once].mean(0),
         samples=int(once.sum()),
     )
     correct = tuple(right[:, 0, 0].astype(int).tolist())

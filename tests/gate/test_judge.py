@@ -410,3 +410,18 @@ def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples():
     assert judged.exit_code == 5
     kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
     assert only(kept).status == "pass"
+
+
+@pytest.mark.parametrize("column", ["ece", "ece_clean", "robust_class"])
+def test_a_change_that_may_be_chance_is_refused_where_no_test_tells(column):
+    """Calibration and the worst class have no test: only an absolute limit may fail a gate."""
+    old, worse = attack(flags(90)), attack(flags(80))
+    known = [
+        s.model_copy(update={"rows": tuple(row.replace(**{column: 0.5}) for row in s.rows)})
+        for s in (old, worse)
+    ]
+    with pytest.raises(UsageError, match="by chance is unknown") as caught:
+        judge(new(known[1]), report(known[0]), rules(f"attack.{column} <= +1pp"))
+    assert "absolute limit" in caught.value.advice
+    verdict = judge(new(known[1]), report(known[0]), rules(f"attack.{column} <= 0.4")).verdicts[0]
+    assert verdict.status == "regressed"

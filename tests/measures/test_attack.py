@@ -16,7 +16,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import AttackOptions, encode_examples, measure
+from lipaudit.measures.attack import AttackOptions, calibration_error, encode_examples, measure
 from lipaudit.measures.base import Part
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.sections import list_classes
@@ -96,10 +96,13 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
         assert row.ece_clean == pytest.approx(calibrate(""), abs=1e-6)
         assert row.ece == pytest.approx(calibrate(name), abs=1e-6)
         shares = {int(c): float(stands[name][y == c].double().mean()) for c in y.unique()}
-        lowest = min(shares, key=shares.get)
+        count = {c: int((y == c).sum()) for c in shares}
+        large = [c for c in shares if count[c] >= 5]
+        lowest = min(large, key=lambda c: (shares[c], -count[c]))  # of equal ones the largest
+        assert min(count.values()) < 5
         assert (row.robust_class, row["class"]) == (
             shares[lowest],
-            f"{lowest} (n = {int((y == lowest).sum())})",
+            f"{lowest} (n = {count[lowest]})",
         )
     for key in ("", *keys):
         stored = found.samples["confidence" + "@" * bool(key) + key]
@@ -116,6 +119,14 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
             low, high = wilson(hits, int(some.sum()))
             share = hits / int(some.sum())
             assert said == f"{share:.1%} ({100 * low:.1f} to {high:.1%})"
+
+
+def test_a_confidence_on_the_edge_of_a_bin_belongs_to_the_lower_one():
+    """Bin m holds ((m - 1) / 15, m / 15]: 3/15 and 0.21 are apart, 2.9/15 and 3/15 are not."""
+    sure = np.array([0.2, 0.21, 2.9 / 15, 1.0])
+    hits = np.array([True, False, False, True])
+    bins = [1 - 0.2 - 2.9 / 15, 0.21, 0.0]
+    assert calibration_error(sure, hits) == pytest.approx(sum(bins) / 4, abs=1e-12)
 
 
 def test_the_recorded_chunk_is_the_one_that_was_used(net):

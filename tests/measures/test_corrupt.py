@@ -158,6 +158,10 @@ def test_reports_are_compared_sample_by_sample():
     verdicts = judge(new, old, rules).verdicts
     assert [v.name for v in verdicts] == ["clean", "mean", "fog", "contrast", "fog"]
     assert verdicts[0].lost is not None  # clean samples are right or wrong: limits of a share
+    # Right at every severity or not: a share with a test, on shared samples alone, too.
+    for current in (new, lipaudit.measure("demo", "corrupt", **how | {"samples": 29})):
+        worst = judge(current, old, [parse_rule("corrupt.worst@fog >= -1pp")]).verdicts[0]
+        assert (worst.samples, worst.lost is not None) == (len(current.section("corrupt").ids), 1)
     assert verdicts[1].lost is None
     lines = [r.section("corrupt").arrays["accuracy"].numpy() for r in (old, new)]
     for verdict, before, now in zip(verdicts[1:4], *(each[1:] for each in lines), strict=True):

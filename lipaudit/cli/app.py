@@ -56,7 +56,7 @@ RARE = {
     *("gamma", "p_norm_tokens", "rivals"),
     *("steps", "restarts", "queries", "patch_size", "save_adv", "transfer", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
-    *("flip", "shift", "mixup", "cutmix", "skip"),
+    *("flip", "shift", "mixup", "cutmix", "skip", "export", "instances"),
 }
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.

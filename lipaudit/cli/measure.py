@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,7 @@ from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
+from lipaudit.settings.option import flag
 
 if TYPE_CHECKING:
     from lipaudit.tables import Report
@@ -33,8 +35,23 @@ def make_measure(name: str) -> Callable[..., None]:
     kind = load_measures()[name].options
 
     def measure(
-        model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
+        *,
+        model: str | None,
+        options: MeasureOptions,
+        run: RunOptions,
+        output: Output,
+        terminal: Terminal,
     ) -> None:
+        given = [flag(each) for each in kind.alone if getattr(options, each) is not None]
+        if given and model is not None:
+            text = f"{given[0]} has models of its own, so the MODEL {model} has no effect"
+            raise UsageError(text, "Leave one of the two out.")
+        if given:
+            print_results(options, run, output)
+            return
+        if model is None:
+            others = " or ".join(map(flag, kind.alone))
+            raise UsageError("Missing argument 'MODEL'", f"Give a MODEL, or {others}.")
         from lipaudit.api import open_job
         from lipaudit.cli.progress import OnStderr
         from lipaudit.engine import execute, launcher, prepare
@@ -58,6 +75,7 @@ def make_measure(name: str) -> Callable[..., None]:
             emit(report, output)
         require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
+    measure.__kwdefaults__ = {"model": None} if kind.alone else {}
     measure.__doc__ = kind.__doc__
     measure.__annotations__ |= {
         "model": ModelArgument,
@@ -65,6 +83,35 @@ def make_measure(name: str) -> Callable[..., None]:
         "run": Annotated[RunOptions, {"samples": str(kind.samples)}],
     }
     return measure
+
+
+def print_results(options: Any, run: RunOptions, output: Output) -> None:
+    """Print a line for every instance; FILE.csv gets the same, with counterexamples beside it.
+
+    Raises:
+        UsageError: an option without an effect, or a file that cannot be written.
+        InputError: the list, a network or a property cannot be read.
+    """
+    from lipaudit.engine import files
+    from lipaudit.engine.instances import decide_instances
+
+    odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
+    odd += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
+    if odd or output.format not in (None, "csv"):
+        text = f"{odd[0] if odd else f'-f {output.format}'} has no effect with --instances"
+        raise UsageError(text, "Results are CSV: -o FILE.csv.")
+    for path in output.output:
+        files.require_writable(path)
+    text = ""
+    for row, example in decide_instances(options.instances, options, run):
+        text += (line := ",".join(row) + "\n")
+        typer.echo(line, nl=False)
+        for path in output.output:
+            # Every line: nothing is lost if a later instance cannot be read.
+            files.write(path, text.encode())
+            name = f"{Path(row[1]).stem}_{Path(row[2]).stem}.counterexample.gz"
+            if example:
+                files.write(path.parent / name, gzip.compress(example.encode()))
 
 
 def audit(

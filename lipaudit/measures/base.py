@@ -52,6 +52,9 @@ class MeasureOptions(Settings):
     # --score is given, or have no other way to measure one.
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
 
+    # Options that name models of their own, in place of MODEL.
+    alone: ClassVar[tuple[str, ...]] = ()
+
     # Fields of every measure, typed with the run or with measures of layers.
     seed: int = 0
     layers: Layers = None

@@ -44,7 +44,7 @@ from lipaudit.theory.policy import NODES
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
-    from lipaudit.models.certificate import Bracket
+    from lipaudit.models.certificate import Bracket, Proof
     from lipaudit.models.net import Net
 
 
@@ -82,10 +82,12 @@ class CertifyOptions(MeasureOptions):
       lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
       lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
       lipaudit certify demo --eps 0.005 --export properties/
+      lipaudit certify --instances properties/instances.csv -o results.csv
     """
 
     samples: ClassVar[int] = 8
     scores = "always"
+    alone = ("instances",)
 
     eps: Balls = option((), "Radii for pixels in [0, 1] or token embeddings: 1/255 or 1/255,0.01.")
     norm: BallNorm | None = option(None, "linf (default for images) or l2 (default for text).")
@@ -127,11 +129,21 @@ class CertifyOptions(MeasureOptions):
         need=Need("--eps", lambda options: options.eps),
         exclude=True,
     )
+    instances: Path | None = option(
+        None,
+        "Without MODEL: prove or break the properties of FILE.csv (model.onnx,property.vnnlib,"
+        "seconds in each line), and print results.",
+        exclude=True,
+    )
     # Default radii of images.
     usual_eps: Radii = Field((), exclude=True)
 
     @model_validator(mode="after")
     def _possible(self) -> CertifyOptions:
+        for name in ("eps", "norm", "smooth", "radius", "export") if self.instances else ():
+            if self._differs(known := self.options()[name]):
+                text = f"{known.flags[0]} has no meaning with --instances: properties are boxes"
+                raise UsageError(text, "Leave one of the two out.")
         self.trials(self.eps or (SOME,))
         return self
 
@@ -296,18 +308,12 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     """
     import numpy as np
 
-    from lipaudit.models.certificate import Bracket, Proof, choose_order
+    from lipaudit.models.certificate import Bracket
 
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
-            limit = math.inf if options.seconds is None else options.seconds
-            proof = Proof(
-                norm=options.norm or "linf",
-                order=choose_order(net, sample, options.order),
-                nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
-                deadline=time.monotonic() + limit,
-            )
+            proof = make_proof(net, sample, options, options.seconds or math.inf)
             seed = base.seed_of(sample.ids[0], options.seed)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
             for done, _ in enumerate(bracket.settle(options.eps), 1):
@@ -324,6 +330,18 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             "exported": {} if options.export is None else _export(net, brackets, options),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
+
+
+def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float) -> Proof:
+    """Return the settings of the proofs of a sample that begin now."""
+    from lipaudit.models.certificate import Proof, choose_order
+
+    return Proof(
+        norm=options.norm or "linf",
+        order=choose_order(net, sample, options.order),
+        nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
+        deadline=time.monotonic() + seconds,
+    )
 
 
 def check(net: Net, batch: Batch, options: CertifyOptions) -> None:

@@ -1,17 +1,27 @@
 """Models and properties for other verifiers, held to onnxruntime and to the balls of certify."""
 
+import gzip
 import re
 import sys
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import timm
 import torch
+import transformers
 from torch import nn
 
 import lipaudit
 from lipaudit import ModelSpec
+from lipaudit.data.vnnlib import read_property
 from lipaudit.errors import InputError, UsageError
+from lipaudit.models.onnx import export_onnx
+from lipaudit.models.onnx_graph import Graph, Query
+from lipaudit.models.precision import eager
+from tests.commands import invoke, refuse
 from tests.measures.test_certify import Small, Words, in_order
-from tests.nets import Calls, draw
+from tests.nets import TEXT, Calls, draw, hf_net, own_batch, own_net
 
 NUMBER = r"(-?[\d.]+)"
 
@@ -144,12 +154,233 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_an_operation_that_onnx_lacks_is_refused_before_anything_is_proven(tmp_path, capsys):
+def test_an_operation_that_onnx_lacks_is_refused_before_anything_is_proven(tmp_path, capfd):
     pytest.importorskip("onnx")
     model = Calls(
         lambda head, x: head(nn.functional.rms_norm(x.flatten(1), (4,))), nn.Linear(4, 2)
     )
     with pytest.raises(InputError, match=r"Calls cannot be written as ONNX.*aten::rms_norm"):
         export(ModelSpec(model, (1, 2, 2)), tmp_path)
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
     assert [*tmp_path.iterdir()] == []
+
+
+def decide(*args, code=0):
+    """Return the results that a list of instances gets, by property."""
+    done = invoke("certify", "--instances", *map(str, args), code=code)
+    rows = [line.split(",") for line in done.stdout.splitlines()]
+    return {row[2]: row[4] for row in rows}
+
+
+@pytest.mark.parametrize("make", [gelu, relu, words])
+def test_an_exported_folder_gets_the_verdicts_of_certify(make, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    _, told = export(make(), tmp_path, eps="0.002,0.05,0.9")
+    meant = {"certified": "unsat", "broken": "sat", "undecided": "unknown"}
+    expected = {
+        f"{name}_eps_{eps}.vnnlib": meant[verdict]
+        for eps in ("0.002", "0.05", "0.9")
+        for name, verdict in zip(told["ids"], told[f"verdict@linf,{eps}"], strict=True)
+        if verdict != "wrong"
+    }
+    file = tmp_path / "results.csv"
+    how = ("--order", "1", "--attack", "fgsm")
+    found = decide(tmp_path / "instances.csv", "-o", file, *how)
+    assert found == expected
+    assert {"unsat", "sat"} <= {*found.values()}
+    assert len(file.read_text().splitlines()) == 6
+    examples = {path.name for path in tmp_path.glob("*.counterexample.gz")}
+    rows = [line.split(",") for line in (tmp_path / "instances.csv").read_text().splitlines()]
+    broken = {
+        f"{model.removesuffix('.onnx')}_{name.removesuffix('.vnnlib')}.counterexample.gz": (
+            model,
+            name,
+        )
+        for model, name, _ in rows
+        if found[name] == "sat"
+    }
+    assert examples == {*broken}
+    # As the competition checks them: inside the box, and another logit is at least the label's.
+    for example, (model, name) in broken.items():
+        text = gzip.decompress((tmp_path / example).read_bytes()).decode()
+        assert text.startswith("((X_0 ")
+        given = {n: float(v) for n, v in re.findall(r"\((\w+) (\S+?)\)", text)}
+        prop = (tmp_path / name).read_text()
+        x = [given[f"X_{i}"] for i in range(prop.count("declare-const X"))]
+        for sign, word in ((1, ">="), (-1, "<=")):
+            ends = read_numbers(prop, rf"^\(assert \({word} X_(\d+) {NUMBER}\)\)$")
+            assert all(sign * (v - end) >= 0 for v, end in zip(x, ends.tolist(), strict=True))
+        session = onnxruntime.InferenceSession(tmp_path / model)
+        shape = session.get_inputs()[0].shape
+        (y,) = session.run(None, {"X": torch.tensor(x).view(shape).numpy()})
+        assert any(
+            y[0, int(other)] >= y[0, int(label)]
+            for other, label in re.findall(r"\(and \(>= Y_(\d+) Y_(\d+)\)\)", prop)
+        )
+
+
+def net(path, make=lambda helper: ([], []), shape=(1, 2), **initial):
+    """Write a network that is a list of nodes from X to Y."""
+    onnx = pytest.importorskip("onnx")
+    helper = onnx.helper
+    nodes, outputs = [helper.make_node("Identity", ["X"], ["Y"])], shape
+    if made := make(helper):
+        nodes, outputs = made if made[0] else (nodes, outputs)
+    ends = [helper.make_tensor_value_info(n, 1, s) for n, s in (("X", shape), ("Y", outputs))]
+    weights = [onnx.numpy_helper.from_array(v.numpy(), n) for n, v in initial.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+
+
+DECLARED = "".join(f"(declare-const {c}_{i} Real)\n" for c in "XY" for i in (0, 1))
+BOX = (
+    DECLARED + "(assert (>= X_0 0.6)) (assert (<= X_0 1))\n(assert (and (<= 0 X_1)(<= X_1 0.3)))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [  # of y = x, known by hand
+        ("(assert (<= Y_0 Y_1))", "unsat"),
+        ("(assert (>= Y_0 Y_1))", "sat"),
+        ("(assert (<= Y_0 0.59)) ; a limit", "unsat"),
+        ("(assert (>= 0.61\n  Y_0))", "sat"),
+        ("(assert (or (and (<= Y_0 Y_1)) (and (>= Y_1 0.31))))", "unsat"),
+        ("(assert (or (<= Y_0 Y_1) (>= Y_1 0.29)))", "sat"),
+        ("(assert (and (>= Y_0 0.5) (>= Y_1 0.31)))", "unsat"),
+        ("(assert (>= Y_0 0.5))(assert (>= Y_1 0.31))", "unsat"),
+        ("(assert (or (and (>= Y_0 0.9) (>= Y_1 0.25)) (<= Y_0 0)))", "sat"),
+        ("(assert (>= Y_0 0.9))(assert (or (<= Y_1 0.1) (>= Y_1 0.4)))", "sat"),
+        ("(assert (or (<= Y_0 0) (>= Y_0 0.9)))(assert (>= Y_1 0.4))", "unsat"),
+    ],
+)
+def test_properties_mean_what_the_standard_says(text, result, tmp_path):
+    net(tmp_path / "a.onnx")
+    (tmp_path / "p.vnnlib").write_text(BOX + text)
+    (tmp_path / "list.csv").write_text("a.onnx,p.vnnlib,9\n")
+    assert decide(tmp_path / "list.csv") == {"p.vnnlib": result}
+
+
+def test_the_ball_of_a_query_holds_the_box_of_the_decimals(tmp_path):
+    net(tmp_path / "a.onnx")
+    for seed in range(20):
+        ends = draw(seed, 2, 2, dtype=torch.float64).sort(0).values.tolist()
+        lines = "".join(
+            f"(assert ({word} X_{i} {end[i]:.25f}))"
+            for word, end in zip((">=", "<="), ends, strict=True)
+            for i in (0, 1)
+        )
+        (tmp_path / "p.vnnlib").write_text(f"{DECLARED}{lines}(assert (<= Y_0 Y_1))")
+        asked = read_property(tmp_path / "p.vnnlib")
+        query = Query(Graph(tmp_path / "a.onnx"), asked)
+        for i in (0, 1):
+            low, high = (Fraction(f"{end[i]:.25f}") for end in ends)
+            assert Fraction(float(asked.low[i])) <= low <= high <= Fraction(float(asked.high[i]))
+            centre, radius = (Fraction(t[i].item()) for t in (query.centre, query.radius))
+            assert centre - radius <= low <= high <= centre + radius
+            assert radius <= (high - low) / 2 * Fraction("1.000001") + Fraction(1, 10**6)
+
+
+MODELS = {
+    "vit": lambda: timm_net("vit_tiny_patch16_224", depth=2),
+    "cait": lambda: timm_net("cait_xxs24_224", depth=1, depth_token_only=1),
+    "beit": lambda: timm_net("beit_base_patch16_224", depth=1, embed_dim=24, num_heads=2),
+    "bert": lambda: text_net("Bert"),
+    "albert": lambda: text_net("Albert", embedding_size=16),
+    "deberta": lambda: text_net("DebertaV2"),
+}
+
+
+def timm_net(name, **how):
+    side = 32
+    module = timm.create_model(name, num_classes=5, img_size=side, **how)
+    return own_net(module, (3, side, side), kind="image"), torch.rand(1, 3, side, side)
+
+
+def text_net(name, **how):
+    config = getattr(transformers, f"{name}Config")(**TEXT, **how)
+    module = transformers.AutoModelForSequenceClassification.from_config(config)
+    return hf_net(module), torch.randint(1, 50, (1, 8))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_are_read_as_a_runtime_reads_them(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model, x = MODELS[name]()
+    batch, file = own_batch(x), tmp_path / "m.onnx"
+    with eager():
+        file.write_bytes(export_onnx(model, batch))
+        graph = Graph(file)
+        point = model.point(batch) + 0.1 * draw(0, 3, *model.point(batch).shape[1:])
+        with torch.no_grad():
+            found = graph(point.flatten(1))  # a batch, though the file has one sample
+            own = torch.cat([model.forward(z[None], batch) for z in point])
+    session = onnxruntime.InferenceSession(file)
+    runtime = [torch.tensor(session.run(None, {"X": z[None].numpy()})[0]) for z in point]
+    assert torch.allclose(found, torch.cat(runtime), rtol=0, atol=1e-5)
+    assert torch.allclose(found, own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("(assert (<= (* 2 Y_0) Y_1))", "line 7 is not read"),
+        ("\n(assert (not (<= Y_0 Y_1)))", "line 8 is not read: 'not'"),
+        ("(assert (<= Y_0 Y_1)", "a bracket is not closed"),
+        ("(assert (<= Y_0 one))", "line 7 is not read: Invalid literal for Fraction: 'one'"),
+        ("(assert (<= Y_0 Y_7))", "no condition on declared outputs"),
+        ("(declare-const Y_0 Int)(assert (<= Y_0 Y_1))", "line 7 is not read: 'declare-const'"),
+        ("(assert (or (<= X_0 0.7) (>= X_0 0.9)))(assert (<= Y_0 Y_1))", "line 7"),
+        ("(assert (<= Y_0 X_1))", "no condition on declared outputs"),
+        ("(declare-const X_2 Real)(assert (<= Y_0 Y_1))", "'X_2'"),
+        ("", "no condition on declared outputs"),
+    ],
+)
+def test_a_property_that_is_not_read_is_refused_with_its_line(text, said, tmp_path):
+    (tmp_path / "p.vnnlib").write_text(BOX + text)
+    with pytest.raises(InputError, match=re.escape(said)) as refusal:
+        read_property(tmp_path / "p.vnnlib")
+    assert str(tmp_path / "p.vnnlib") in refusal.value.message
+
+
+def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net("a.onnx")
+    net(
+        "tile.onnx",
+        lambda h: ([h.make_node("Tile", ["X", "n"], ["Y"])], (1, 4)),
+        n=torch.tensor([1, 2]),
+    )
+    net(
+        "odd.onnx", lambda h: ([h.make_node("Gelu", ["X"], ["Y"], domain="com.microsoft")], (1, 2))
+    )
+    net("auto.onnx", lambda h: ([h.make_node("Softmax", ["X"], ["Y"], flow=1)], (1, 2)))
+    net("wide.onnx", shape=(1, 3))
+    net("few.onnx", lambda h: ([h.make_node("ReduceSum", ["X"], ["Y"])], (1, 1)))
+    Path("bad.onnx").write_bytes(b"no network")
+    Path("p.vnnlib").write_text(f"{BOX}(assert (<= Y_0 Y_1))")
+    lists = {
+        "none.csv": (None, "none.csv is no list of instances"),
+        "two.csv": ("a.onnx,p.vnnlib", "two.csv is no list of instances"),
+        "time.csv": ("a.onnx,p.vnnlib,soon", "time.csv is no list of instances"),
+        "model.csv": ("b.onnx,p.vnnlib,1", "b.onnx cannot be read as ONNX"),
+        "damaged.csv": ("bad.onnx,p.vnnlib,1", "bad.onnx cannot be read as ONNX"),
+        "property.csv": ("a.onnx,q.vnnlib,1", "cannot read q.vnnlib"),
+        "tile.csv": ("tile.onnx,p.vnnlib,1", "the operator Tile is not read"),
+        "odd.csv": ("odd.onnx,p.vnnlib,1", "the operator Gelu is not read"),
+        "wide.csv": ("wide.onnx,p.vnnlib,1", "p.vnnlib does not fit wide.onnx"),
+        "few.csv": ("few.onnx,p.vnnlib,1", "p.vnnlib does not fit few.onnx"),
+        "auto.csv": ("auto.onnx,p.vnnlib,1", "the operator Softmax with flow is not read"),
+    }
+    for name, (line, said) in lists.items():
+        if line is not None:
+            Path(name).write_text(line)
+        assert said in refuse(4, said, "certify", "--instances", name)
+    # What was decided before a refusal is there.
+    Path("late.csv").write_text("a.onnx,p.vnnlib,1\ntile.onnx,p.vnnlib,1\n")
+    invoke("certify", "--instances", "late.csv", "-o", "r.csv", code=4)
+    assert [line.split(",")[4] for line in Path("r.csv").read_text().splitlines()] == ["unsat"]
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    refuse(4, "ONNX needs the library `onnx`", "certify", "--instances", "late.csv")

@@ -1,0 +1,229 @@
+"""A network in ONNX: read without a runtime, and run on tensors or on forms."""
+
+from __future__ import annotations
+
+import inspect
+from functools import reduce
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.certify.symbols import cast_up, up
+from lipaudit.data.vnnlib import Property
+from lipaudit.errors import explain_failure, refuse
+
+
+def _integers(values: Any) -> list[int]:
+    return [*map(int, values)]
+
+
+def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    index = [slice(None)] * x.ndim
+    for i, axis in enumerate(range(len(starts)) if axes is None else _integers(axes)):
+        index[axis] = slice(int(starts[i]), int(ends[i]), 1 if steps is None else int(steps[i]))
+    return x[tuple(index)]
+
+
+def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
+    # ONNX has all beginnings, then all ends; torch wants pairs, the last axis first.
+    pairs = torch.tensor(_integers(pads)).view(2, -1).flip(1).mT.flatten().tolist()
+    return F.pad(x, pairs, mode, float(value)) if any(pairs) else x
+
+
+def _convolve(x: Any, w: Any, b: Any, strides: Any, pads: Any, dilations: Any, group: int) -> Any:
+    return (F.conv1d, F.conv2d)[w.ndim - 3](_pad(x, pads), w, b, strides, 0, dilations, group)
+
+
+def _multiply(a: Any, b: Any, c: Any, alpha: float, beta: float) -> Any:
+    product = a @ b if alpha == 1 else alpha * (a @ b)
+    return product if c is None else product + (c if beta == 1 else beta * c)
+
+
+def _reduce(name: str) -> Any:
+    return lambda x, axes=None, keepdims=1: getattr(x, name)(
+        tuple(range(x.ndim) if axes is None else _integers(axes)), keepdim=bool(keepdims)
+    )
+
+
+def _rename(name: str) -> Any:
+    return lambda *x: getattr(torch, name)(*x)
+
+
+# Types by their numbers in ONNX.
+CASTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 11: torch.float64}
+# Functions of torch: their names in ONNX, without attributes.
+SAME = "Abs Add Cos Erf Exp Log MatMul Mul Neg Reciprocal Relu Sigmoid Sin Sqrt Sub Tanh Where"
+REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "amax", "ReduceMin": "amin"}
+OPERATORS: dict[str, Any] = {
+    **{name: _rename(name.lower()) for name in SAME.split()},
+    **{name: _reduce(same) for name, same in REDUCTIONS.items()},
+    "Div": lambda x, y: x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc"),
+    "Equal": lambda x, y: x == y,
+    "Identity": lambda x: x,
+    "Dropout": lambda x, *_, seed=0: x,
+    "Constant": lambda value: value,
+    "Max": lambda *x: reduce(torch.maximum, x),
+    "Min": lambda *x: reduce(torch.minimum, x),
+    "Mod": lambda x, y, fmod=0: (torch.fmod if fmod else torch.remainder)(x, y),
+    "Pow": lambda x, y: x ** (y.item() if y.numel() == 1 else y),
+    "Clip": lambda x, min=None, max=None: x.clamp(
+        *(e if e is None else e.item() for e in (min, max))
+    ),
+    "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
+    "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (x * alpha + beta).clamp(0.0, 1.0),
+    "Softmax": lambda x, axis=-1: x.softmax(axis),
+    "Gemm": lambda a, b, c=None, alpha=1.0, beta=1.0, transA=0, transB=0: _multiply(
+        a.mT if transA else a, b.mT if transB else b, c, alpha, beta
+    ),
+    "Conv": lambda x, w, b=None, strides=1, pads=(), dilations=1, group=1, kernel_shape=0: (
+        _convolve(x, w, b, strides, pads, dilations, group)
+    ),
+    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
+    "BatchNormalization": lambda x, w, b, mean, var, epsilon=1e-5, momentum=0, training_mode=0: (
+        F.batch_norm(x, mean, var, w, b, bool(training_mode), 0.0, epsilon)
+    ),
+    "LayerNormalization": lambda x, w, b=None, axis=-1, epsilon=1e-5, stash_type=1: F.layer_norm(
+        x, tuple(x.shape[axis:]), w, b, epsilon
+    ),
+    "InstanceNormalization": lambda x, w, b, epsilon: F.group_norm(x, x.shape[1], w, b, epsilon),
+    "Shape": lambda x: torch.tensor(tuple(x.shape)),
+    "ConstantOfShape": lambda shape, value=0.0: torch.as_tensor(value).expand(_integers(shape)),
+    "Cast": lambda x, to: x if x.is_floating_point() and to in (1, 11) else x.to(CASTS[to]),
+    "Reshape": lambda x, shape, allowzero=0: x.reshape(
+        [size or x.shape[i] for i, size in enumerate(_integers(shape))]
+    ),
+    "Flatten": lambda x, axis=1: x.reshape(prod(x.shape[:axis]), -1),
+    "Expand": lambda x, shape: x.expand(np.broadcast_shapes(tuple(x.shape), _integers(shape))),
+    "Transpose": lambda x, perm=None: x.permute(*(perm or range(x.ndim)[::-1])),
+    "Squeeze": lambda x, axes: x.squeeze(tuple(_integers(axes))),
+    "Unsqueeze": lambda x, axes: reduce(
+        torch.unsqueeze, sorted(a % (x.ndim + len(axes)) for a in _integers(axes)), x
+    ),
+    "Concat": lambda *x, axis: torch.cat(x, axis),
+    "Split": lambda x, split=None, axis=0: x.split(_integers(split), axis),
+    "Slice": _slice,
+    "Gather": lambda x, at, axis=0: x[
+        *[slice(None)] * (axis % x.ndim), at if at.ndim else int(at)
+    ],
+    "Pad": _pad,
+}
+"""The operators that are read: functions of their inputs, with attributes as keywords."""
+
+# Before this version a softmax runs over all axes from the given one on.
+OLDEST = 13
+
+
+class Graph:
+    """A network from one flat input, (batch, inputs), to one flat output, (batch, outputs).
+
+    What does not depend on the input is computed in the dtype of the network, as runtimes do.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        dtype: dtype of the input.
+
+    Raises:
+        InputError: `onnx` is not installed, the file cannot be read, or it has an operator or an
+            attribute that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        advice = "pip install 'lipaudit[onnx]'"
+        with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
+            import onnx
+
+        def read(value: Any) -> Any:
+            if isinstance(value, onnx.TensorProto):
+                return torch.tensor(onnx.numpy_helper.to_array(value))
+            return value.decode() if isinstance(value, bytes) else value
+
+        advice = "Give a network with one input and one output."
+        with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
+            model = onnx.load(path)
+            graph, version = model.graph, model.opset_import[0].version
+            self.weights = {each.name: read(each) for each in graph.initializer} | {"": None}
+            (start,) = (each for each in graph.input if each.name not in self.weights)
+            (end,) = graph.output
+            kind = start.type.tensor_type
+            self.dtype, self.ends = CASTS[kind.elem_type], (start.name, end.name)
+        self.shape = [size.dim_value or 1 for size in kind.shape.dim]  # 0: any batch size
+        self.steps = []
+        for node in graph.node:
+            given = {a.name: read(onnx.helper.get_attribute_value(a)) for a in node.attribute}
+            name, known = node.op_type, {}
+            if name in OPERATORS and not node.domain:
+                known = {"": 0, **inspect.signature(OPERATORS[name]).parameters}
+            odd = [*given.keys() - known] if known else []
+            odd += ["axis"] * (name == "Softmax" and version < OLDEST and given.get("axis") != -1)
+            text = f"{path}: the operator {name}{odd and f' with {odd[0]}' or ''} is not read"
+            advice = f"Export the network with other operators, in version 17 (not {version})."
+            refuse(odd or not known, text, advice)
+            self.steps.append((OPERATORS[name], node.input, node.output, given))
+        # A value is dropped after its last use: forms are large.
+        self.last = {name: i for i, step in enumerate(self.steps) for name in step[1]}
+
+    def __call__(self, x: Any) -> Any:
+        """Run the network; row by row, because the shapes in the file may be those of one."""
+        if len(x) > 1:
+            return torch.cat([self(row[None]) for row in x])
+        values = {**self.weights, self.ends[0]: x.reshape(self.shape)}
+        for i, (operator, inputs, outputs, given) in enumerate(self.steps):
+            result = operator(*(values[name] for name in inputs), **given)
+            many = isinstance(result, tuple | list)
+            values |= zip(outputs, result if many else (result,), strict=False)
+            for name in {*inputs} - {""}:
+                if self.last[name] == i:
+                    del values[name]
+        return values[self.ends[1]].reshape(1, -1)
+
+
+class Query(nn.Module):
+    """A property as a classifier of u in [-1, 1]: class 0 wins where it holds.
+
+    Every other class is a clause of what must not happen: the least of limits - rows @ y, which is
+    negative where a condition fails.
+
+    Args:
+        graph: the network.
+        asked: the property.
+    """
+
+    def __init__(self, graph: Graph, asked: Property) -> None:
+        super().__init__()
+        self.graph, self.asked, (_, self.size, outputs) = graph, asked, asked.rows.shape
+        centre = ((asked.low + asked.high) / 2).to(graph.dtype)
+        # Rounding moves the centre: the radius covers it.
+        radius = up(torch.maximum(asked.high - centre, centre - asked.low))
+        first = torch.zeros(self.size, outputs, dtype=graph.dtype)
+        limits = cast_up(asked.limits, graph.dtype).flatten()
+        self.centre = nn.Parameter(centre)
+        self.radius = nn.Parameter(cast_up(radius, graph.dtype))
+        self.rows = nn.Parameter(torch.cat([first, -asked.rows.to(first).flatten(0, 1)]))
+        self.limits = nn.Parameter(torch.cat([first[:, 0], limits]))
+
+    @property
+    def dtype(self) -> Literal["float32", "float64"]:
+        """Return the name of the dtype of the network."""
+        return "float64" if self.graph.dtype == torch.float64 else "float32"
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Return the logits of (batch, inputs)."""
+        y = F.linear(self.graph(self.centre + u * self.radius), self.rows, self.limits)
+        return y if self.size == 1 else y.reshape(len(y), -1, self.size).amin(2)
+
+    def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the input in the box and its outputs, if the network breaks the property."""
+        low = cast_up(self.asked.low, self.graph.dtype)
+        high = -cast_up(-self.asked.high, self.graph.dtype)
+        with torch.no_grad():
+            x = (self.centre + u * self.radius).maximum(low).minimum(high)
+            y = self.graph(x)
+        return (x[0], y[0]) if self.asked.is_broken_by(y[0]) else None

@@ -386,13 +386,18 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
         UsageError: the size of the patches is unknown, it does not divide the image, or the grid
             has fewer than k places.
     """
-    text = "this model shows no grid of patches"
-    refuse(patch is None, text, "Give their side in pixels: --patch-size 16.", UsageError)
-    assert patch is not None
     height, width = shape[1:]
+    sides = [n for n in range(1, height + 1) if height % n == width % n == 0]
+
+    def advise(near: int) -> str:
+        return f"--patch-size {min(sides, key=lambda side: abs(side - near))}."
+
+    text = "this model shows no grid of patches"
+    refuse(patch is None, text, f"Give their side in pixels: {advise(16)}", UsageError)
+    assert patch is not None
     uneven = height % patch[0] or width % patch[1]
     text = f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}"
-    refuse(uneven, text, "Give a divisor: --patch-size 8.", UsageError)
+    refuse(uneven, text, f"Give a side that divides both: {advise(patch[0])}", UsageError)
     places = height * width // math.prod(patch)
     text = f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}"
     refuse(k > places, text, "Give fewer: --eps 1patch.", UsageError)

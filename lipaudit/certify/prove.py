@@ -113,7 +113,7 @@ RULES: dict[str, Callable[..., Any]] = {
 
 def ball(
     x: Float[Tensor, "1 ..."],
-    eps: float,
+    eps: float | Tensor,
     *,
     norm: Norm = "linf",
     order: int = 1,
@@ -126,7 +126,7 @@ def ball(
 
     Args:
         x: one input, or its token embeddings.
-        eps: radius.
+        eps: radius, of an L-inf ball perhaps of each entry.
         norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
         box: range of valid inputs; the L-inf ball is intersected with it.
@@ -137,10 +137,11 @@ def ball(
     Raises:
         UsageError: eps is negative, or the order is not 1 or 2.
     """
-    if not eps >= 0 or order not in (1, 2):
-        raise UsageError(f"no ball of radius {eps} at order {order}")
     shown, x = x.dtype, x.detach().to(DOUBLE)
-    low, high = x - up(torch.full_like(x, eps)), x + up(torch.full_like(x, eps))
+    reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
+    if not (reach >= 0).all() or order not in (1, 2):
+        raise UsageError(f"no ball of radius {eps} at order {order}")
+    low, high = x - up(reach), x + up(reach)
     if box is not None and norm == "linf":
         low, high = low.clamp(*box), high.clamp(*box)
     # The box cuts the L-inf ball to a smaller box: its own centre needs the smaller radius.

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -26,7 +27,7 @@ from lipaudit.measures.attack import (
 )
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.smoothing import SmoothingOptions
-from lipaudit.settings.option import Balls, Need, Radii, TwoCounts, needs, option
+from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -39,7 +40,7 @@ from lipaudit.tables.columns import (
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
-from lipaudit.tables.trials import COUNTED, Norm, Radius, parse_radius
+from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
 from lipaudit.theory.policy import NODES
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ def _of_smoothing(name: str) -> Any:
     return option(default, known.help, need=need, exclude=True)
 
 
-# Placeholder radius for planning attacks before the radius search.
-SOME = parse_radius("1/255")
+# Placeholder radii for planning attacks before the radius search: of a ball, and of what counts.
+SOME, ONE = parse_radius("1/255"), parse_radius("1")
+# Default number of parts into which the values of one place of a patch are split.
+PARTS = 64
 
 
 class CertifyOptions(MeasureOptions):
@@ -71,31 +74,48 @@ class CertifyOptions(MeasureOptions):
     An attack runs first and breaks what it can. For the other samples lipaudit tries to prove that
     every input in the ball keeps the class. The true robust accuracy is between certified
     accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
+    --eps 1patch certifies that no values in any one patch of an image change the class.
 
     --smooth certifies another classifier instead: the majority vote of the model under noise. It
     works for models of any size, and each certificate holds with probability 1 - alpha.
 
     Examples:
-      lipaudit certify demo --eps 0.005
       lipaudit certify demo --radius -n 4
       lipaudit certify demo --smooth 0.25
       lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
       lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
       lipaudit certify demo --eps 0.005 --export properties/
       lipaudit certify --instances properties/instances.csv -o results.csv
+      lipaudit certify ./my-vit --data val/ --eps 1patch
     """
 
     samples: ClassVar[int] = 8
     scores = "always"
     alone = ("instances",)
 
-    eps: Balls = option((), "Radii for pixels in [0, 1] or token embeddings: 1/255 or 1/255,0.01.")
-    norm: BallNorm | None = option(None, "linf (default for images) or l2 (default for text).")
+    eps: Regions = option(
+        (), "Radii for pixels in [0, 1] or token embeddings: 1/255,0.01. Or 1patch."
+    )
+    norm: Literal[BallNorm, "patch"] | None = option(
+        None, "linf (default for images), l2 (default for text) or patch."
+    )
+    patch_size: int | None = option(
+        None,
+        "Side of the patches in pixels.",
+        need=Need("--norm patch", lambda options: options.counted == "patch"),
+        kinds=("image",),
+        usual="of the model's own patches",
+        ge=1,
+    )
     smooth: float | None = _of_smoothing("smooth")
     noise_samples: TwoCounts = _of_smoothing("noise_samples")
     alpha: float = _of_smoothing("alpha")
     denoiser: str | None = _of_smoothing("denoiser")
-    radius: bool = option(False, "Also search for the largest certified radius of every sample.")
+    radius: bool = option(
+        False,
+        "Also search for the largest certified radius of every sample.",
+        need=Need("a ball, not numbers of changes", lambda options: options.counted is None),
+    )
     tol: float = option(
         0.1,
         "Relative accuracy of the radius search.",
@@ -108,24 +128,25 @@ class CertifyOptions(MeasureOptions):
         "Proof method: 1 (affine, fast), 2 (quadratic, tighter and slower), or auto "
         "(2 if the input is small).",
     )
-    attack: str = option(
-        "pgd",
-        "Attacks to run before the proof: fgsm, pgd, autoattack (comma-separated), quick, or "
-        "custom:...",
+    attack: str | None = option(
+        None,
+        "Attacks that run first: fgsm,pgd,autoattack, quick or custom:...",
         values=AttackOptions.options()["attack"].values,
+        usual="pgd or patch",
     )
     nodes: int | None = option(
         None,
-        "Largest number of parts into which branch and bound may split a ball.",
+        "Largest number of parts into which branch and bound may split a ball, or the values of "
+        "each place of a patch.",
         ge=1,
-        usual=f"{NODES}, no limit with --seconds",
+        usual=f"{NODES}, for patches {PARTS}, no limit with --seconds",
     )
     seconds: float | None = option(
         None, "Time limit per sample. Results then depend on the machine.", gt=0
     )
     export: Path | None = option(
         None,
-        "Also write the model (ONNX), every ball (VNN-LIB) and instances.csv to a folder.",
+        "Also write model (ONNX), balls (VNN-LIB) and instances.csv to a folder.",
         need=Need("--eps", lambda options: options.eps),
         exclude=True,
     )
@@ -144,8 +165,22 @@ class CertifyOptions(MeasureOptions):
             if self._differs(known := self.options()[name]):
                 text = f"{known.flags[0]} has no meaning with --instances: properties are boxes"
                 raise UsageError(text, "Leave one of the two out.")
-        self.trials(self.eps or (SOME,))
+        self.trials(self.eps or (ONE if self.counted else SOME,))
         return self
+
+    @property
+    def counted(self) -> Norm | None:
+        """Return what the radii count, such as patches; None for balls.
+
+        Raises:
+            UsageError: radii have different units.
+        """
+        units = {radius.unit for radius in self.eps}
+        if len(units) > 1:
+            text = "a run certifies one kind of change, but the units of --eps differ"
+            raise UsageError(text, "Run it once for each: --eps 1patch, then --eps 2/255.")
+        counted: Any = "".join(units) or (self.norm if self.norm in WHOLE else None)
+        return counted
 
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
         """Return the measure of the smoothed classifier for `--smooth`, else this one.
@@ -155,6 +190,9 @@ class CertifyOptions(MeasureOptions):
         """
         if self.smooth is None:
             return name, self
+        if self.counted:
+            text = f"with --smooth certificates hold for balls, not for changed {self.counted}"
+            raise UsageError(text, "Give radii without a unit: --eps 0.25.")
         for field, known in self.options().items():
             if field not in OF_SMOOTHING and getattr(self, field) != "l2" and self._differs(known):
                 text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
@@ -167,8 +205,10 @@ class CertifyOptions(MeasureOptions):
         Raises:
             UsageError: an attack or a norm means nothing for it, or there is no radius.
         """
-        norm: BallNorm = self.norm or ("l2" if kind == "text" else "linf")
+        norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
+        if self.counted:
+            eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE,)
         if not eps and not self.radius:
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
@@ -176,7 +216,8 @@ class CertifyOptions(MeasureOptions):
         if self.export is not None and norm != "linf":
             text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
             raise UsageError(text, "Add --norm linf.")
-        filled = self.model_copy(update={"norm": norm, "eps": eps, "nodes": self.most_nodes})
+        known = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        filled = self.model_copy(update=known | {"attack": self.attack or self.counted or "pgd"})
         require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
         return filled
 
@@ -188,7 +229,19 @@ class CertifyOptions(MeasureOptions):
     @property
     def most_nodes(self) -> int | None:
         """Return the largest number of parts of a ball; None if --seconds is the only limit."""
-        return NODES if self.nodes is None and self.seconds is None else self.nodes
+        usual = PARTS if self.counted else NODES
+        return usual if self.nodes is None and self.seconds is None else self.nodes
+
+    def choose_patch(self, net: Net) -> tuple[int, int] | None:
+        """Return height and width of a patch; None for balls, or if unknown."""
+        own = net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
+        return own if self.counted == "patch" else None
+
+    def count_inputs(self, net: Net) -> int:
+        """Return the number of pixels that change at once in patches; 0 for balls."""
+        patch = self.choose_patch(net)
+        most = max(map(float, self.eps), default=0)
+        return int(most) * net.input_shape[0] * math.prod(patch) if patch else 0
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return the attacks on these balls, the smallest ball first.
@@ -196,15 +249,19 @@ class CertifyOptions(MeasureOptions):
         Raises:
             UsageError: an attack is unknown, or does not work on balls.
         """
-        named = self.attack.removeprefix("custom:").split(",")
+        attack = self.attack or self.counted or "pgd"
+        named = attack.removeprefix("custom:").split(",")
         for kind in (attack_kinds().get(name.strip()) for name in named):
-            if kind is not None and kind.counts:
+            if kind is not None and kind.counts is None and self.counted:
+                text = f"--attack {attack} cannot change {self.counted}"
+                raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
+            if kind is not None and kind.counts != self.counted:
                 raise UsageError(
-                    f"--attack {self.attack}: certificates hold for balls, not for changed "
+                    f"--attack {attack}: certificates hold for balls, not for changed "
                     f"{kind.counts}",
                     "Use --attack pgd.",
                 )
-        planned = read_plan(self.attack, norm=self.norm, radii=radii)
+        planned = read_plan(attack, norm=self.norm, radii=radii)
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))
 
 
@@ -220,7 +277,10 @@ CERTIFY_TABLE = Layout(
     display=Display(
         about="The true robust accuracy is between the certified share (proven) and the robust "
         "share (not broken by the attacks).",
-        columns=("norm", "eps_text", "clean", "certified", "robust", "undecided", "samples"),
+        columns=(
+            *("norm", "eps_text", "clean", "certified", "robust", "undecided", "places"),
+            "samples",
+        ),
         worst=("radius",),
         folded=False,
     ),
@@ -230,6 +290,11 @@ CERTIFY_TABLE = Layout(
             "verdict", "Verdict: wrong, broken, certified or undecided.", domain="ball", format="s"
         ),
         "why": Column("why undecided", "Reason why a sample is undecided.", domain="", format="s"),
+        "places": _proven_column(
+            "places proven",
+            "Share of the places of a patch (of the choices of several) that are proven.",
+            format=".1%",
+        ),
         "certified": _proven_column(
             "certified",
             "Whether it is proven that no input in the ball changes the class.",
@@ -257,6 +322,11 @@ CERTIFY_TABLE = Layout(
         "certified_low": limit_column("low"),
         "certified_high": limit_column("high"),
         "undecided": count_column("undecided", "Samples neither broken nor certified."),
+        "places": _proven_column(
+            "places",
+            "Share of the places of a patch that are proven, of samples that are not broken.",
+            format=".1%",
+        ),
         "order": count_column(
             "order", "Proof method: 1 is affine, 2 quadratic (tighter and slower).", default=1
         ),
@@ -338,9 +408,10 @@ def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float)
 
     return Proof(
         norm=options.norm or "linf",
-        order=choose_order(net, sample, options.order),
+        order=choose_order(net, sample, options.order, options.count_inputs(net)),
         nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
         deadline=time.monotonic() + seconds,
+        patch=options.choose_patch(net),
     )
 
 
@@ -366,13 +437,14 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         text = "certificates are computed on one device, but --device-map uses several"
         raise UsageError(text, "Leave --device-map out, or name one device beside cpu and disk.")
     for trial in options.trials(options.eps) if options.eps else ():
-        require_radius(trial, net.box, net.input_shape)
+        require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     # At one order the longest sample needs the most memory: check each order in use.
     lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
     places = {length: i for i, length in enumerate(lengths)}
     each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
-    for order, sample in {choose_order(net, s, options.order): s for s in each}.items():
-        require_room(net, sample, order)
+    inputs = options.count_inputs(net)
+    for order, sample in {choose_order(net, s, options.order, inputs): s for s in each}.items():
+        require_room(net, sample, order, inputs)
     first = batch[:1].trim().to(net.device, net.dtype)
     require_rules(net, first)
     if options.export is not None:
@@ -386,15 +458,20 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     # A ball that was not tried lies inside a certified one, or an attack broke a smaller one.
     tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
+    robust = [bracket.correct and bracket.nearest > eps for eps in radii]
+    # Of a number of patches that was not tried all places are proven.
+    places = [bracket.tried[eps].places if eps in bracket.tried else 1.0 for eps in radii]
+    counted = options.counted is not None
     values = {
         "label": bracket.label,
         "predicted": bracket.predicted,
         "correct": bracket.correct,
         "order": bracket.proof.order,
-        "robust": [bracket.correct and bracket.nearest > eps for eps in radii],
+        "robust": robust,
         "certified": [bracket.certified >= eps for eps in radii],
         "why": [each.why for each in tried],
         "nodes": [each.nodes for each in tried],
+        "places": [p if r and counted else math.nan for p, r in zip(places, robust, strict=True)],
         "seconds": seconds,
     }
     if not options.radius:
@@ -467,6 +544,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         **base.share_columns("robust", robust),
         **base.share_columns("certified", certified),
         undecided=(robust > certified).sum(0),
+        places=[base.reduce_known(each, np.mean) for each in once["places"].T],
         order=int(once["order"].max()),
         nodes=once["nodes"].sum(0),
         seconds=once["seconds"].sum(0).round(3),
@@ -518,6 +596,9 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
             "certified": certified.astype(int),
         }
         columns |= {row.trial.column(name): values.tolist() for name, values in each.items()}
+        if row.norm == "patch":
+            places = [base.number_or_none(share) for share in arrays["places"][:, i]]
+            columns[row.trial.column("places")] = places
     if "radius" in arrays:
         columns["radius"] = [base.number_or_none(r) for r in arrays["radius"]]
         found = arrays["radius_adversarial"]

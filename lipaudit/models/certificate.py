@@ -11,15 +11,19 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from lipaudit.attacks.balls import distance
+from lipaudit.attacks.balls import distance, select_places
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
 from lipaudit.attacks.kinds import Trial
+from lipaudit.attacks.oracle import margins as worst_margins
+from lipaudit.attacks.oracle import pull
 from lipaudit.certify.branch import decide
 from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, margins, run
@@ -33,12 +37,14 @@ from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.policy import NODES
 
-Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
+Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded", "broken"]
 
 # Number of forms of the widest tensor held at once during a pass.
 TENSORS = 4
 # Largest number of input pairs for which auto chooses order 2.
 MOST_PAIRS = 10_000
+# Largest number of parts by the signs of ReLUs before a box of pixels is bisected.
+SIGNS = 256
 
 
 @dataclass(frozen=True)
@@ -46,16 +52,18 @@ class Proof:
     """The settings of a proof.
 
     Attributes:
-        norm: norm of the ball.
+        norm: norm of the ball, or patch: any values in as many patches as the radius.
         order: 1 for affine forms, 2 for quadratic ones.
-        nodes: largest number of parts of a ball in branch and bound.
+        nodes: largest number of parts of a ball in branch and bound; with patches of each place.
         deadline: time (of `time.monotonic`) after which no new step begins.
+        patch: height and width of a patch, for the norm patch.
     """
 
-    norm: Norm = "linf"
+    norm: Norm | Literal["patch"] = "linf"
     order: int = 1
     nodes: int = NODES
     deadline: float = math.inf
+    patch: tuple[int, int] | None = None
 
     @property
     def seconds(self) -> float:
@@ -70,16 +78,18 @@ class Certificate:
     Attributes:
         certified: every input of the ball is proven to get the label.
         why: why the proof failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
-            all ReLUs are fixed), "nodes" or "seconds" (the limits), or "unbounded" (the bounds
-            overflowed: the ball is too large).
+            all ReLUs are fixed), "nodes" or "seconds" (the limits), "unbounded" (the bounds
+            overflowed: the ball is too large), or "broken" (an input of another class was found).
         bound: smallest margin of a part, up to a positive factor; proven if certified.
         nodes: number of parts of the ball that were examined.
+        places: share of the places of patches that are proven.
     """
 
     certified: bool
     why: Why
     bound: float = -math.inf
     nodes: int = 0
+    places: float = math.nan
 
 
 def certificate(
@@ -92,6 +102,7 @@ def certificate(
         sample: one sample; for texts the ball is in the embeddings.
         label: the class to prove.
         eps: radius of the ball in the attacked space; the L-inf ball is intersected with the box.
+            For the norm patch the number of patches.
         proof: the settings of the proof.
 
     Raises:
@@ -100,6 +111,8 @@ def certificate(
     proof = proof or Proof()
     if proof.seconds <= 0:
         return Certificate(certified=False, why="seconds")
+    if proof.norm == "patch":
+        return _prove_places(net, sample, label, int(eps), proof)
     free = net.free(sample)
     start = ball(
         net.point(sample),
@@ -110,6 +123,11 @@ def certificate(
         moving=None if free is None else free[..., None],
         dtype=net.dtype,
     )
+    return _prove_form(net, sample, label, start, proof)
+
+
+def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) -> Certificate:
+    """Try to prove that every input of a form gets the label."""
     try:
         logits = run(lambda z: net.forward(z, sample), start, module=net.module)
         verdict = decide(margins(logits, label), nodes=proof.nodes, seconds=proof.seconds)
@@ -121,11 +139,69 @@ def certificate(
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
 
 
-def choose_order(net: Net, sample: Batch, asked: str = "auto") -> int:
-    """Return the order of forms: the requested one, or the default for this size of input."""
+def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
+    """Try to prove the label for any values in any k patches, one choice of places at a time."""
+    assert proof.patch is not None
+    x, (low, high) = net.point(sample), net.box or (0.0, 1.0)
+    tried = []
+    for chosen in combinations(range(x[0, 0].numel() // math.prod(proof.patch)), k):
+        inside = select_places(torch.tensor([chosen], device=x.device), x, proof.patch)
+        ends = torch.where(inside, low, x), torch.where(inside, high, x)
+        tried.append(_prove_box(net, sample, label, *ends, proof))
+        if tried[-1].why == "broken":
+            break
+    failed = [each for each in tried if not each.certified]
+    return Certificate(
+        not failed,
+        failed[-1].why if failed else "",
+        min(each.bound for each in tried),
+        sum(each.nodes for each in tried),
+        1 - len(failed) / len(tried),
+    )
+
+
+def _prove_box(
+    net: Net, sample: Batch, label: int, low: Tensor, high: Tensor, proof: Proof
+) -> Certificate:
+    """Try to prove the label for a box of inputs, which is bisected where its bounds are loose.
+
+    A part is cut in the pixel that moves the smallest margin most: half its width times the
+    gradient at the centre. The mean gradient is added, as a wide pixel may be flat at the centre.
+    """
+    parts, nodes, least = [(low, high)], 0, math.inf
+    while parts:
+        if nodes >= proof.nodes or proof.seconds <= 0:
+            why: Why = "seconds" if proof.seconds <= 0 else "nodes"
+            return Certificate(False, why, least, nodes)
+        low, high = parts.pop()
+        centre, nodes = (low + high) / 2, nodes + 1
+        # In double precision: a difference that was rounded down would miss an end.
+        wide = [end.to(torch.float64) - centre.to(torch.float64) for end in (low, high)]
+        radius = torch.maximum(-wide[0], wide[1])
+        start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
+        limited = replace(proof, nodes=min(proof.nodes, SIGNS))
+        part = _prove_form(net, sample, label, start, limited)
+        least = min(least, part.bound)
+        if part.certified:
+            continue
+        with torch.enable_grad():
+            z, y = centre.clone().requires_grad_(), torch.tensor([label], device=centre.device)
+            margin = worst_margins(net.forward(z, sample), y)
+        slope = pull((z, margin), torch.ones_like(margin)).abs()
+        if float(margin.detach()) < 0:
+            return Certificate(False, "broken", float(margin.detach()), nodes)
+        widest = (radius * (slope + slope.mean())).flatten().argmax()
+        first, second = high.clone(), low.clone()
+        first.view(-1)[widest] = second.view(-1)[widest] = centre.view(-1)[widest]
+        parts += [(low, first), (second, high)]
+    return Certificate(True, "", least, nodes)
+
+
+def choose_order(net: Net, sample: Batch, asked: str = "auto", inputs: int = 0) -> int:
+    """Return the order of forms: the requested one, or the default for this number of inputs."""
     if asked != "auto":
         return int(asked)
-    inputs = _count_inputs(net, sample)
+    inputs = inputs or _count_inputs(net, sample)
     return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
 
 
@@ -135,12 +211,12 @@ def _count_inputs(net: Net, sample: Batch) -> int:
     return point.numel() if free is None else int(free.sum()) * point.shape[-1]
 
 
-def require_room(net: Net, sample: Batch, order: int) -> None:
+def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
     Each row of symbols is as wide as the widest tensor, and several tensors exist at once. There
     is one row per input (at order 2 also per pair of inputs), and about one per number that an
-    innermost module returns.
+    innermost module returns. `inputs` may state how many entries change at once.
 
     Raises:
         InputError: the message states the memory needed.
@@ -149,7 +225,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
     note = lambda _name, out: counts.append(out.numel())  # noqa: E731
     with watch_outputs(net.module, note), eager(), torch.no_grad():
         net.output(sample)
-    inputs = _count_inputs(net, sample)
+    inputs = inputs or _count_inputs(net, sample)
     # Upper estimate: every number that an innermost module returns may add a symbol of its own.
     rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0) + sum(counts)
     widest = max([net.point(sample).numel(), *counts])
@@ -323,13 +399,16 @@ class Bracket:
         self.seconds[eps] = time.perf_counter() - began
         if self.tried[eps].certified:
             self.certified = max(self.certified, eps)
+        elif self.tried[eps].why == "broken":
+            self.nearest = min(self.nearest, eps)
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, first the sample without attack; each sample has its own random stream."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
         chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))
         model = self.net.make_classifier(self.sample)
-        return evaluate_chunk(model, chunk, trials, box=self.net.box, seed=self.seed)
+        box, patch = self.net.box, self.proof.patch
+        return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)
 
 
 def _search(

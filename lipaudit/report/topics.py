@@ -204,7 +204,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Verdicts of certificates": {
         "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
-        "broken": "An attack found a misclassified input in the ball.",
+        "broken": "An attack, or the search of a proof, found a misclassified input in the ball.",
         "certified": "Proven: every input of the ball is classified correctly.",
         "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
         "bound": "Why a sample is undecided: loose bounds, and no ReLU to split further.",

@@ -397,9 +397,9 @@ def _radii(values: Any) -> Any:
     return tuple(distinct([*chain(*(r if isinstance(r, tuple) else (r,) for r in read))]))
 
 
-def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
+def _balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:
     for radius in radii:
-        if radius.unit:
+        if radius.unit and radius.unit not in counted:
             raise ValueError(f"certificates hold for balls, not for changed {radius.unit}")
         if not radius.value:
             raise ValueError("give a radius above 0")
@@ -480,5 +480,6 @@ Radii = Annotated[
     BeforeValidator(_radii),
     PlainSerializer(lambda radii: [radius.text for radius in radii]),
 ]
-# Radii of certificates.
+# Radii of certificates: of balls, and numbers of changes that can be certified, too.
 Balls = Annotated[Radii, AfterValidator(_balls)]
+Regions = Annotated[Radii, AfterValidator(partial(_balls, counted=("patch",)))]

@@ -322,7 +322,7 @@ def test_a_model_is_refused_before_anything_runs(model, shape, changes, error, s
 
 
 def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeypatch):
-    def require_short(_net, sample, _order):
+    def require_short(_net, sample, *_):
         if sample.x.shape[1] > 9:
             raise InputError("no room")
 

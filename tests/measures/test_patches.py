@@ -1,0 +1,114 @@
+"""Certificates of patches, held to a closed form and to every value of every pixel."""
+
+import copy
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+
+import lipaudit
+from lipaudit import ModelSpec
+from lipaudit.data.batch import Batch
+from lipaudit.models.certificate import Proof, certificate
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loader import borrow
+from tests.measures.test_certify import Small, in_order
+
+SHAPE = (1, 2, 4)
+
+
+class Flat(nn.Module):
+    """Two classes, a plane apart: what one patch can do is known in closed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+def test_linear_classifiers_are_certified_exactly_where_no_k_patches_turn_them():
+    torch.manual_seed(0)
+    model, x = Flat().double(), torch.rand(10, 1, 4, 4, dtype=torch.float64)
+    weight = (model.head.weight[0] - model.head.weight[1]).detach()
+    gain = torch.maximum(weight * x.flatten(1), weight * (x.flatten(1) - 1))
+    # Sums over 2x2 patches, then the k largest of the four.
+    gain = gain.view(-1, 2, 2, 2, 2).sum((2, 4)).flatten(1)
+    for k in (1, 2):
+        largest = torch.stack([gain[:, list(c)].sum(1) for c in combinations(range(4), k)], 1)
+        # Margins around what k patches can take away.
+        margin = largest.amax(1) * torch.linspace(0.9, 1.1, 10, dtype=torch.float64)
+        for i, m in enumerate(margin):
+            each = copy.deepcopy(model)
+            bias = m - (weight * x[i].flatten()).sum()
+            each.head.bias = nn.Parameter(torch.stack([bias, torch.zeros_like(bias)]))
+            with borrow(ModelSpec(each, (1, 4, 4)), LoadOptions(dtype="float64"), None) as net:
+                proof = Proof(norm="patch", patch=(2, 2), nodes=8)
+                found = certificate(net, Batch(x[i : i + 1], None, ("0",)), 0, k, proof)
+            assert found.certified == (m > largest[i].max())
+            assert (found.places == 1) == found.certified
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A transformer whose samples are of its own classes, and certificates of one pixel."""
+    model, x = Small().eval(), torch.rand(5, *SHAPE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.into.weight.mul_(0.8)
+        y = model(x).argmax(1)
+    return model, (x, y), measured(model, (x, y), eps="1patch", nodes=16)
+
+
+def measured(model, data, **options):
+    given = {
+        "data": data,
+        "input_shape": SHAPE,
+        "order": "1",
+        "samples": 5,
+        "patch_size": 1,
+    } | options
+    return lipaudit.measure(model, "certify", **given).section("certify")
+
+
+def test_no_value_of_a_pixel_breaks_what_is_certified(small):
+    model, data, section = small
+    verdicts, values = section.samples["verdict@patch,1"], torch.linspace(0, 1, 129)
+    assert {"certified", "broken"} <= {*verdicts}
+    for x, y, verdict in zip(*in_order(section.samples, data), verdicts, strict=True):
+        moved = x.flatten().repeat(8, len(values), 1)
+        moved[torch.arange(8), :, torch.arange(8)] = values
+        with torch.no_grad():
+            stands = bool((model(moved.view(-1, *SHAPE)).argmax(1) == y).all())
+        assert stands or verdict == "broken"
+        if verdict == "broken":  # bisection meets what breaks it, without an attack
+            with borrow(model, LoadOptions(), SHAPE) as net:
+                proof = Proof(norm="patch", patch=(1, 1), nodes=64)
+                found = certificate(net, Batch(x[None], None, ("0",)), int(y), 1, proof)
+            assert (found.certified, found.why) == (False, "broken")
+
+
+def test_undecided_samples_say_which_share_of_places_is_proven(small):
+    model, data, section = small
+    assert (section.settings["norm"], section.settings["attack"]) == ("patch", "patch")
+    assert (section.settings["eps"], section.settings["nodes"]) == (["1"], 16)
+    once = measured(model, data, norm="patch", nodes=1)
+    for each in (section, once):
+        shares = each.samples["places@patch,1"]
+        for verdict, why, share in zip(
+            *(each.samples[f"{name}@patch,1"] for name in ("verdict", "why")), shares, strict=True
+        ):
+            if verdict == "undecided":
+                assert why in ("nodes", "bound", "unbounded")
+                assert 0 <= share < 1
+            else:
+                assert (share, why) == (1.0 if verdict == "certified" else None, "")
+        known = [share for share in shares if share is not None]
+        assert each.rows[0].places == pytest.approx(sum(known) / len(known))
+    # Without splits less is proven, and nothing else.
+    pairs = zip(
+        once.samples["certified@patch,1"], section.samples["certified@patch,1"], strict=True
+    )
+    assert all(first <= second for first, second in pairs)
+    assert once.rows[0].places < section.rows[0].places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial, reduce
@@ -24,6 +23,13 @@ from lipaudit.attacks.kinds import (
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
+from lipaudit.measures.examples import (
+    DRAWN,
+    TABLE,
+    describe_examples,
+    encode_examples,
+    find_first,
+)
 from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import (
@@ -48,8 +54,6 @@ if TYPE_CHECKING:
 IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
 # The attack of --transfer.
 TRANSFER = "transfer"
-# File ending for changed texts; any other example is a tensor.
-TABLE = ".jsonl"
 
 
 def _attack(*efforts: str) -> Need:
@@ -334,9 +338,6 @@ ATTACK_TABLE = Layout(
     },
 )
 
-# Number of broken samples stored as examples, the worst first.
-DRAWN = 512
-
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield, for each chunk of samples, the outcome of every trial.
@@ -481,7 +482,7 @@ def _make_part(
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
     }
     if chunk.number * CHUNK < DRAWN:
-        facts["examples"] = _describe_examples(
+        facts["examples"] = describe_examples(
             net, batch, chunk, [clean, *ends], options.batch_size
         )
     if chunk.texts is not None:
@@ -496,56 +497,6 @@ def _make_part(
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     return Part(batch.ids, arrays, facts, remarks)
-
-
-def _describe_examples(
-    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
-) -> dict[str, dict[str, Any]]:
-    """Describe each broken sample with the first adversarial example that broke it."""
-    import torch
-
-    from lipaudit.data.images import thumbnail
-    from lipaudit.measures import texts
-
-    clean, *ends = outcomes
-    fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
-    which = fallen.any(1).nonzero().flatten()
-    if not len(which):
-        return {}
-    first = [ends[t] for t in fallen[which].int().argmax(1).tolist()]
-    x_adv = torch.stack([end.x_adv[i] for i, end in zip(which, first, strict=True)])
-    broken = batch.rows(which.to(batch.x.device))
-    with torch.no_grad():
-        before = torch.cat([net.output(part).softmax(1) for part in broken.split(size)])
-        rows = torch.split(torch.arange(len(broken), device=x_adv.device), size)
-        after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
-        for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
-            if end.drafts is not None and chunk.texts is not None:
-                reader = chunk.texts.reader
-                ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
-                after[i] = reader.output(ids, None).softmax(1)[0]
-    pairs = torch.stack([chunk.y[which], after.argmax(1)], 1)
-    scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
-    names = dict(enumerate(net.labels or ()))
-    examples: dict[str, dict[str, Any]] = {}
-    for i, (name, end, row) in enumerate(zip(broken.ids, first, which.tolist(), strict=True)):
-        examples[name] = {
-            "trial": str(end.trial.key if end.trial else ""),
-            "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
-            "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
-            "before": scores[0][i].round(decimals=4).tolist(),
-            "after": scores[1][i].round(decimals=4).tolist(),
-        }
-        if net.kind == "image":  # the difference is scaled up around grey
-            x, adversarial = broken.x[i].cpu(), x_adv[i].cpu()
-            times = 0.5 / max(float((adversarial - x).abs().max()), torch.finfo(x.dtype).tiny)
-            examples[name] |= {
-                "image": thumbnail(x, net.box),
-                "adversarial": thumbnail(adversarial, net.box),
-                "difference": thumbnail(0.5 + times * (adversarial - x)),
-                "times": float(f"{times:.2g}"),
-            }
-    return examples
 
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
@@ -618,13 +569,6 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     ]
 
 
-def find_first(broken: Values) -> Values:
-    """Return the first trial that broke each sample, else the last; broken: (samples, trials)."""
-    import numpy as np
-
-    return np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
-
-
 def calibration_error(confidence: Values, correct: Values) -> float:
     """Return the expected calibration error of samples with these confidences in [0, 1].
 
@@ -695,36 +639,6 @@ def sum_checks(parts: Sequence[Part]) -> Checks:
     return reduce(Checks.__add__, each)
 
 
-def encode_examples(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:
-    """Return the file of `--save-adv`: changed texts, or tensors (not read by `--data`).
-
-    `x` holds, for each sample, the first example that broke it, in the order of the trials, else
-    the last one tried. `y` holds the labels, and a tensor per trial holds its examples. The
-    metadata hold the sample ids. Embeddings of shorter texts are padded with zeros.
-    """
-    import numpy as np
-    from safetensors.numpy import save
-
-    from lipaudit.attacks.transfer import FIRST, LABELS, MADE_OF
-    from lipaudit.measures import texts
-
-    if options.save_adv is None:
-        return {}
-    if options.save_adv.suffix == TABLE:
-        return {options.save_adv: texts.table(parts)}
-    each = [part.values["x_adv"] for part in parts]
-    longest = max(x.shape[2] for x in each)
-    room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
-    x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
-    broken = ~base.join_parts(parts, "robust").astype(bool)
-    first = find_first(broken)
-    keys = [str(trial.key) for trial in options.trials()]
-    tensors = {key: np.ascontiguousarray(x_adv[:, i]) for i, key in enumerate(keys)}
-    tensors[FIRST] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
-    tensors[LABELS] = base.join_parts(parts, "label").astype(np.int64)
-    return {options.save_adv: save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})}
-
-
 ATTACK = Measure(
     "attack",
     (ATTACK_TABLE,),
@@ -733,6 +647,6 @@ ATTACK = Measure(
     summarise,
     batch=CHUNK,
     chunk=CHUNK,
-    encode_files=encode_examples,
+    encode_files=lambda parts, options: encode_examples(parts, options.save_adv, options.trials()),
     check=check,
 )

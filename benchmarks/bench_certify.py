@@ -56,14 +56,14 @@ class Block(nn.Module):
 
 
 class ReluViT(nn.Module):
-    """17 tokens, the class token read out."""
+    """17 tokens, or fewer of larger patches; the class token is read out."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH, patch: int = PATCH) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.patch = nn.Conv2d(3, WIDTH, patch, patch)
         self.token = nn.Parameter(0.1 * torch.randn(1, 1, WIDTH))
-        self.position = nn.Parameter(0.1 * torch.randn(1, 1 + (SIDE // PATCH) ** 2, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.position = nn.Parameter(0.1 * torch.randn(1, 1 + (SIDE // patch) ** 2, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
         self.norm, self.head = TokenNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

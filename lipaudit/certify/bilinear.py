@@ -6,9 +6,19 @@ Each is bounded by the product of the radii, summed over what is contracted, or 
 lengths of the contracted vectors (Cauchy-Schwarz, `lengths`), whichever is less: where many
 errors add up, entries of a vector are not at their largest all at once.
 
+Order 1, polarisation: with u = dx / a and v = dy / b for any a, b > 0,
+
+    dx dy = a b ((u + v)^2 - (u - v)^2) / 4
+
+so that sum_j dx_j dy_j lies in [-sum a b r_-^2 / 4, sum a b r_+^2 / 4] with r the radii of u - v
+and of u + v: of forms, so symbols that both share count once. For the radii a and b, each r is at
+most 2, which gives a b; it is less the more symbols move both (root 2 and half of a b for many
+with random signs, and [0, a b] for u = v).
+
 Rows of an attention map sum to one, so that P V = P (V - k) + k for any constant k of each row and
-channel. As P is off by an error of its own in every entry, sum_j err_j |v_j - k| is least for the
-median of the v_j weighted by these errors.
+channel. P is off by an error err_j of its own in every entry, and what its row sums to is off from
+one by R, through errors that scale the whole row p: sum_j err_j |v_j - k| + R |sum_j p_j v_j - k|
+is least for the median, weighted by err and R, of the v_j and of their mean by p.
 
 Lengths of vectors of a form: bounds of their 2-norms over the whole ball.
 
@@ -30,6 +40,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.certify import affine
@@ -42,6 +53,13 @@ _ROWS = 512
 
 _SQUARINGS = 4
 """Number of squarings of a matrix when its norm is bounded through a power of it."""
+
+_WORTH = 0.02
+"""Share of a product that its remainder must have to be bounded by polarisation, which takes as
+long as the product itself."""
+
+_STILL = 1e-15
+"""Radius below which an entry counts as one that moves by this much."""
 
 
 def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -118,15 +136,21 @@ def matmul(x: Any, y: Any) -> Form:
         if isinstance(x, Form):
             return affine.linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
         return affine.linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
-    # P V: what the rows of P are off by, before that becomes symbols, weighs the median.
-    errors = x.slack if x.simplex else None
+    # P V: what the rows of P are off by, before that becomes symbols, weighs the median. What a
+    # whole row is off by, as by the error of its logarithm, acts on the mean of the values.
+    weights = None
+    if x.simplex:
+        sums, blocks = x.by_row().map_rows(lambda t: t.sum(-1, keepdim=True))
+        weights = torch.cat([x.slack, x.symbols.sizes(sums, blocks).mass], -1)
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
     result = _product(x, y, torch.matmul)
-    if errors is None:
+    if weights is None:
         return result
-    return _shift_values(result, x, _weighted_median(y.centre, errors))
+    values = y.centre.mT[..., None, :, :].expand(*result.shape, -1)
+    values = torch.cat([values, (x.centre @ y.centre)[..., None]], -1)
+    return _shift_values(result, x, _weighted_median(values, weights[..., None, :]))
 
 
 def mul(x: Any, y: Any) -> Form:
@@ -179,19 +203,58 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
         if longest:
             radius = torch.minimum(radius, longest[0][i] * longest[1][j])
         remainder = remainder + radius
+    moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
+    shift = torch.zeros_like(moving)
+    if matrices and symbols.order == 1 and remainder.sum() > _WORTH * moving.sum():
+        least, most = _polarise(x, y)
+        better = least + most < 2 * remainder
+        shift = torch.where(better, (most - least) / 2, 0.0)
+        remainder = torch.where(better, up((most + least) / 2), remainder)
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         rows = _rows_matmul if matrices else f
         symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
     # What rounding and underflow take from sums of so many products.
     terms = x.shape[-1] if matrices else 1
-    moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     # Underflow: every product of every generator may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
     under = 8 * count * terms * tiny(dtype) * (1 + x_size.sum() + y_size.sum())
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    slack = up(slack + lost + under, terms + 16)
-    return Form(f(x.centre, y.centre), dense, slack, symbols, blocks=blocks)
+    slack = up(slack + lost + under + gamma(4, DOUBLE) * shift.abs(), terms + 16)
+    return Form(f(x.centre, y.centre) + shift, dense, slack, symbols, blocks=blocks)
+
+
+def _polarise(x: Form, y: Form) -> tuple[Tensor, Tensor]:
+    """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1."""
+    symbols, dtype, n = x.symbols, x.symbols.dtype, x.symbols.n
+    rows = max(len(x.dense), len(y.dense))
+    # Any scales are valid: those that are the radii, of what moves at all, leave least.
+    s, t = ((z.mass + z.slack).clamp_min(_STILL).to(dtype).reciprocal() for z in (x, y))
+    # (*b, j, i, rows) and (*b, j, d, rows).
+    u, v = (
+        F.pad(z.dense.movedim(0, -1) * scale[..., None], (0, rows - len(z.dense)))
+        for z, scale in ((x, s), (y, t))
+    )
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])
+    u, v = u.transpose(-3, -2).flatten(0, -3), v.flatten(0, -3)
+    s, t = s.to(DOUBLE).mT[..., :, None], t.to(DOUBLE)[..., None, :]
+    # Slack, and errors that only x has: they act on both in the same way.
+    alone = (symbols.sizes(x.dense[:0], x.blocks).errors + x.slack).mT[..., :, None] * s
+    alone = alone + y.slack[..., None, :] * t
+    power, exact = 2.0 if symbols.norm == "l2" else 1.0, "donot_use_mm_for_euclid_dist"
+
+    def square(v: Tensor) -> Tensor:
+        both = torch.cdist(u[..., :n], v[..., :n], power, exact).to(DOUBLE)
+        both = both + torch.cdist(u[..., n:], v[..., n:], 1.0).to(DOUBLE)
+        # The roundings of a sum, and of u and v, each of which is about 1 in all.
+        both = (
+            both * (1 + gamma(rows + 8, dtype))
+            + gamma(16, dtype)
+            + 4 * (rows * tiny(dtype)) ** 0.5
+        )
+        return up((up(both.view(shape) + alone).square() / (4 * s * t)).sum(-3), shape[-3] + 32)
+
+    return square(v), square(-v)
 
 
 def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -232,13 +295,11 @@ def _shift_values(product: Form, x: Form, kappa: Tensor) -> Form:
 
 
 def _weighted_median(v: Tensor, weight: Tensor) -> Tensor:
-    """The median over keys of v (*b, keys, d), weighted by rows: (*b, rows, keys) -> rows, d."""
-    v, order = v.sort(-2)
-    shape = (*weight.shape[:-1], v.shape[-1], weight.shape[-1])
-    by_channel = weight[..., None, :].expand(shape)
-    summed = by_channel.gather(-1, order.mT[..., None, :, :].expand(shape)).cumsum(-1)
-    place = (summed < summed[..., -1:] / 2).sum(-1, keepdim=True).clamp_max(shape[-1] - 1)
-    return v.mT[..., None, :, :].expand(shape).gather(-1, place)[..., 0]
+    """Return the median over the last axis by weights that broadcast to v."""
+    v, order = v.sort(-1)
+    summed = weight.expand_as(order).gather(-1, order).cumsum(-1)
+    place = (summed < summed[..., -1:] / 2).sum(-1, keepdim=True).clamp_max(v.shape[-1] - 1)
+    return v.gather(-1, place)[..., 0]
 
 
 def einsum(equation: str, *operands: Any) -> Any:

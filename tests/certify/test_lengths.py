@@ -117,3 +117,18 @@ def test_the_logarithm_of_a_sum_of_exponentials(order, move, weight, points, exc
         share = centre.softmax(-1)[0, 0].double()
         square = share * (1 - share) * move**2
         assert (form.slack < square * torch.tensor(move).double().exp()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_products_know_the_symbols_that_both_factors_share(norm, dtype, points, excess):
+    """Of entries e_i: e_i^2 lies in [0, 1], and on the L2 ball |e_i e_j| <= 1/2."""
+    x = ball(torch.zeros(1, N, 1), 1.0, norm=norm, order=1, dtype=dtype)
+    product = run(lambda z: z @ z.mT, x)
+    e, inputs = points(x, 400)
+    assert excess(product, e, inputs @ inputs.mT) <= 1e-13
+    low, high = (end[0] for end in product.range())
+    most = torch.full((N, N), 0.5 if norm == "l2" else 1.0).double()
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(high, most.fill_diagonal_(1.0), **close)
+    torch.testing.assert_close(low, -most.fill_diagonal_(0.0), **close)

@@ -27,7 +27,15 @@ from lipaudit.measures.attack import (
 )
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.smoothing import SmoothingOptions
-from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option
+from lipaudit.settings.option import (
+    Need,
+    Radii,
+    Regions,
+    TwoCounts,
+    needs,
+    option,
+    repeat_option,
+)
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -56,10 +64,7 @@ BallNorm = Literal["linf", "l2"]
 OF_SMOOTHING = SmoothingOptions.options()
 
 
-def _of_smoothing(name: str) -> Any:
-    known, default = OF_SMOOTHING[name], SmoothingOptions.model_fields[name].default
-    need = None if name == "smooth" else needs("smooth")
-    return option(default, known.help, need=need, exclude=True)
+_of_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), exclude=True)
 
 
 # Placeholder radii for planning attacks before the radius search: of a ball, and of what counts.
@@ -107,7 +112,7 @@ class CertifyOptions(MeasureOptions):
         usual="of the model's own patches",
         ge=1,
     )
-    smooth: float | None = _of_smoothing("smooth")
+    smooth: float | None = _of_smoothing("smooth", need=None)
     noise_samples: TwoCounts = _of_smoothing("noise_samples")
     alpha: float = _of_smoothing("alpha")
     denoiser: str | None = _of_smoothing("denoiser")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lipaudit.errors import StructureError, of_machine, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
-from lipaudit.settings.option import Need, option
+from lipaudit.settings.option import Need, option, repeat_option
 from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import HEAD, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
 Cells = dict[str, Any]
 
 
-def _of_norms(name: str) -> Any:
-    known = copy(NormOptions.model_fields[name])
-    need = Need("--at-samples", lambda options: options.at_samples)
-    extra: Any = known.json_schema_extra
-    known.json_schema_extra = {"option": extra["option"] | {"need": need}}
-    return known
+AT_SAMPLES = Need("--at-samples", lambda options: options.at_samples)
+_of_norms = partial(repeat_option, NormOptions, need=AT_SAMPLES)
 
 
 class WeightsOptions(NormOptions):

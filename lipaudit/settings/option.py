@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -117,6 +118,15 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
     # Defaults of parsed types are stored as text, as a person would type them.
     how.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": known}, **how)
+
+
+def repeat_option(source: type[Settings], name: str, **how: Any) -> Any:
+    """Declare an option of other settings again, with other attributes (need, exclude...)."""
+    known = copy(source.model_fields[name])
+    extra: Any = known.json_schema_extra
+    known.exclude = how.pop("exclude", known.exclude)
+    known.json_schema_extra = {"option": extra["option"] | how}
+    return known
 
 
 class Settings(BaseModel):

@@ -138,6 +138,7 @@ def test_outliers_are_named_and_a_variant_of_a_norm_has_no_gain():
         norm = kind(20)
         with torch.no_grad():
             norm.weight[7] = 9.0
+            norm.weight[3] = 6.0  # 2.3 standard deviations off: no outlier
         net = own_net(nn.Sequential(Block(norm)), (6, 20))
         tables = {s.measure: s for s in run_measure("weights", net, own_batch(draw(0, 1, 6, 20)))}
         (row,) = tables["weights.gains"].rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -104,10 +104,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         loader, added = _choose_loader(config, options.classes)
         quantised = ""
         if options.pretrained:
-            quantised = plan_dequantising(config, path)
+            kinds = _read_kinds(path)
+            quantised, remarks = plan_dequantising(config, path, {*kinds.values()})
             kept = options.weights == "stored" or options.device_map is not None
             kept = kept and not quantised
-            module, report, notes = _load_weights(loader, path, config, kept=kept)
+            module, report, notes = _load_weights(loader, path, config, kinds, kept=kept)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
             missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
             if added:  # only the weights below the new classifier and its pooler have to fit
@@ -116,7 +117,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
                     [k for k in keys if _is_inside(base, k) and not _has_part(k, POOLER)]
                     for keys in (missing, surplus, wrong)
                 )
-            notes = _require_complete(module, missing, surplus, wrong, path) + notes
+            notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
         else:
             module, notes = _build(loader, config), (RANDOM,)
         spec = describe_transformers(module, options, path=path)
@@ -356,8 +357,21 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
     return getattr(transformers, auto), added
 
 
+def _read_kinds(path: Path) -> dict[str, str]:
+    """Return the number format of every tensor in the safetensors files of a directory."""
+    from safetensors import SafetensorError, safe_open
+
+    kinds = dict[str, str]()
+    files = list_weight_files(file.name for file in path.iterdir())
+    for file in (path / name for name in files if name.endswith(".safetensors")):
+        # Loading explains why a file cannot be read.
+        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
+            kinds |= {k: stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
+    return kinds
+
+
 def _load_weights(
-    loader: Any, path: Path, config: Any, *, kept: bool
+    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], *, kept: bool
 ) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
     """Load the weights; return the model, transformers' report on names and shapes, and notes.
 
@@ -365,22 +379,14 @@ def _load_weights(
         loader: the class that loads the model.
         path: the directory.
         config: its configuration.
+        kinds: number formats of its weights by name.
         kept: whether weights that are all of one precision stay as stored.
     """
-    from safetensors import SafetensorError, safe_open
-
-    kinds, codes = set[str](), list[str]()
-    files = list_weight_files(file.name for file in path.iterdir())
-    for file in (path / name for name in files if name.endswith(".safetensors")):
-        # Loading explains why a file cannot be read.
-        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
-            each = {k: stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
-            kinds |= {*each.values()}
-            # Counters and positions may be integers; transformers would cast weights to floats.
-            codes += [k for k, kind in each.items() if k.endswith("weight") and kind[0] in "IU"]
     if not getattr(config, "quantization_config", None):
+        # Counters and positions may be integers; transformers would cast weights to floats.
+        codes = [k for k, kind in kinds.items() if k.endswith("weight") and kind[0] in "IU"]
         refuse_codes(codes, path)
-    halves = [HALF_NAMES.get(kind, torch.float32) for kind in kinds if "F" in kind]
+    halves = [HALF_NAMES.get(each, torch.float32) for each in {*kinds.values()} if "F" in each]
     dtype = halves[0] if kept and len(halves) == 1 else torch.float32
     with explain_failure(
         f"transformers cannot load {path}",

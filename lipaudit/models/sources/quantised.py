@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +22,15 @@ from lipaudit.errors import InputError, UsageError, explain_failure, refuse, sug
 from lipaudit.models.precision import defer
 from lipaudit.models.sources.weights import HALF, few
 from lipaudit.settings.option import read_quantization
+from lipaudit.tables import Note
 
 # The library that each method of a transformers checkpoint needs to be dequantised.
 LIBRARIES = {
     **{"torchao": "torchao", "bitsandbytes": "bitsandbytes"},
     **{"compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": ""},
 }
+# Number formats of safetensors that no quantiser stores its codes in.
+FLOATS = {"F64", "F32", "F16", "BF16"}
 # Packed weights of nn.MultiheadAttention.
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Methods of transformers and timm that return the output layer, or a tuple of several.
@@ -119,19 +122,23 @@ def _find_fixed(module: Any) -> set[int]:
     return fixed | {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
 
 
-def plan_dequantising(config: Any, path: Path) -> str:
+def plan_dequantising(config: Any, path: Path, kinds: Set[str]) -> tuple[str, tuple[Note, ...]]:
     """Let transformers dequantise a checkpoint on loading, where it can; describe it then.
 
     Args:
         config: the configuration of the model, which is changed.
         path: its directory.
+        kinds: number formats of its weights, as safetensors spells them; empty if unknown.
+
+    Returns:
+        What is dequantised, and notes.
 
     Raises:
         InputError: the method cannot be dequantised, or its library is not installed.
     """
     stored = getattr(config, "quantization_config", None)
     if not stored:
-        return ""
+        return "", ()
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
     refuse(
         method not in LIBRARIES,
@@ -147,10 +154,16 @@ def plan_dequantising(config: Any, path: Path) -> str:
         f"Run pip install {library.replace('_', '-')}.",
         InputError,
     )
+    if kinds and kinds <= FLOATS:
+        del config.quantization_config
+        text = (
+            f"config.json names {method}, but all weights are stored as floats: none is quantised"
+        )
+        return "", (Note.warn("not-quantised", text),)
     if method in ("torchao", "bitsandbytes"):
-        return ""  # by `dequantise`
+        return "", ()  # by `dequantise`
     stored["dequantize"] = True
-    return f"weights stored as {method} were dequantised by transformers on loading"
+    return f"weights stored as {method} were dequantised by transformers on loading", ()
 
 
 def dequantise(module: nn.Module, *, later: bool) -> str:

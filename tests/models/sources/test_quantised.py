@@ -336,6 +336,39 @@ def test_blocks_of_float8_are_dequantised_on_loading(fp8):
     assert "rounds float weights" in refused(path, UsageError, quantize="int8")
 
 
+@pytest.mark.parametrize("weights", ["converted", "stored"])
+def test_float_weights_are_not_said_to_be_dequantised(tmp_path, weights):
+    module = build("LlamaForCausalLM", **LLAMA)
+    module.save_pretrained(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "fp8"})
+    net = load_net(str(tmp_path), LoadOptions(weights=weights))
+    assert (net.quantised, net.weights_sha256) == ("", hf_net(module).weights_sha256)
+    (note,) = (note for note in net.notes if note.code == "not-quantised")
+    assert "names fp8, but all weights are stored as floats" in note.text
+
+
+class Coded(torch.Tensor):
+    """A parameter as those of torchao are, without the library: codes that say their values."""
+
+    def dequantize(self):
+        return self.as_subclass(torch.Tensor) * 0.5
+
+
+Coded.__module__ = "torchao.quantization"
+
+
+def test_tied_weights_of_torchao_stay_tied_and_count_once():
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Flatten(), nn.Linear(80, 3))
+    codes = module[0].weight.detach().as_subclass(Coded)
+    for part in (module[0], module[2]):
+        part._parameters["weight"] = codes
+    net = load_own(module)
+    ours = [net.module[i].weight for i in (0, 2)]
+    assert ours[0] is ours[1]
+    assert torch.equal(ours[0], codes.dequantize())
+    assert "1 as torchao Coded" in net.quantised
+
+
 @pytest.mark.parametrize(
     ("method", "says"),
     [

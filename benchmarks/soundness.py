@@ -6,6 +6,9 @@ and dead ReLUs; a read-out and a head of three classes; a ball of any norm, orde
 radius. Exhaustive corners, random points and PGD on each output and margin, all in float64, try
 to leave the range of the logits, the polynomial of the symbols or the verdict. What does is
 printed with the smallest network that still does it: `check(Case(...))` repeats it.
+
+--planted trains vision transformers with a known counterexample in some balls, where PGD misses
+it, and asks `certify` for these balls. See `benchmarks.shared.planted`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -24,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.shared import planted
 from benchmarks.shared.balls import draw_symbols, excess, inputs_at
 from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
 from lipaudit.certify.branch import decide
@@ -201,13 +206,29 @@ def uncovered() -> set[str]:
     return set(RULES) - watch.names - UNREACHABLE
 
 
+def sweep_planted(seed: int, save: Path | None) -> None:
+    """Print what is certified of balls with and without a plant; exit with 1 if it fails."""
+    print(planted.HEADER)
+    counts: list[planted.Count] = []
+    for recipe in planted.RECIPES:
+        network = planted.train_planted(recipe, seed)
+        if save:
+            planted.save_planted(network, save / f"{recipe.kind}-{recipe.norm}.safetensors")
+        counts += planted.examine(network, (1, 2), nodes=200)
+    raise SystemExit(planted.fails(counts))
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("count", nargs="?", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+    parser.add_argument("--planted", action="store_true", help="train networks with plants")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write networks with plants")
 
 
 def run(asked: argparse.Namespace) -> None:
     """Print violations, and how many networks had bounds; exit with 1 after a violation."""
+    if asked.planted:
+        sweep_planted(asked.seed, asked.save)
     if asked.count < 1:
         raise SystemExit("COUNT must be at least 1")
     warnings.simplefilter("ignore")

@@ -1,19 +1,39 @@
-"""The sweep over random networks: nothing leaves its certificate."""
+"""The sweeps over random networks and planted counterexamples: nothing leaves its certificate."""
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import soundness
+from benchmarks.shared import planted
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import RULES
+
+PLANTED = Path(__file__).with_name("planted.safetensors")
+"""Written by `python -m benchmarks soundness --planted --save FOLDER`: relu, linf."""
+
+
+def sweep(count=1, seed=0, **how):
+    soundness.run(argparse.Namespace(count=count, seed=seed, **{"planted": False, **how}))
+
+
+def narrow(name, share):
+    """Return a rule whose ranges are a share of what they have to be."""
+    right = RULES[name]
+
+    def rule(*args, **options):
+        form = right(*args, **options)
+        return Form(form.centre, share * form.generators, share * form.slack, form.symbols)
+
+    return rule
 
 
 def test_random_networks_stay_within_their_certificates(capsys):
     """The command fails for a violation, and for a rule that no network draws."""
     with pytest.raises(SystemExit) as end:
-        soundness.run(argparse.Namespace(count=20, seed=0))
+        sweep(count=20)
     printed = capsys.readouterr().out
     assert end.value.code == 0, printed
     called = len(RULES.keys() - soundness.UNREACHABLE)
@@ -22,16 +42,10 @@ def test_random_networks_stay_within_their_certificates(capsys):
 
 def test_a_rule_that_is_too_narrow_is_found_and_printed(monkeypatch, capsys):
     """By one percent: the printed case shows it again, and not with the right rule."""
-    right = RULES["linear"]
-
-    def narrow(*args, **options):
-        form = right(*args, **options)
-        return Form(form.centre, 0.99 * form.generators, 0.99 * form.slack, form.symbols)
-
     with monkeypatch.context() as patch:
-        patch.setitem(RULES, "linear", narrow)
+        patch.setitem(RULES, "linear", narrow("linear", 0.99))
         with pytest.raises(SystemExit) as end:
-            soundness.run(argparse.Namespace(count=1, seed=10))
+            sweep(seed=10)
         printed = capsys.readouterr().out
         assert end.value.code == 1
         (case,) = re.findall(r"check\((Case\(.*?\))\), layers", printed)
@@ -39,3 +53,22 @@ def test_a_rule_that_is_too_narrow_is_found_and_printed(monkeypatch, capsys):
         assert soundness.check(least)[0] == "VIOLATION"
     assert soundness.check(least)[0] != "VIOLATION"
     assert len(least.parts) < 4  # it was shrunk
+
+
+def test_no_ball_with_a_planted_counterexample_is_certified(monkeypatch, capsys):
+    """Others are, so that the check can fail: it does for a rule that is 30 % too narrow."""
+    network = planted.load_planted(PLANTED)
+    assert network.holds().all()
+    counts = list(planted.examine(network, (1, 2), nodes=1))
+    assert [count.wrong for count in counts] == [0, 0]
+    assert all(count.certified for count in counts)
+    monkeypatch.setitem(RULES, "linear", narrow("linear", 0.7))
+    (count,) = planted.examine(network, (1,), nodes=1)
+    assert count.wrong > 0
+    assert planted.fails([count])
+
+
+@pytest.mark.slow(seconds=60)
+def test_plants_are_trained_where_attacks_miss_them(capsys):
+    counts = list(planted.examine(planted.train_planted(planted.RECIPES[0]), (1,), nodes=200))
+    assert not planted.fails(counts), capsys.readouterr().out

@@ -417,6 +417,27 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     return reader.near
 
 
+def list_substitutes(reader: Reader, draft: Draft) -> list[tuple[int, Ids]] | None:
+    """Return the word and the text's token ids of every change that `rewrite_words` may try first.
+
+    None if one of them changes the number of tokens, or tokens of another word.
+    """
+    near, found, before = neighbours(reader, draft.ids), [], reader.read(draft)
+    word_of = [i for i, word in enumerate(draft.words) for _ in word]
+    for i, word in enumerate(draft.words):
+        for j, token in enumerate(word):
+            for new in near[token].tolist() if token in near else ():
+                changed = _replace_token(draft, i, j, new, reader.lexicon)
+                ids = reader.read(changed) if changed else before
+                if len(ids) != len(before):
+                    return None
+                moved = {w for w, a, b in zip(word_of, ids, before, strict=True) if a != b}
+                if moved - {i}:
+                    return None
+                found += [(i, ids)] if moved else []
+    return found
+
+
 def _replace_token(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
     """Replace token j of word i; None if the result is not a word."""
     word, source = (*draft.words[i][:j], token, *draft.words[i][j + 1 :]), draft.source

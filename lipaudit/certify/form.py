@@ -250,6 +250,9 @@ class Form(Tensor):
         # The linear and the quadratic part share e, but their ranges add up to a valid one.
         sizes, (low, high) = self.sizes, self.quadratic_range
         radius = up(sizes.linear + sizes.errors + self.slack)
+        if self.symbols.norm == "words":  # coordinates are positive: the two ends differ
+            radius, linear = up(sizes.errors + self.slack), self.dense[: self.symbols.n]
+            low, high = -self.symbols.sum_groups(-linear), self.symbols.sum_groups(linear)
         # The rounding of a few float64 sums of terms that are no larger than this size.
         loss = up(gamma(16, DOUBLE) * (self.centre.abs() + radius + high - low))
         return self.centre - radius + low - loss, self.centre + radius + high + loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -158,6 +158,39 @@ def ball(
     rows[torch.arange(len(places)), places] = cast_up(radius, dtype).flatten()[places]
     centre = torch.where(where, centre, x)
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+
+
+def hull(
+    x: Float[Tensor, "1 ..."],
+    moves: Float[Tensor, "n 1 ..."],
+    groups: Sequence[int],
+    most: int,
+    *,
+    dtype: torch.dtype = DOUBLE,
+) -> Form:
+    """Return the form of x plus at most one move of each of at most `most` groups.
+
+    Args:
+        x: one input.
+        moves: what may be added to it, float64.
+        groups: number of moves in each group, in order; moves of two groups add up.
+        most: number of groups that move at once.
+        dtype: dtype of the coefficients; every dtype gives proven bounds.
+    """
+    symbols = Symbols(
+        len(moves),
+        "words",
+        order=1,
+        dtype=dtype,
+        rules=RULES,
+        shown=x.dtype,
+        groups=groups,
+        most=most,
+    )
+    rows, x = moves.to(dtype), x.detach().to(DOUBLE)
+    # What the differences and the coefficients were rounded by, of `most` moves at once.
+    lost = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
+    return Form(x, rows, up(most * lost.amax(0)), symbols)
 
 
 @torch.no_grad()

@@ -207,7 +207,7 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     )
 
 
-Norm = Literal["linf", "l2"]
+Norm = Literal["linf", "l2", "words"]
 
 SETTLE = 5e-5
 """If the slack exceeds this share of a radius, it becomes symbols before an operation mixes it."""
@@ -268,6 +268,9 @@ class Symbols:
         rules: what every operation does to forms, by name.
         shown: dtype that the model sees.
         settle: see `SETTLE`; affects tightness and size of forms, never validity.
+        groups: for the norm words, the number of coordinates in each group of the input: they are
+            in [0, 1] and add up to at most 1.
+        most: number of groups that may differ from 0 at once, for the norm words.
 
     Attributes:
         dissolved: the blocks that became rows in some form.
@@ -286,7 +289,10 @@ class Symbols:
         rules: Mapping[str, Callable[..., Any]],
         shown: torch.dtype = DOUBLE,
         settle: float = SETTLE,
+        groups: Sequence[int] = (),
+        most: int = 1,
     ) -> None:
+        self.groups, self.most = groups, most
         self.n, self.norm, self.order, self.dtype = n, norm, order, dtype
         self.rules, self.shown, self.settle = rules, shown, settle
         self.pairs = (
@@ -306,6 +312,8 @@ class Symbols:
         moved = _one_norm(errors)
         for block in blocks:
             moved = up(moved + _one_norm(block.rows))
+        if self.norm == "words":
+            return Sizes(self.sum_groups(linear.abs()), _one_norm(quadratic), moved)
         if self.norm == "linf":
             return Sizes(_one_norm(linear), _one_norm(quadratic), moved)
         # Errors stay in a box, whatever the norm of the input: only these two have 2-norms.
@@ -313,6 +321,19 @@ class Symbols:
             up(_sum_rows(rows, torch.square).sqrt()) for rows in (linear, quadratic)
         )
         return Sizes(linear, quadratic, moved)
+
+    def sum_groups(self, g: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
+        """Return the largest value of a linear part, or 0, if only `most` groups move.
+
+        A group moves to a convex combination of its coordinates' ends and 0, so that it adds no
+        more than its largest coefficient, and all no more than the `most` largest of these.
+        """
+        if not len(g):  # a constant
+            return torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
+        parts = g.split([*self.groups])  # type: ignore[no-untyped-call]
+        best = torch.stack([part.amax(0) for part in parts]).clamp_min(0)
+        most = min(self.most, len(best))
+        return summed_up(best.topk(most, 0).values.sum(0), most)
 
     def quadratic_range(
         self, g: Float[Tensor, "rows ..."]

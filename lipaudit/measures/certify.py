@@ -79,7 +79,8 @@ class CertifyOptions(MeasureOptions):
     An attack runs first and breaks what it can. For the other samples lipaudit tries to prove that
     every input in the ball keeps the class. The true robust accuracy is between certified
     accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
-    --eps 1patch certifies that no values in any one patch of an image change the class.
+    --eps 1patch certifies that no values in any one patch of an image change the class, and
+    --eps 2words that no two near words do.
 
     --smooth certifies another classifier instead: the majority vote of the model under noise. It
     works for models of any size, and each certificate holds with probability 1 - alpha.
@@ -99,10 +100,10 @@ class CertifyOptions(MeasureOptions):
     alone = ("instances",)
 
     eps: Regions = option(
-        (), "Radii for pixels in [0, 1] or token embeddings: 1/255,0.01. Or 1patch."
+        (), "Radii of pixels in [0, 1] or embeddings: 1/255,0.01. Or 1patch, 2words."
     )
-    norm: Literal[BallNorm, "patch"] | None = option(
-        None, "linf (default for images), l2 (default for text) or patch."
+    norm: Literal[BallNorm, "patch", "words"] | None = option(
+        None, "linf (default for images), l2 (default for text), patch or words."
     )
     patch_size: int | None = option(
         None,
@@ -137,7 +138,7 @@ class CertifyOptions(MeasureOptions):
         None,
         "Attacks that run first: fgsm,pgd,autoattack, quick or custom:...",
         values=AttackOptions.options()["attack"].values,
-        usual="pgd or patch",
+        usual="pgd, patch or words",
     )
     nodes: int | None = option(
         None,
@@ -221,7 +222,10 @@ class CertifyOptions(MeasureOptions):
         if self.export is not None and norm != "linf":
             text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
             raise UsageError(text, "Add --norm linf.")
-        known = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        if norm == "words" and self.order == "2":
+            raise UsageError("--order 2 has no rule for words", "Leave it out.")
+        known: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        known |= {"order": "1"} if norm == "words" else {}
         filled = self.model_copy(update=known | {"attack": self.attack or self.counted or "pgd"})
         require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
         return filled
@@ -234,7 +238,7 @@ class CertifyOptions(MeasureOptions):
     @property
     def most_nodes(self) -> int | None:
         """Return the largest number of parts of a ball; None if --seconds is the only limit."""
-        usual = PARTS if self.counted else NODES
+        usual = PARTS if self.counted == "patch" else NODES
         return usual if self.nodes is None and self.seconds is None else self.nodes
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
@@ -242,8 +246,12 @@ class CertifyOptions(MeasureOptions):
         own = net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
         return own if self.counted == "patch" else None
 
-    def count_inputs(self, net: Net) -> int:
-        """Return the number of pixels that change at once in patches; 0 for balls."""
+    def count_inputs(self, net: Net, sample: Batch) -> int:
+        """Return the number of pixels that change at once, or of near words; 0 for balls."""
+        from lipaudit.attacks.text import NEIGHBOURS
+
+        if self.counted == "words":
+            return NEIGHBOURS * sample.x.shape[1]
         patch = self.choose_patch(net)
         most = max(map(float, self.eps), default=0)
         return int(most) * net.input_shape[0] * math.prod(patch) if patch else 0
@@ -383,14 +391,18 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     """
     import numpy as np
 
+    from lipaudit.measures.texts import make_reader, read_texts
     from lipaudit.models.certificate import Bracket
 
+    reader = make_reader(net) if options.counted == "words" else None
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
             proof = make_proof(net, sample, options, options.seconds or math.inf)
             seed = base.seed_of(sample.ids[0], options.seed)
-            bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
+            texts = read_texts(reader, sample, characters=False) if reader else None
+            how: dict[str, Any] = {"proof": proof, "trials": options.trials, "seed": seed}
+            bracket = Bracket(net, sample, texts=texts, **how)
             for done, _ in enumerate(bracket.settle(options.eps), 1):
                 base.report_progress(number + done / (len(options.eps) + options.radius))
             if options.radius:
@@ -413,7 +425,7 @@ def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float)
 
     return Proof(
         norm=options.norm or "linf",
-        order=choose_order(net, sample, options.order, options.count_inputs(net)),
+        order=choose_order(net, sample, options.order, options.count_inputs(net, sample)),
         nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
         deadline=time.monotonic() + seconds,
         patch=options.choose_patch(net),
@@ -447,9 +459,10 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
     places = {length: i for i, length in enumerate(lengths)}
     each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
-    inputs = options.count_inputs(net)
-    for order, sample in {choose_order(net, s, options.order, inputs): s for s in each}.items():
-        require_room(net, sample, order, inputs)
+    inputs = [options.count_inputs(net, sample) for sample in each]
+    known = zip(each, inputs, strict=True)
+    for order, one in {choose_order(net, s, options.order, n): (s, n) for s, n in known}.items():
+        require_room(net, one[0], order, one[1])
     first = batch[:1].trim().to(net.device, net.dtype)
     require_rules(net, first)
     if options.export is not None:
@@ -466,7 +479,7 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     robust = [bracket.correct and bracket.nearest > eps for eps in radii]
     # Of a number of patches that was not tried all places are proven.
     places = [bracket.tried[eps].places if eps in bracket.tried else 1.0 for eps in radii]
-    counted = options.counted is not None
+    patch = options.counted == "patch"
     values = {
         "label": bracket.label,
         "predicted": bracket.predicted,
@@ -476,7 +489,7 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "certified": [bracket.certified >= eps for eps in radii],
         "why": [each.why for each in tried],
         "nodes": [each.nodes for each in tried],
-        "places": [p if r and counted else math.nan for p, r in zip(places, robust, strict=True)],
+        "places": [p if r and patch else math.nan for p, r in zip(places, robust, strict=True)],
         "seconds": seconds,
     }
     if not options.radius:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks.balls import distance, select_places
-from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
 from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import margins as worst_margins
 from lipaudit.attacks.oracle import pull
+from lipaudit.attacks.text import list_substitutes
 from lipaudit.certify.branch import decide
 from lipaudit.certify.form import Form, UnboundedError
-from lipaudit.certify.prove import ball, margins, run
+from lipaudit.certify.prove import ball, hull, margins, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
@@ -37,12 +39,14 @@ from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.policy import NODES
 
-Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded", "broken"]
+Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded", "broken", "tokens"]
 
 # Number of forms of the widest tensor held at once during a pass.
 TENSORS = 4
 # Largest number of input pairs for which auto chooses order 2.
 MOST_PAIRS = 10_000
+# Number of texts that are embedded at a time.
+MOVES = 64
 # Largest number of parts by the signs of ReLUs before a box of pixels is bisected.
 SIGNS = 256
 
@@ -52,7 +56,8 @@ class Proof:
     """The settings of a proof.
 
     Attributes:
-        norm: norm of the ball, or patch: any values in as many patches as the radius.
+        norm: norm of the ball, or of the radius as a number: patch (any values in so many
+            patches) or words (so many words replaced by near ones).
         order: 1 for affine forms, 2 for quadratic ones.
         nodes: largest number of parts of a ball in branch and bound; with patches of each place.
         deadline: time (of `time.monotonic`) after which no new step begins.
@@ -79,7 +84,8 @@ class Certificate:
         certified: every input of the ball is proven to get the label.
         why: why the proof failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
             all ReLUs are fixed), "nodes" or "seconds" (the limits), "unbounded" (the bounds
-            overflowed: the ball is too large), or "broken" (an input of another class was found).
+            overflowed: the ball is too large), "broken" (an input of another class was found), or
+            "tokens" (a near word changes the number of tokens).
         bound: smallest margin of a part, up to a positive factor; proven if certified.
         nodes: number of parts of the ball that were examined.
         places: share of the places of patches that are proven.
@@ -93,7 +99,12 @@ class Certificate:
 
 
 def certificate(
-    net: Net, sample: Batch, label: int, eps: float, proof: Proof | None = None
+    net: Net,
+    sample: Batch,
+    label: int,
+    eps: float,
+    proof: Proof | None = None,
+    texts: Texts | None = None,
 ) -> Certificate:
     """Try to prove that every input in a ball around a sample gets its label.
 
@@ -102,8 +113,9 @@ def certificate(
         sample: one sample; for texts the ball is in the embeddings.
         label: the class to prove.
         eps: radius of the ball in the attacked space; the L-inf ball is intersected with the box.
-            For the norm patch the number of patches.
+            For the norms patch and words the number of changes.
         proof: the settings of the proof.
+        texts: the sample as a text, for the norm words.
 
     Raises:
         NoRuleError: the model uses an operation that has no rule.
@@ -113,6 +125,8 @@ def certificate(
         return Certificate(certified=False, why="seconds")
     if proof.norm == "patch":
         return _prove_places(net, sample, label, int(eps), proof)
+    if texts is not None:
+        return _prove_words(net, sample, label, int(eps), proof, texts)
     free = net.free(sample)
     start = ball(
         net.point(sample),
@@ -137,6 +151,26 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     if why == "signs" and not verdict.units:  # a model without ReLU has no signs to decide
         why = "bound"
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
+
+
+def _prove_words(
+    net: Net, sample: Batch, label: int, k: int, proof: Proof, texts: Texts
+) -> Certificate:
+    """Try to prove the label for all replacements of k words by near ones, in one pass."""
+    found = list_substitutes(texts.reader, texts.drafts[0])
+    if not found:  # nothing can be replaced, or it cannot be said where
+        return Certificate(found is not None, "tokens" if found is None else "", 0.0)
+    words, rows = zip(*found, strict=True)
+    every = sample.rows(torch.zeros(len(rows), dtype=torch.long))
+    place = (
+        torch.ones_like(sample.x[0], dtype=torch.bool) if sample.mask is None else sample.mask[0]
+    )
+    every.x[:, place] = torch.tensor(rows, device=every.x.device)
+    x = net.point(sample)
+    moves = torch.cat([net.point(part).to(torch.float64) - x for part in every.split(MOVES)])
+    groups = [*Counter(words).values()]  # the words come in order
+    start = hull(x, moves[:, None], groups, k, dtype=net.dtype)
+    return _prove_form(net, sample, label, start, proof)
 
 
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
@@ -289,6 +323,7 @@ class Bracket:
         proof: the settings of proofs.
         trials: returns the attacks for a ball.
         seed: seed of the attacks.
+        texts: the sample as a text, for the norm words.
 
     Attributes:
         label: the true class, -1 if unknown.
@@ -312,8 +347,9 @@ class Bracket:
         proof: Proof,
         trials: Callable[[Sequence[Radius]], Sequence[Trial]],
         seed: int,
+        texts: Texts | None = None,
     ) -> None:
-        self.net, self.sample, self.proof = net, sample, proof
+        self.net, self.sample, self.proof, self.texts = net, sample, proof, texts
         self.trials, self.seed = trials, seed
         with torch.no_grad():
             self.predicted = int(net.output(sample).argmax())
@@ -395,7 +431,9 @@ class Bracket:
     def prove(self, eps: float) -> None:
         """Try to certify one ball."""
         began = time.perf_counter()
-        self.tried[eps] = certificate(self.net, self.sample, self.wanted, eps, self.proof)
+        self.tried[eps] = certificate(
+            self.net, self.sample, self.wanted, eps, self.proof, self.texts
+        )
         self.seconds[eps] = time.perf_counter() - began
         if self.tried[eps].certified:
             self.certified = max(self.certified, eps)
@@ -405,7 +443,8 @@ class Bracket:
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, first the sample without attack; each sample has its own random stream."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
-        chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))
+        point, free = self.net.point(self.sample), self.net.free(self.sample)
+        chunk = Chunk(0, point, y, free, self.texts)
         model = self.net.make_classifier(self.sample)
         box, patch = self.net.box, self.proof.patch
         return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)

@@ -492,4 +492,4 @@ Radii = Annotated[
 ]
 # Radii of certificates: of balls, and numbers of changes that can be certified, too.
 Balls = Annotated[Radii, AfterValidator(_balls)]
-Regions = Annotated[Radii, AfterValidator(partial(_balls, counted=("patch",)))]
+Regions = Annotated[Radii, AfterValidator(partial(_balls, counted=("patch", "words")))]

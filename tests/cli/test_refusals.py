@@ -126,6 +126,7 @@ COMMANDS = [
     ("certify demo --norm patch --eps 4/255", 2, "not a whole number of patch"),
     ("certify demo --eps 0.1 --patch-size 4", 2, "--patch-size needs --norm patch"),
     ("certify demo --eps 1character", 2, "not for changed characters"),
+    ("certify demo -n 1 --eps 2words", 2, "words cannot attack images"),
     ("audit demo -n 1 --eps 2words", 2, "--eps 2/255"),
     ("audit demo --quick --full", 2, "--full needs a run without --quick"),
     ("scaling demo --mode ''", 2, "--mode"),

@@ -278,7 +278,7 @@ def test_texts_move_in_their_embeddings():
         ({"eps": "-1"}, "not a radius"),
         ({"eps": "banana"}, "not a radius"),
         ({"eps": "0.1,1/10"}, "named twice"),
-        ({"eps": "2words"}, "changed words"),
+        ({"eps": "2words"}, "fgsm cannot change words"),
         ({"eps": "3"}, "larger than the range of the data"),
         ({"eps": "0.1", "norm": "l7"}, "--norm"),
         ({"eps": "0.1", "tol": 0.2}, "--tol needs --radius"),

@@ -118,7 +118,7 @@ class Planted:
             return right & (gap(self.model(inside), self.y[:PLANTS]) < 0)
 
     def verdicts(self, order: int, nodes: int) -> list[str]:
-        """Return what `certify` says of every sample; FGSM leaves the plants to the proof."""
+        """Return what `certify` says of every sample; FGSM leaves most plants to the proof."""
         report = lipaudit.measure(
             self.model, "certify", data=(self.x, self.y), input_shape=(1, SIDE, SIDE),
             samples=len(self.x), norm=self.recipe.norm, eps=f"{self.recipe.eps}",

@@ -287,7 +287,9 @@ def pgd(
 ) -> Float[Tensor, " batch *sample"]:
     """Increase the cross-entropy from `start`; return the iterate closest to success.
 
-    z <- project(z + step_size d), with d the steepest direction of the norm. Closest to success
+    z <- project(z + step_size d), with d the steepest direction of the norm. In l1 the steepest
+    entry moves alone, and those at an edge of the box take no step outwards, which would be lost
+    (SLIDE of Tramer and Boneh, 2019, arXiv 1904.13000). Closest to success
     means the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample
     misclassified at some iterate is returned misclassified. The function is deterministic: for a
     restart, draw a start with `random_start` and call it again. Madry et al., 2018 (arXiv
@@ -308,6 +310,10 @@ def pgd(
     for _ in range(steps):
         logits, gradient = logits_and_gradient(f, z, y)
         best, lowest = choose_closer(z, margins(logits, y), best, lowest)
+        if ball.norm == "l1" and ball.box is not None:
+            low, high = ball.box
+            stuck = torch.where(gradient > 0, z >= high, z <= low)
+            gradient = gradient.masked_fill(stuck, 0.0)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
     return choose_closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lipaudit.attacks.balls import Ball, distance, project, random_start, steepest
+from lipaudit.attacks.balls import Ball, check_inside, distance, project, random_start, steepest
 from lipaudit.attacks.oracle import (
     ByRow,
     Meter,
@@ -250,6 +250,28 @@ def test_pgd_on_a_linear_model_reaches_the_optimum(linear, norm):
     torch.testing.assert_close(
         margins(model(z), y), margins(model(x), y) - 0.1 * dual, rtol=1e-6, atol=1e-6
     )
+
+
+def test_in_l1_pgd_fills_one_pixel_after_the_other_to_the_edge_of_the_box():
+    """Slopes 4, 3, 2, 1 from 0.5: to gain 3.9 it takes 0.5 of two pixels, and 0.2 of the third."""
+    slopes, x, y = torch.tensor([4.0, 3.0, 2.0, 1.0]), torch.full((1, 4), 0.5), torch.tensor([0])
+
+    def f(z):
+        return torch.stack([torch.full((len(z),), 3.9), (z - 0.5) @ slopes], 1)
+
+    for eps, robust in ((1.18, True), (1.22, False)):
+        z = pgd(f, x, y, Ball("l1", eps, (0.0, 1.0)), start=x, steps=200)
+        assert bool(margins(f(z), y) > 0) == robust
+
+
+def test_in_l1_the_rounding_of_a_large_image_is_that_of_the_pixels_that_moved():
+    x, ball = torch.full((1, 3, 224, 224), 0.5), Ball("l1", 12.0, (0.0, 1.0))
+    z = x.clone()
+    z[0, 0, 0, :24] = 1.0
+    assert torch.equal(check_inside(z, x, ball, "mine"), z)
+    z[0, 0, 0, 24] = 0.6
+    with pytest.raises(EvaluationError, match="left the ball or the box on 1 samples, by up to"):
+        check_inside(z, x, ball, "mine")
 
 
 def test_pgd_returns_an_iterate_that_succeeded_on_the_way():

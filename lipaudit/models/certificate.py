@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations
+from itertools import accumulate, combinations
+from operator import mul
 from typing import Literal
 
 import torch
@@ -248,7 +249,7 @@ def _count_inputs(net: Net, sample: Batch) -> int:
 def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
-    Each row of symbols is as wide as the widest tensor, and several tensors exist at once. There
+    A tensor has a row for every symbol born before it, and several tensors exist at once. There
     is one row per input (at order 2 also per pair of inputs), and about one per number that an
     innermost module returns. `inputs` may state how many entries change at once.
 
@@ -260,10 +261,10 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     with watch_outputs(net.module, note), eager(), torch.no_grad():
         net.output(sample)
     inputs = inputs or _count_inputs(net, sample)
+    rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0)
     # Upper estimate: every number that an innermost module returns may add a symbol of its own.
-    rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0) + sum(counts)
-    widest = max([net.point(sample).numel(), *counts])
-    needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
+    born, widths = accumulate([rows, *counts]), [net.point(sample).numel(), *counts]
+    needed = TENSORS * torch.finfo(net.dtype).bits // 8 * max(map(mul, born, widths))
     if net.device.type == "cpu":
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:

@@ -301,6 +301,8 @@ class Ordered(Small):
 
 
 WIDE = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
+# Its last layers are narrower: their symbols are born too late to have rows in the widest tensor.
+LATE = nn.Sequential(WIDE, nn.Linear(2, 400_000), nn.Linear(400_000, 2))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,7 @@ WIDE = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
         (Small(), SHAPE, {"classes": 1}, InputError, "one class"),
         (Ordered(), SHAPE, {}, NoRuleError, r"operation sort \(in Ordered\)"),
         (WIDE, (3, 512, 512), {}, InputError, r"takes about 18,432 GiB at order 1"),
+        (LATE, (3, 512, 512), {}, InputError, r"takes about 18,432 GiB at order 1"),
     ],
 )
 def test_a_model_is_refused_before_anything_runs(model, shape, changes, error, says):

@@ -16,9 +16,9 @@ most 2, which gives a b; it is less the more symbols move both (root 2 and half 
 with random signs, and [0, a b] for u = v).
 
 Rows of an attention map sum to one, so that P V = P (V - k) + k for any constant k of each row and
-channel. P is off by an error err_j of its own in every entry, and what its row sums to is off from
-one by R, through errors that scale the whole row p: sum_j err_j |v_j - k| + R |sum_j p_j v_j - k|
-is least for the median, weighted by err and R, of the v_j and of their mean by p.
+channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as the error of its
+logarithm, acts on nothing at all; what an entry is off by acts on v_j - k. (The median of the v_j,
+weighted by the errors of the entries, knows nothing of the row.)
 
 Lengths of vectors of a form: bounds of their 2-norms over the whole ball.
 
@@ -136,21 +136,12 @@ def matmul(x: Any, y: Any) -> Form:
         if isinstance(x, Form):
             return affine.linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
         return affine.linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
-    # P V: what the rows of P are off by, before that becomes symbols, weighs the median. What a
-    # whole row is off by, as by the error of its logarithm, acts on the mean of the values.
-    weights = None
-    if x.simplex:
-        sums, blocks = x.by_row().map_rows(lambda t: t.sum(-1, keepdim=True))
-        weights = torch.cat([x.slack, x.symbols.sizes(sums, blocks).mass], -1)
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
     result = _product(x, y, torch.matmul)
-    if weights is None:
-        return result
-    values = y.centre.mT[..., None, :, :].expand(*result.shape, -1)
-    values = torch.cat([values, (x.centre @ y.centre)[..., None]], -1)
-    return _shift_values(result, x, _weighted_median(values, weights[..., None, :]))
+    # Not result.centre, which the remainder of the product may have shifted.
+    return _shift_values(result, x, x.centre @ y.centre) if x.simplex else result
 
 
 def mul(x: Any, y: Any) -> Form:
@@ -292,14 +283,6 @@ def _shift_values(product: Form, x: Form, kappa: Tensor) -> Form:
     slack = slack + gamma(keys + 4, dtype) * moving + gamma(keys + 8, DOUBLE) * still
     slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + kappa)
     return Form(centre, product.dense, up(slack, keys + 8), product.symbols, blocks=blocks)
-
-
-def _weighted_median(v: Tensor, weight: Tensor) -> Tensor:
-    """Return the median over the last axis by weights that broadcast to v."""
-    v, order = v.sort(-1)
-    summed = weight.expand_as(order).gather(-1, order).cumsum(-1)
-    place = (summed < summed[..., -1:] / 2).sum(-1, keepdim=True).clamp_max(v.shape[-1] - 1)
-    return v.gather(-1, place)[..., 0]
 
 
 def einsum(equation: str, *operands: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lipaudit.certify.bilinear import lengths
+from lipaudit.certify.bilinear import lengths, matmul
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import ball, run
 
@@ -132,3 +132,19 @@ def test_products_know_the_symbols_that_both_factors_share(norm, dtype, points, 
     close = {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(high, most.fill_diagonal_(1.0), **close)
     torch.testing.assert_close(low, -most.fill_diagonal_(0.0), **close)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
+    """The row sums to one, so an error p eps of it is none; of those of its entries, the slack."""
+    symbols = ball(torch.zeros(1, 1), 1.0, order=order).symbols
+    p, off = torch.tensor([[0.25, 0.75]]).double(), 1e-3
+    scaled = torch.zeros(symbols.first_error + 1, 1, 2, dtype=torch.float64)
+    scaled[-1] = 0.1 * p
+    symbols.birth(torch.ones(1))
+    weights = Form(p, scaled, torch.full_like(p, off), symbols, simplex=True)
+    values = torch.tensor([[0.0], [1.0]]).double()
+    still = Form(values, torch.zeros(symbols.first_error, 2, 1).double(), 0 * values, symbols)
+    low, high = matmul(weights, still).range()
+    least = off * (values - 0.75).abs().sum()
+    torch.testing.assert_close((high - low) / 2, least.view(1, 1), rtol=1e-9, atol=0)

@@ -87,7 +87,7 @@ def survive(spec: ModelSpec, ids: Tensor, label: int, k: int) -> bool:
         reader = make_reader(net)
         (draft,) = read_texts(reader, Batch(ids[None], None, ("0",)), characters=False).drafts
         each: dict[int, list[int]] = {}
-        for word, changed in list_substitutes(reader, draft) or []:
+        for word, changed in list_substitutes(reader, draft, 1) or []:
             each.setdefault(word, []).append(changed[word])
         for words in combinations(each, min(k, len(each))):
             values = torch.tensor([*product(*(each[word] for word in words))])

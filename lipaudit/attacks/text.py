@@ -19,9 +19,9 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby, islice, zip_longest
+from itertools import combinations, groupby, islice, pairwise, product, zip_longest
 
 import torch
 from jaxtyping import Float, Int
@@ -361,6 +361,8 @@ def check_drafts(
 NEIGHBOURS = 50
 # Number of tokens whose neighbours are searched at a time.
 BLOCK = 256
+# Largest number of combinations of adjacent words that are read one by one; two words have 2,500.
+COMBINATIONS = 10_000
 
 
 def rewrite_words(
@@ -417,12 +419,14 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     return reader.near
 
 
-def list_substitutes(reader: Reader, draft: Draft) -> list[tuple[int, Ids]] | None:
+def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
     """Return the word and the text's token ids of every change that `rewrite_words` may try first.
 
-    None if one of them changes the number of tokens, or tokens of another word.
+    None if one of them changes the number of tokens, or tokens of another word, or if up to k of
+    them together are read in another way than one by one.
     """
-    near, found, before = neighbours(reader, draft.ids), [], reader.read(draft)
+    near, before = neighbours(reader, draft.ids), reader.read(draft)
+    found: list[tuple[int, Ids, Draft]] = []
     word_of = [i for i, word in enumerate(draft.words) for _ in word]
     for i, word in enumerate(draft.words):
         for j, token in enumerate(word):
@@ -434,8 +438,37 @@ def list_substitutes(reader: Reader, draft: Draft) -> list[tuple[int, Ids]] | No
                 moved = {w for w, a, b in zip(word_of, ids, before, strict=True) if a != b}
                 if moved - {i}:
                     return None
-                found += [(i, ids)] if moved else []
-    return found
+                found += [(i, ids, changed)] if moved and changed else []
+    chains = _chain(draft.source.spans) if draft.source else []
+    several = (each for chain in chains for each in _combine(found, chain, k))
+    for number, changes in enumerate(several):
+        spelled = tuple(pair for _, _, changed in changes for pair in changed.spelled)
+        own = {i: ids for i, ids, _ in changes}
+        alone = tuple(own.get(w, before)[at] for at, w in enumerate(word_of))
+        if number == COMBINATIONS or reader.read(replace(draft, spelled=spelled)) != alone:
+            return None
+    return [(i, ids) for i, ids, _ in found]
+
+
+def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
+    """Group words with nothing between them, by number: a tokenizer may read these as one."""
+    chains = [[0]]
+    for i, (before, after) in enumerate(pairwise(spans), 1):
+        (piece, _, end), (other, start, _) = before[-1], after[0]
+        chains += [[]] if piece != other or start > end else []
+        chains[-1].append(i)
+    return chains
+
+
+def _combine(
+    found: Sequence[tuple[int, Ids, Draft]], chain: Sequence[int], k: int
+) -> Iterator[tuple[tuple[int, Ids, Draft], ...]]:
+    """Yield the changes of two to k words of a chain at once."""
+    each = [[change for change in found if change[0] == i] for i in chain]
+    each = [changes for changes in each if changes]
+    for size in range(2, min(k, len(each)) + 1):
+        for chosen in combinations(each, size):
+            yield from product(*chosen)
 
 
 def _replace_token(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:

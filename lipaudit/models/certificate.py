@@ -35,7 +35,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
-from lipaudit.models.requirements import watch_outputs
+from lipaudit.models.requirements import agree, watch_outputs
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.policy import NODES
@@ -86,7 +86,7 @@ class Certificate:
         why: why the proof failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
             all ReLUs are fixed), "nodes" or "seconds" (the limits), "unbounded" (the bounds
             overflowed: the ball is too large), "broken" (an input of another class was found), or
-            "tokens" (a near word changes the number of tokens).
+            "tokens" (near words change the number of tokens, or how others are tokenized).
         bound: smallest margin of a part, up to a positive factor; proven if certified.
         nodes: number of parts of the ball that were examined.
         places: share of the places of patches that are proven.
@@ -158,19 +158,33 @@ def _prove_words(
     net: Net, sample: Batch, label: int, k: int, proof: Proof, texts: Texts
 ) -> Certificate:
     """Try to prove the label for all replacements of k words by near ones, in one pass."""
-    found = list_substitutes(texts.reader, texts.drafts[0])
-    if not found:  # nothing can be replaced, or it cannot be said where
-        return Certificate(found is not None, "tokens" if found is None else "", 0.0)
-    words, rows = zip(*found, strict=True)
-    every = sample.rows(torch.zeros(len(rows), dtype=torch.long))
+    found = list_substitutes(texts.reader, texts.drafts[0], k)
+    if found is None:
+        return Certificate(certified=False, why="tokens")
+    x, words = net.point(sample), [word for word, _ in found]
+    every = sample.rows(torch.zeros(len(found) + 1, dtype=torch.long))
     place = (
         torch.ones_like(sample.x[0], dtype=torch.bool) if sample.mask is None else sample.mask[0]
     )
-    every.x[:, place] = torch.tensor(rows, device=every.x.device)
-    x = net.point(sample)
-    moves = torch.cat([net.point(part).to(torch.float64) - x for part in every.split(MOVES)])
+    for row, (_, ids) in zip(every.x[1:], found, strict=True):
+        row[place] = torch.tensor(ids, device=x.device)
+    moves, least = [], math.inf
+    for part in every.split(MOVES):
+        z, logits = net.point(part), net.output(part)
+        # The proof sees embeddings only: they must tell all that the model reads of the words.
+        same = net.forward(z, sample.rows(torch.zeros(len(part), dtype=torch.long)))
+        refuse(
+            not agree(logits, same),
+            f"{net.architecture} reads token ids beside their embeddings",
+            "No certificate covers its words: use `lipaudit attack --attack words`.",
+        )
+        wanted = torch.full((len(part),), label, device=x.device)
+        least = min(least, float(worst_margins(logits, wanted).min()))
+        moves.append(z.to(torch.float64) - x)
+    if not (found and least > 0):
+        return Certificate(least > 0, "broken" if least < 0 else "" if least else "bound", least)
     groups = [*Counter(words).values()]  # the words come in order
-    start = hull(x, moves[:, None], groups, k, dtype=net.dtype)
+    start = hull(x, torch.cat(moves)[1:, None], groups, k, dtype=net.dtype)
     return _prove_form(net, sample, label, start, proof)
 
 
@@ -178,12 +192,13 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
     """Try to prove the label for any values in any k patches, one choice of places at a time."""
     assert proof.patch is not None
     x, (low, high) = net.point(sample), net.box or (0.0, 1.0)
+    places = x[0, 0].numel() // math.prod(proof.patch)
     tried = []
-    for chosen in combinations(range(x[0, 0].numel() // math.prod(proof.patch)), k):
+    for chosen in combinations(range(places), k):
         inside = select_places(torch.tensor([chosen], device=x.device), x, proof.patch)
         ends = torch.where(inside, low, x), torch.where(inside, high, x)
         tried.append(_prove_box(net, sample, label, *ends, proof))
-        if tried[-1].why == "broken":
+        if tried[-1].why in ("broken", "seconds"):
             break
     failed = [each for each in tried if not each.certified]
     return Certificate(
@@ -191,7 +206,7 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         failed[-1].why if failed else "",
         min(each.bound for each in tried),
         sum(each.nodes for each in tried),
-        1 - len(failed) / len(tried),
+        (len(tried) - len(failed)) / math.comb(places, k),
     )
 
 

@@ -211,7 +211,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
         "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
         "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
-        "tokens": "Why a sample is undecided: a near word changes the number of tokens.",
+        "tokens": "Why a sample is undecided: near words would be tokenized differently.",
         "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
     },
     "Statistics of rules": {

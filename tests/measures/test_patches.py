@@ -1,6 +1,7 @@
 """Certificates of patches, held to a closed form and to every value of every pixel."""
 
 import copy
+import time
 from itertools import combinations
 
 import pytest
@@ -49,6 +50,16 @@ def test_linear_classifiers_are_certified_exactly_where_no_k_patches_turn_them()
                 found = certificate(net, Batch(x[i : i + 1], None, ("0",)), 0, k, proof)
             assert found.certified == (m > largest[i].max())
             assert (found.places == 1) == found.certified
+
+
+def test_a_time_limit_ends_the_loop_over_choices_of_places():
+    """There are 4,426 million choices of eight of 64 pixels."""
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), torch.rand(1, 1, 8, 8)
+    with borrow(ModelSpec(model, (1, 8, 8)), LoadOptions(), None) as net:
+        proof = Proof(norm="patch", patch=(1, 1), deadline=time.monotonic() + 0.1)
+        found = certificate(net, Batch(x, None, ("0",)), 0, 8, proof)
+    assert found.why in ("seconds", "broken")
+    assert found.places < 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 from lipaudit.attacks.balls import Ball, project
 from lipaudit.attacks.oracle import Classifier, Turn, choose_closer, margins
 from lipaudit.errors import explain_failure, refuse
-from lipaudit.tables import Note, Section
-from lipaudit.tables.trials import WHOLE
+from lipaudit.tables import Note
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
@@ -94,22 +93,22 @@ def note_source(path: Path) -> Note:
     return Note.info("transferred-examples", f"{text} into each ball")
 
 
-def find_saved(section: Section, folder: Path) -> tuple[Path, ...]:
+def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
     """Return the examples that the run of a report saved, where they still are.
 
     A file is looked for in the folder of the report, by its path and by its name, then by its path
     alone. Only a file with the same contents counts.
 
     Args:
-        section: the section of the attacks; without a ball, nothing can be transferred.
+        files: paths as the run was given them, and the SHA-256 of their contents.
         folder: the folder of the report.
     """
     found = []
-    for name, digest in section.files.items():
+    for name, digest in files.items():
         places = (folder / name, folder / Path(name).name, Path(name))
         same = (path for path in places if path.is_file() and hash_file(path) == digest)
         found += [path for path in same if path.suffix == ".safetensors"][:1]
-    return tuple(found) if any(row.norm not in WHOLE for row in section.rows) else ()
+    return tuple(found)
 
 
 @torch.no_grad()

@@ -311,6 +311,7 @@ def _plan_again(
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
+    from lipaudit.gate.conditions import list_examples
     from lipaudit.measures import load_measures
 
     before = baseline.run
@@ -319,9 +320,8 @@ def _plan_again(
     measures, counts = {}, {}
     attacked, examples = baseline.section("attack"), how.transfer
     tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
-    # Embeddings of texts do not transfer; a model of images has a mean of their pixels.
-    if attacked and attacked.files and not examples and "mean" in before.preprocess:
-        examples = find_saved(attacked, file.parent)
+    if not examples and (saved := list_examples(baseline)):
+        examples = find_saved(saved, file.parent)
         which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
         terminal.tell(f"examples that {file} saved, tried again: {which}")
     if tried and not examples:

@@ -15,7 +15,7 @@ from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate import pairing
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.tables import Report, Section
-from lipaudit.tables.trials import is_repeat, parse_budget
+from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
@@ -171,6 +171,16 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
     return new != old
 
 
+def list_examples(report: Report) -> dict[str, str]:
+    """Return the examples that a run saved and other models can be given: paths and SHA-256.
+
+    Embeddings of texts do not transfer, and neither words nor patches have a ball to move into.
+    """
+    section = report.section("attack")
+    balls = section and any(row.norm not in WHOLE for row in section.rows)
+    return section.files if section and balls and "mean" in report.run.preprocess else {}
+
+
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between the conditions of two runs: the kind of each, and a text."""
     new, old = _list_conditions(current), _list_conditions(baseline)
@@ -188,9 +198,14 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
             "order of samples). Differences under attack are chance"
         )
         found.append(("starts", text))
-    tried = now is None or any(row.get("attack") == "transfer" for row in now.rows)
-    if then and then.files and not tried and "mean" in baseline.run.preprocess:
-        saved = ", ".join(then.files)
+    tried, before = (
+        any(row.get("attack") == "transfer" for row in each.rows) if each else None
+        for each in (now, then)
+    )
+    if tried and before is False:
+        text = "attack: worst includes transfer, examples of another model that the baseline"
+        found.append(("transfer", f"{text} did not try"))
+    elif tried is False and (saved := ", ".join(list_examples(baseline))):
         text = f"attack: the examples that the baseline saved ({saved}) were not tried again"
         found.append(("transfer", f"{text}; --transfer does"))
     if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):

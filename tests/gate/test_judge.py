@@ -382,6 +382,21 @@ def test_notes_name_what_is_not_judged_and_what_differs_without_harm():
     assert judgement.warnings == ("attack: 3 samples have no gradient",)
 
 
+def test_a_note_says_that_one_run_alone_tried_examples_of_another_model():
+    plain = attack(flags(60))
+    moved = attack(flags(60), attacks=("apgd-ce", "transfer"))
+    (noted,) = judge(new(moved), report(plain)).notes[3:]
+    assert noted.startswith("attack: worst includes transfer")
+    assert not judge(new(moved), report(moved)).notes[3:]
+    run = report(plain).run.model_copy(update={"preprocess": {"mean": [0.5]}})
+    saved = plain.model_copy(update={"files": {"a.safetensors": "0" * 64}})
+    baseline = report(saved).model_copy(update={"run": run})
+    current = new(plain).model_copy(
+        update={"run": new().run.model_copy(update=dict(run) | {"model": new().run.model})}
+    )
+    assert any("were not tried again" in note for note in judge(current, baseline).notes)
+
+
 def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights():
     old, again = report(attack(flags(90))), report(attack(flags(80), seed=1))
     judgement = judge(again, old)

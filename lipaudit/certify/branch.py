@@ -21,7 +21,7 @@ network.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -209,6 +209,16 @@ class Nodes:
     def __getitem__(self, index: Tensor | slice) -> Nodes:
         return Nodes(self.which[index], self.state[index], self.y[:, index])
 
+    def prove(self, problem: Problem, margins: Tensor) -> bool:
+        """Say whether the parts, at their multipliers, prove margins on the whole ball.
+
+        Args:
+            problem: the problem in float64.
+            margins: indices of the margins.
+        """
+        proven = prove_bounds(problem, self) > 0
+        return all(_cover(self.state[proven & (self.which == i)]) for i in margins.tolist())
+
     def floor(self) -> Tensor:
         """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
         free = torch.stack([self.state == -1, self.state == 1])
@@ -217,6 +227,17 @@ class Nodes:
     def feasible(self) -> Tensor:
         """Return the multipliers with those of inequalities >= 0."""
         return torch.maximum(self.y, self.floor())
+
+
+def _cover(state: Int[Tensor, "b k"]) -> bool:
+    """Say whether parts cover the ball: one is all of it, or both sides of a ReLU are covered."""
+    if (state == 0).all(1).any():
+        return True
+    split = (state != 0).all(0).nonzero()[:, 0]
+    if not len(state) or not len(split):
+        return False
+    others = torch.arange(state.shape[1], device=state.device) != split[0]
+    return all(_cover(state[state[:, split[0]] == sign][:, others]) for sign in (1, -1))
 
 
 def join_nodes(nodes: list[Nodes]) -> Nodes:
@@ -349,6 +370,7 @@ class Decision:
         units: number of ReLUs of unknown sign.
         limit: the reason for the end of the search: none, "nodes", "seconds" or "signs" (all signs
             are fixed).
+        leaves: the proven parts, with their multipliers; `decide` takes them again.
     """
 
     certified: bool
@@ -356,9 +378,16 @@ class Decision:
     nodes: int
     units: int
     limit: str = ""
+    leaves: Nodes | None = None
 
 
-def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) -> Decision:
+def decide(
+    margins: Form,
+    *,
+    nodes: int = NODES,
+    seconds: float = float("inf"),
+    leaves: Nodes | None = None,
+) -> Decision:
     """Try to prove that all margins (a form of one axis) are positive.
 
     The search for multipliers runs in single precision. The claimed bound is evaluated in double
@@ -369,6 +398,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
         nodes: largest number of parts of the ball; this limit gives equal verdicts on all
             machines.
         seconds: time limit, which depends on the machine and its load.
+        leaves: parts of an earlier proof: they are evaluated, and nothing is searched.
     """
     deadline = time.monotonic() + seconds
     low = margins.range()[0].nan_to_num(nan=-torch.inf)
@@ -377,6 +407,9 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     if not len(is_open) or not margins.symbols.units or whole == -float("inf"):
         return Decision(whole > 0, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
+    if leaves is not None:
+        covered = leaves.state.shape[1] == len(exact.slope) and leaves.prove(exact, is_open)
+        return Decision(covered, whole, len(leaves), len(exact.slope), "" if covered else "nodes")
     rough = exact.to(torch.float32)
     roots = start(rough, is_open)
     # Multipliers differ in size between models: the rate is relative to those of the start.
@@ -386,7 +419,8 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)
     worst = min([worst, *low[low > 0].tolist()])
-    return Decision(not limit, worst, search.nodes, len(exact.slope), limit)
+    proven = join_nodes(search.proven)
+    return Decision(not limit, worst, search.nodes, len(exact.slope), limit, proven)
 
 
 @dataclass
@@ -400,11 +434,13 @@ class _Search:
     deadline: float
     nodes: int = 0
     least: float = float("inf")
+    proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
         """Return the reason for the end of the search, and the smallest bound of a part."""
         self.nodes, positive = len(roots), bounds > 0
         self.least = min([self.least, *bounds[positive].tolist()])
+        self.proven.append(roots[positive])
         queue, worth = roots[~positive], bounds[~positive]
         while len(queue):
             if self.nodes >= self.most:
@@ -451,4 +487,5 @@ class _Search:
         value[hopeful] = prove_bounds(self.exact, parts[hopeful])
         is_open = ~(value > 0)
         self.least = min([self.least, *value[~is_open].tolist()])
+        self.proven.append(parts[~is_open])
         return parts[is_open], value[is_open]

@@ -47,7 +47,7 @@ def make_measure(name: str) -> Callable[..., None]:
             text = f"{given[0]} has models of its own, so the MODEL {model} has no effect"
             raise UsageError(text, "Leave one of the two out.")
         if given:
-            print_results(options, run, output)
+            (verify_report if given == ["--verify"] else print_results)(options, run, output)
             return
         if model is None:
             others = " or ".join(map(flag, kind.alone))
@@ -112,6 +112,31 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
             name = f"{Path(row[1]).stem}_{Path(row[2]).stem}.counterexample.gz"
             if example:
                 files.write(path.parent / name, gzip.compress(example.encode()))
+
+
+def verify_report(options: Any, run: RunOptions, output: Output) -> None:
+    """Print a line for every certified sample of a report: whether its proof holds again.
+
+    Raises:
+        LipauditError: a proof does not hold, or the report or the proofs cannot be read.
+    """
+    from lipaudit import schema
+    from lipaudit.engine.replay import verify_proofs
+
+    given = run.model_fields_set - run._configured
+    if given or output.model_fields_set:
+        text = f"{flag(min(given or output.model_fields_set))} has no effect with --verify"
+        raise UsageError(text, "Leave it out: the report has the run.")
+    failed = 0
+    for sample, radius, proven in verify_proofs(schema.load(options.verify), options.proofs):
+        typer.echo(f"{sample} {radius} {'proven' if proven else 'NOT PROVEN'}")
+        failed += not proven
+    if failed:
+        advice = (
+            "Give the file of --proofs. Without it, only balls that were not split are proven."
+        )
+        text = f"{failed} certificates of the report are not proven again"
+        raise LipauditError(text, advice, ExitCode.NOT_PROVEN)
 
 
 def audit(

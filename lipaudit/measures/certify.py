@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import sys
 import time
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,7 +55,7 @@ from lipaudit.theory.policy import NODES
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
-    from lipaudit.models.certificate import Bracket, Proof
+    from lipaudit.models.certificate import Bracket, Certificate, Proof
     from lipaudit.models.net import Net
 
 
@@ -71,6 +73,11 @@ _of_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), e
 SOME, ONE = parse_radius("1/255"), parse_radius("1")
 # Default number of parts into which the values of one place of a patch are split.
 PARTS = 64
+# Options that stand beside those that take the place of MODEL.
+OF_OTHERS = {
+    "verify": ("verify", "proofs"),
+    "instances": ("instances", "order", "attack", "nodes", "seconds"),
+}
 
 
 class CertifyOptions(MeasureOptions):
@@ -97,7 +104,7 @@ class CertifyOptions(MeasureOptions):
 
     samples: ClassVar[int] = 8
     scores = "always"
-    alone = ("instances",)
+    alone = ("instances", "verify")
 
     eps: Regions = option(
         (), "Radii of pixels in [0, 1] or embeddings: 1/255,0.01. Or 1patch, 2words."
@@ -156,6 +163,18 @@ class CertifyOptions(MeasureOptions):
         need=Need("--eps", lambda options: options.eps),
         exclude=True,
     )
+    proofs: Path | None = option(
+        None,
+        "Also write FILE.npz for --verify: the parts of each split ball, with their multipliers.",
+        need=Need("balls, not patches or words", lambda options: not options.counted),
+        exclude=True,
+    )
+    verify: Path | None = option(
+        None,
+        "Without MODEL: repeat the proofs of this report (JSON) in its run. Balls that were split "
+        "are evaluated at the multipliers of --proofs, without a search.",
+        exclude=True,
+    )
     instances: Path | None = option(
         None,
         "Without MODEL: prove or break the properties of FILE.csv (model.onnx,property.vnnlib,"
@@ -167,9 +186,11 @@ class CertifyOptions(MeasureOptions):
 
     @model_validator(mode="after")
     def _possible(self) -> CertifyOptions:
-        for name in ("eps", "norm", "smooth", "radius", "export") if self.instances else ():
-            if self._differs(known := self.options()[name]):
-                text = f"{known.flags[0]} has no meaning with --instances: properties are boxes"
+        instead = "verify" if self.verify else "instances" if self.instances else ""
+        given = [known for known in self.options().values() if instead and self._differs(known)]
+        for known in given:
+            if known.name not in OF_OTHERS[instead]:
+                text = f"{known.flags[0]} has no meaning with --{instead}"
                 raise UsageError(text, "Leave one of the two out.")
         self.trials(self.eps or (ONE if self.counted else SOME,))
         return self
@@ -232,8 +253,9 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the list of the exported properties: the other files are in its folder."""
-        return () if self.export is None else (self.export / "instances.csv",)
+        """Return the list of exported properties, whose folder has the others, and the proofs."""
+        exported = None if self.export is None else self.export / "instances.csv"
+        return tuple(path for path in (exported, self.proofs) if path is not None)
 
     @property
     def most_nodes(self) -> int | None:
@@ -491,6 +513,7 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "nodes": [each.nodes for each in tried],
         "places": [p if r and patch else math.nan for p, r in zip(places, robust, strict=True)],
         "seconds": seconds,
+        "proofs": [_encode_proof(each) if options.proofs else "" for each in tried],
     }
     if not options.radius:
         return values
@@ -539,8 +562,37 @@ def encode_export(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, 
             model = own if own in files else "model.onnx"
             rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
     return {options.export / name: content for name, content in files.items()} | {
-        path: "".join(rows).encode() for path in options.files
+        options.export / "instances.csv": "".join(rows).encode()
     }
+
+
+def _encode_proof(proof: Certificate) -> str:
+    """Return the proven parts of a split ball as an .npz file in base64; empty without any."""
+    import numpy as np
+
+    if not proof.certified or proof.leaves is None:
+        return ""
+    np.savez(file := io.BytesIO(), **{n: t.cpu().numpy() for n, t in vars(proof.leaves).items()})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def name_proof(sample: str, radius: Radius) -> str:
+    """Return the name of the proof of a ball in the file of `--proofs`."""
+    return f"{sample}@{float(radius)}"
+
+
+def encode_proofs(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
+    """Return the file of `--proofs`: a file for every split ball, by its name."""
+    if options.proofs is None:
+        return {}
+    rows = zip(base.sample_ids(parts), base.join_parts(parts, "proofs").tolist(), strict=True)
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        for name, texts in rows:
+            for radius, text in zip(options.eps, texts, strict=True):
+                info, content = zipfile.ZipInfo(name_proof(name, radius)), base64.b64decode(text)
+                if text:
+                    archive.writestr(info, content, zipfile.ZIP_DEFLATED)
+    return {options.proofs: file.getvalue()}
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
@@ -657,6 +709,8 @@ CERTIFY = Measure(
     measure,
     summarise,
     batch=1,
-    encode_files=encode_export,
+    encode_files=lambda parts, options: (
+        encode_export(parts, options) | encode_proofs(parts, options)
+    ),
     check=check,
 )

@@ -27,7 +27,7 @@ from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import margins as worst_margins
 from lipaudit.attacks.oracle import pull
 from lipaudit.attacks.text import list_substitutes
-from lipaudit.certify.branch import decide
+from lipaudit.certify.branch import Nodes, decide
 from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, hull, margins, run
 from lipaudit.certify.symbols import Norm
@@ -63,6 +63,7 @@ class Proof:
         nodes: largest number of parts of a ball in branch and bound; with patches of each place.
         deadline: time (of `time.monotonic`) after which no new step begins.
         patch: height and width of a patch, for the norm patch.
+        leaves: parts of an earlier proof, to be evaluated in place of a search.
     """
 
     norm: Norm | Literal["patch"] = "linf"
@@ -70,6 +71,7 @@ class Proof:
     nodes: int = NODES
     deadline: float = math.inf
     patch: tuple[int, int] | None = None
+    leaves: Nodes | None = None
 
     @property
     def seconds(self) -> float:
@@ -90,6 +92,7 @@ class Certificate:
         bound: smallest margin of a part, up to a positive factor; proven if certified.
         nodes: number of parts of the ball that were examined.
         places: share of the places of patches that are proven.
+        leaves: the proven parts, if the ball was split.
     """
 
     certified: bool
@@ -97,6 +100,7 @@ class Certificate:
     bound: float = -math.inf
     nodes: int = 0
     places: float = math.nan
+    leaves: Nodes | None = None
 
 
 def certificate(
@@ -145,13 +149,15 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     """Try to prove that every input of a form gets the label."""
     try:
         logits = run(lambda z: net.forward(z, sample), start, module=net.module)
-        verdict = decide(margins(logits, label), nodes=proof.nodes, seconds=proof.seconds)
+        gaps, nodes, leaves = margins(logits, label), proof.nodes, proof.leaves
+        verdict = decide(gaps, nodes=nodes, seconds=proof.seconds, leaves=leaves)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]
     if why == "signs" and not verdict.units:  # a model without ReLU has no signs to decide
         why = "bound"
-    return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
+    leaves = verdict.leaves
+    return Certificate(verdict.certified, why, verdict.bound, verdict.nodes, leaves=leaves)
 
 
 def _prove_words(

@@ -1,6 +1,8 @@
 """`lipaudit certify` from the outside: what it prints, writes, refuses and goes on with."""
 
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 import lipaudit
 from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loader import load_net
-from tests.commands import invoke
+from tests.commands import invoke, refuse
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
@@ -111,3 +113,93 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     attack, certify = report.section("attack"), report.section("certify")
     assert attack.settings["eps"] == certify.settings["eps"] == ["0.01"]
     assert certify.rows[0].certified <= attack.rows[-1].robust
+
+
+def test_proofs_are_repeated_without_a_search_and_nothing_altered_is_proven():
+    """The cross of 'a report altered by one number' and of 'proofs altered by one number'."""
+    certify("--eps", "0.05,0.4,0.5", "--proofs", "proofs.npz", "-o", "report.json", "-q")
+    verify = ("certify", "--verify", "report.json")
+    lines = invoke(*verify, "--proofs", "proofs.npz").stdout.splitlines()
+    section = lipaudit.load("report.json").section("certify")
+    largest = {}
+    for row in section.rows:  # the smallest ball first
+        flags = section.samples[f"certified@linf,{row.eps_text}"]
+        largest |= {i: row.eps_text for i, yes in zip(section.ids, flags, strict=True) if yes}
+    assert sorted(lines) == sorted(f"{i} {eps} proven" for i, eps in largest.items())
+    # Balls that were split are not proven without their parts, or with parts of which one fails.
+    with zipfile.ZipFile("proofs.npz") as archive:
+        parts = {
+            name: dict(np.load(io.BytesIO(archive.read(name)))) for name in archive.namelist()
+        }
+    assert len(parts) > 1
+    split = [name for name, arrays in parts.items() if len(arrays["which"]) > 2]
+    assert split
+    changes = {
+        "no part": lambda arrays: {n: v[:, :0] if n == "y" else v[:0] for n, v in arrays.items()},
+        "one part less": lambda arrays: {
+            n: np.delete(v, 0, 1 if n == "y" else 0) for n, v in arrays.items()
+        },
+        "a multiplier": lambda arrays: arrays | {"y": replaced(arrays["y"], 1e6)},
+        "no number": lambda arrays: arrays | {"y": replaced(arrays["y"], np.nan)},
+        "a sign": lambda arrays: arrays | {"state": -arrays["state"]},
+        "fewer units": lambda arrays: (
+            arrays | {"y": arrays["y"][..., 1:], "state": arrays["state"][:, 1:]}
+        ),
+    }
+    for name, change in changes.items():
+        with zipfile.ZipFile("altered.npz", "w") as archive:
+            for ball, arrays in parts.items():
+                np.savez(file := io.BytesIO(), **(change(arrays) if ball == split[0] else arrays))
+                archive.writestr(ball, file.getvalue())
+        done = invoke(*verify, "--proofs", "altered.npz", code=6)
+        sample, eps = split[0].split("@")
+        failed = [line for line in done.stdout.splitlines() if line.endswith("NOT PROVEN")]
+        assert failed == [f"{sample} {eps} NOT PROVEN"], name
+    Path("damaged.npz").write_bytes(Path("proofs.npz").read_bytes()[:-100])
+    assert "damaged.npz is" in refuse(4, "damaged.npz", *verify, "--proofs", "damaged.npz")
+    without = invoke(*verify, code=6).stdout.splitlines()
+    assert {line for line in without if line.endswith("NOT PROVEN")} == {
+        f"{name.replace('@', ' ')} NOT PROVEN" for name in parts
+    }
+
+
+def replaced(y, value):
+    """Return multipliers of which one is another."""
+    y = y.copy()
+    y[0, 0, y[0, 0].argmax()] = value
+    return y
+
+
+def test_a_report_with_another_number_is_refused():
+    certify("--eps", "0.1,0.6", "--proofs", "proofs.npz", "-o", "report.json", "-q")
+    document = json.loads(Path("report.json").read_text())
+    place = next(i for i, each in enumerate(document["sections"]) if each["measure"] == "certify")
+    flags = document["sections"][place]["samples"]["certified@linf,0.6"]
+    assert 0 in flags
+
+    def altered(change):
+        copy = json.loads(json.dumps(document))
+        change(copy["sections"][place], copy)
+        Path("altered.json").write_text(json.dumps(copy))
+        return ("certify", "--verify", "altered.json", "--proofs", "proofs.npz")
+
+    def more(section, _):
+        at = section["samples"]["certified@linf,0.6"].index(0)
+        section["samples"]["certified@linf,0.6"][at] = 1
+
+    def share(section, _):
+        section["rows"][1]["certified"] += 1 / 6
+
+    def both(section, copy):
+        more(section, copy)
+        share(section, copy)
+
+    def weights(_, copy):
+        copy["run"]["model"]["weights_sha256"] = "0" * 64
+
+    for change in (more, share, weights):
+        refuse(4, "does not fit its model, its samples or its own", *altered(change))
+    assert "NOT PROVEN" in invoke(*altered(both), code=6).stdout
+    bounds = ("bounds", "demo", "-n", "1", "-q", "-o", "bounds.json")
+    invoke(*bounds)
+    refuse(4, "the report has no certificates", "certify", "--verify", "bounds.json")

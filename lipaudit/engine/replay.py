@@ -1,0 +1,97 @@
+"""The proofs of a report, repeated: every pass again, and no search."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lipaudit.certify.branch import Nodes
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.errors import InputError, explain_failure, refuse
+from lipaudit.measures.certify import CertifyOptions, make_proof, name_proof
+from lipaudit.models.certificate import certificate
+from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.settings import RunOptions
+from lipaudit.tables import Report
+from lipaudit.tables.trials import is_repeat
+
+# A zip file without entries.
+EMPTY = b"PK\x05\x06" + bytes(18)
+
+
+def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, str, bool]]:
+    """Repeat the proofs of the certified balls of a report.
+
+    A ball is proven by the pass alone, or at the stored multipliers of its parts.
+
+    Args:
+        report: the report.
+        proofs: the file of `--proofs`; without one, only passes prove.
+
+    Yields:
+        The id of a sample, its largest certified radius, and whether its ball is proven again.
+
+    Raises:
+        InputError: there are no certificates, the model or the samples are others, or the file is
+            damaged.
+    """
+    section, before = report.section("certify"), report.run
+    if section is None or not section.ids:
+        raise InputError("the report has no certificates", "Write one: certify -o report.json.")
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    options, ids = CertifyOptions.parse(section.settings), section.ids
+    refuse(
+        options.counted, f"certificates of {options.counted} are not repeated", "Only balls are."
+    )
+    told: Mapping[str, Any] = section.samples
+    count = {"certify": len(ids)}
+    job = prepare(Request(before.model.spec, {"certify": options}, RunOptions.parse(run), count))
+    once = [i for i, name in enumerate(ids) if not is_repeat(name)]
+    flags = [told[row.trial.column("certified")] for row in section.rows]
+    shares = [sum(each[i] for i in once) / len(once) for each in flags]
+    same = job.net.weights_sha256 == before.model.weights_sha256
+    same = same and {*job.samples.batch.ids} == {*ids}
+    refuse(
+        not same or shares != [row.certified for row in section.rows],
+        "the report does not fit its model, its samples or its own verdicts",
+        "Verify the report as it was written, where its model and data are.",
+    )
+    if proofs is not None and not zipfile.is_zipfile(proofs):
+        raise InputError(
+            f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
+        )
+    for batch in job.batches("certify")[1]:
+        for sample in batch.to(job.net.device, job.net.dtype).split(1):
+            at = ids.index(sample.ids[0])
+            proven = [r for r, flag in zip(options.eps, flags, strict=True) if flag[at]]
+            if not proven:
+                continue
+            radius = max(proven, key=float)
+            label = told["label"][at]
+            wanted = told["predicted"][at] if label is None else label
+            leaves = _read_leaves(proofs, name_proof(sample.ids[0], radius))
+            with eager(), exact_arithmetic(job.net.device):
+                proof = replace(make_proof(job.net, sample, options, math.inf), leaves=leaves)
+                result = certificate(job.net, sample, wanted, float(radius), proof)
+            yield sample.ids[0], radius.text, result.certified
+
+
+def _read_leaves(proofs: Path | None, name: str) -> Nodes:
+    """Return the parts of a ball; none where nothing is stored."""
+    damaged = explain_failure(f"{proofs} is damaged", "Copy the file again.", Exception)
+    with damaged, zipfile.ZipFile(proofs or io.BytesIO(EMPTY)) as archive:
+        content = archive.read(name) if name in archive.namelist() else b""
+        if not content:
+            none = torch.zeros(0, 0, dtype=torch.long)
+            return Nodes(none.flatten(), none, none[None].float())
+        arrays = np.load(io.BytesIO(content))
+        which, state, y = (torch.from_numpy(arrays[n]) for n in ("which", "state", "y"))
+        return Nodes(which, state.long(), y)

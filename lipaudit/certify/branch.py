@@ -216,8 +216,12 @@ class Nodes:
             problem: the problem in float64.
             margins: indices of the margins.
         """
-        proven = prove_bounds(problem, self) > 0
-        return all(_cover(self.state[proven & (self.which == i)]) for i in margins.tolist())
+        known = self[torch.isin(self.which, margins)]
+        split = [known[i : i + BATCH] for i in range(0, len(known), BATCH)]
+        proven = join_nodes(
+            [each[prove_bounds(problem, each) > 0] for each in [*split, known[:0]]]
+        )
+        return all(_cover(proven.state[proven.which == i]) for i in margins.tolist())
 
     def floor(self) -> Tensor:
         """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
@@ -370,7 +374,7 @@ class Decision:
         units: number of ReLUs of unknown sign.
         limit: the reason for the end of the search: none, "nodes", "seconds" or "signs" (all signs
             are fixed).
-        leaves: the proven parts, with their multipliers; `decide` takes them again.
+        leaves: if certified, the parts with their multipliers; `decide` takes them again.
     """
 
     certified: bool
@@ -419,7 +423,7 @@ def decide(
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)
     worst = min([worst, *low[low > 0].tolist()])
-    proven = join_nodes(search.proven)
+    proven = None if limit else join_nodes(search.proven)
     return Decision(not limit, worst, search.nodes, len(exact.slope), limit, proven)
 
 

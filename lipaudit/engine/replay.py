@@ -44,7 +44,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             damaged.
     """
     section, before = report.section("certify"), report.run
-    if section is None or not section.ids:
+    if section is None or not section.ids or not section.rows:
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     options, ids = CertifyOptions.parse(section.settings), section.ids
@@ -55,10 +55,17 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     count = {"certify": len(ids)}
     job = prepare(Request(before.model.spec, {"certify": options}, RunOptions.parse(run), count))
     once = [i for i, name in enumerate(ids) if not is_repeat(name)]
-    flags = [told[row.trial.column("certified")] for row in section.rows]
+    batch, norm = job.samples.batch, options.norm or "linf"
+    labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
+    wanted = dict(zip(batch.ids, labels, strict=True))
+    claimed = [(row.norm, row.eps_text, row.eps) for row in section.rows]
+    same = job.net.weights_sha256 == before.model.weights_sha256 and wanted == {
+        name: -1 if label is None else label
+        for name, label in zip(ids, told["label"], strict=True)
+    }
+    same = same and claimed == [(norm, r.text, float(r)) for r in options.eps]
+    flags = [told[row.trial.column("certified")] for row in section.rows] if same else []
     shares = [sum(each[i] for i in once) / len(once) for each in flags]
-    same = job.net.weights_sha256 == before.model.weights_sha256
-    same = same and {*job.samples.batch.ids} == {*ids}
     refuse(
         not same or shares != [row.certified for row in section.rows],
         "the report does not fit its model, its samples or its own verdicts",
@@ -75,16 +82,16 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             if not proven:
                 continue
             radius = max(proven, key=float)
-            label = told["label"][at]
-            wanted = told["predicted"][at] if label is None else label
-            leaves = _read_leaves(proofs, name_proof(sample.ids[0], radius))
+            name = sample.ids[0]
+            label = told["predicted"][at] if wanted[name] < 0 else wanted[name]
+            leaves = _read_leaves(proofs, name_proof(name, float(radius)), job.net.device)
             with eager(), exact_arithmetic(job.net.device):
                 proof = replace(make_proof(job.net, sample, options, math.inf), leaves=leaves)
-                result = certificate(job.net, sample, wanted, float(radius), proof)
-            yield sample.ids[0], radius.text, result.certified
+                result = certificate(job.net, sample, label, float(radius), proof)
+            yield name, radius.text, result.certified
 
 
-def _read_leaves(proofs: Path | None, name: str) -> Nodes:
+def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
     """Return the parts of a ball; none where nothing is stored."""
     damaged = explain_failure(f"{proofs} is damaged", "Copy the file again.", Exception)
     with damaged, zipfile.ZipFile(proofs or io.BytesIO(EMPTY)) as archive:
@@ -93,5 +100,7 @@ def _read_leaves(proofs: Path | None, name: str) -> Nodes:
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())
         arrays = np.load(io.BytesIO(content))
-        which, state, y = (torch.from_numpy(arrays[n]) for n in ("which", "state", "y"))
-        return Nodes(which, state.long(), y)
+        which, state, y = (torch.tensor(arrays[n], device=device) for n in ("which", "state", "y"))
+        if y.shape != (2, *state.shape) or which.shape != state.shape[:1]:
+            raise ValueError("other shapes")
+        return Nodes(which.long(), state.long(), y.double())

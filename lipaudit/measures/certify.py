@@ -55,7 +55,7 @@ from lipaudit.theory.policy import NODES
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
-    from lipaudit.models.certificate import Bracket, Certificate, Proof
+    from lipaudit.models.certificate import Bracket, Proof
     from lipaudit.models.net import Net
 
 
@@ -437,6 +437,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
             "exported": {} if options.export is None else _export(net, brackets, options),
+            "proofs": {} if options.proofs is None else _encode_proofs(brackets),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
@@ -513,7 +514,6 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
         "nodes": [each.nodes for each in tried],
         "places": [p if r and patch else math.nan for p, r in zip(places, robust, strict=True)],
         "seconds": seconds,
-        "proofs": [_encode_proof(each) if options.proofs else "" for each in tried],
     }
     if not options.radius:
         return values
@@ -566,32 +566,34 @@ def encode_export(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, 
     }
 
 
-def _encode_proof(proof: Certificate) -> str:
-    """Return the proven parts of a split ball as an .npz file in base64; empty without any."""
+def name_proof(sample: str, radius: float) -> str:
+    """Return the name of the proof of a ball in the file of `--proofs`."""
+    return f"{sample}@{radius}"
+
+
+def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, str]:
+    """Return the proven parts of split balls as .npz files by name, in base64."""
     import numpy as np
 
-    if not proof.certified or proof.leaves is None:
-        return ""
-    np.savez(file := io.BytesIO(), **{n: t.cpu().numpy() for n, t in vars(proof.leaves).items()})
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def name_proof(sample: str, radius: Radius) -> str:
-    """Return the name of the proof of a ball in the file of `--proofs`."""
-    return f"{sample}@{float(radius)}"
+    files = {}
+    for each in brackets:
+        for radius, proof in each.tried.items():
+            if proof.certified and proof.leaves is not None:
+                arrays = {name: part.cpu().numpy() for name, part in vars(proof.leaves).items()}
+                np.savez(file := io.BytesIO(), **arrays)
+                text = base64.b64encode(file.getvalue()).decode()
+                files[name_proof(each.sample.ids[0], radius)] = text
+    return files
 
 
 def encode_proofs(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
     """Return the file of `--proofs`: a file for every split ball, by its name."""
     if options.proofs is None:
         return {}
-    rows = zip(base.sample_ids(parts), base.join_parts(parts, "proofs").tolist(), strict=True)
     with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
-        for name, texts in rows:
-            for radius, text in zip(options.eps, texts, strict=True):
-                info, content = zipfile.ZipInfo(name_proof(name, radius)), base64.b64decode(text)
-                if text:
-                    archive.writestr(info, content, zipfile.ZIP_DEFLATED)
+        for name, text in base.join_facts(parts, "proofs").items():
+            info = zipfile.ZipInfo(name)
+            archive.writestr(info, base64.b64decode(text), zipfile.ZIP_DEFLATED)
     return {options.proofs: file.getvalue()}
 
 

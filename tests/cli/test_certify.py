@@ -155,6 +155,15 @@ def test_proofs_are_repeated_without_a_search_and_nothing_altered_is_proven():
         sample, eps = split[0].split("@")
         failed = [line for line in done.stdout.splitlines() if line.endswith("NOT PROVEN")]
         assert failed == [f"{sample} {eps} NOT PROVEN"], name
+    for name, odd in {
+        "units": lambda y: y[..., 1:],
+        "of a pickle": lambda y: y.astype(object),
+    }.items():
+        with zipfile.ZipFile("odd.npz", "w") as archive:
+            for ball, arrays in parts.items():
+                np.savez(file := io.BytesIO(), **arrays | {"y": odd(arrays["y"])})
+                archive.writestr(ball, file.getvalue())
+        assert "odd.npz is damaged" in refuse(4, "odd.npz", *verify, "--proofs", "odd.npz"), name
     Path("damaged.npz").write_bytes(Path("proofs.npz").read_bytes()[:-100])
     assert "damaged.npz is" in refuse(4, "damaged.npz", *verify, "--proofs", "damaged.npz")
     without = invoke(*verify, code=6).stdout.splitlines()
@@ -194,10 +203,16 @@ def test_a_report_with_another_number_is_refused():
         more(section, copy)
         share(section, copy)
 
+    def label(section, _):
+        section["samples"]["label"][0] = 1 - section["samples"]["label"][0]
+
+    def radius(section, _):
+        section["settings"]["eps"] = ["0.1", "0.2"]
+
     def weights(_, copy):
         copy["run"]["model"]["weights_sha256"] = "0" * 64
 
-    for change in (more, share, weights):
+    for change in (more, share, label, radius, weights):
         refuse(4, "does not fit its model, its samples or its own", *altered(change))
     assert "NOT PROVEN" in invoke(*altered(both), code=6).stdout
     bounds = ("bounds", "demo", "-n", "1", "-q", "-o", "bounds.json")

@@ -106,7 +106,9 @@ def read_property(path: Path) -> Property:
             max(map(len, clauses)),
             {n for c in clauses for each in c for n in each} - {""},
         )
-        if not used or used - {*outputs}:
+        if any(ends[0][name] > ends[1][name] for name in inputs):
+            raise ValueError("the range of an input is empty")
+        if not used or used - {*outputs} or not all(clauses):
             raise ValueError("no condition on declared outputs")
         full = [(clause * size)[:size] for clause in clauses]
         values = (
@@ -115,7 +117,7 @@ def read_property(path: Path) -> Property:
             [[[float(each.get(y, 0)) for y in outputs] for each in clause] for clause in full],
             [[_round_up(-each[""]) for each in clause] for clause in full],
         )
-    except (ValueError, IndexError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{path}: line {line} is not read: {error}", READ) from error
     return Property(*(torch.tensor(each, dtype=torch.float64) for each in values))
 

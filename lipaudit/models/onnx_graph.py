@@ -44,6 +44,16 @@ def _multiply(a: Any, b: Any, c: Any, alpha: float, beta: float) -> Any:
     return product if c is None else product + (c if beta == 1 else beta * c)
 
 
+def _power(x: Any, y: Any) -> Any:
+    power = x ** (y.item() if y.numel() == 1 else y)
+    return power if x.is_floating_point() else power.to(x.dtype)  # the type of the base
+
+
+def _drop(x: Any, _ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
+    refuse(training is not None and bool(training), "Dropout in training is random", TRAINED)
+    return x
+
+
 def _reduce(name: str) -> Any:
     return lambda x, axes=None, keepdims=1: getattr(x, name)(
         tuple(range(x.ndim) if axes is None else _integers(axes)), keepdim=bool(keepdims)
@@ -54,6 +64,7 @@ def _rename(name: str) -> Any:
     return lambda *x: getattr(torch, name)(*x)
 
 
+TRAINED = "Export the network in evaluation mode."
 # Types by their numbers in ONNX.
 CASTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 11: torch.float64}
 # Functions of torch: their names in ONNX, without attributes.
@@ -65,12 +76,12 @@ OPERATORS: dict[str, Any] = {
     "Div": lambda x, y: x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc"),
     "Equal": lambda x, y: x == y,
     "Identity": lambda x: x,
-    "Dropout": lambda x, *_, seed=0: x,
+    "Dropout": _drop,
     "Constant": lambda value: value,
     "Max": lambda *x: reduce(torch.maximum, x),
     "Min": lambda *x: reduce(torch.minimum, x),
     "Mod": lambda x, y, fmod=0: (torch.fmod if fmod else torch.remainder)(x, y),
-    "Pow": lambda x, y: x ** (y.item() if y.numel() == 1 else y),
+    "Pow": _power,
     "Clip": lambda x, min=None, max=None: x.clamp(
         *(e if e is None else e.item() for e in (min, max))
     ),
@@ -148,7 +159,8 @@ class Graph:
         advice = "Give a network with one input and one output."
         with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
             model = onnx.load(path)
-            graph, version = model.graph, model.opset_import[0].version
+            (version,) = (o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+            graph = model.graph
             self.weights = {each.name: read(each) for each in graph.initializer} | {"": None}
             (start,) = (each for each in graph.input if each.name not in self.weights)
             (end,) = graph.output

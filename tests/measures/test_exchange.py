@@ -282,6 +282,25 @@ def test_the_ball_of_a_query_holds_the_box_of_the_decimals(tmp_path):
             assert radius <= (high - low) / 2 * Fraction("1.000001") + Fraction(1, 10**6)
 
 
+def test_a_power_has_the_type_of_its_base(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    def power(helper):
+        made = [("Pow", "7", "r"), ("Cast", "p"), ("Mul", "X", "c")]
+        nodes = [
+            helper.make_node(name, ends, [end], **({"to": 1} if name == "Cast" else {}))
+            for (name, *ends), end in zip(made, "pcY", strict=True)
+        ]
+        return nodes, (1, 2)
+
+    net(tmp_path / "a.onnx", power, **{"7": torch.tensor([7]), "r": torch.tensor(0.5)})
+    x = torch.tensor([[1.0, -2.0]])
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    assert (
+        Graph(tmp_path / "a.onnx")(x).tolist() == session.run(None, {"X": x.numpy()})[0].tolist()
+    )
+
+
 MODELS = {
     "vit": lambda: timm_net("vit_tiny_patch16_224", depth=2),
     "cait": lambda: timm_net("cait_xxs24_224", depth=1, depth_token_only=1),
@@ -336,6 +355,9 @@ def test_networks_are_read_as_a_runtime_reads_them(name, tmp_path):
         ("(assert (<= Y_0 X_1))", "no condition on declared outputs"),
         ("(declare-const X_2 Real)(assert (<= Y_0 Y_1))", "'X_2'"),
         ("", "no condition on declared outputs"),
+        ("(assert (or (and) (<= Y_0 Y_1)))", "no condition on declared outputs"),
+        ("(assert (>= X_1 0.5))(assert (<= Y_0 Y_1))", "the range of an input is empty"),
+        ("(assert (<= Y_0 1e400))", "too large"),
     ],
 )
 def test_a_property_that_is_not_read_is_refused_with_its_line(text, said, tmp_path):
@@ -357,6 +379,12 @@ def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatc
         "odd.onnx", lambda h: ([h.make_node("Gelu", ["X"], ["Y"], domain="com.microsoft")], (1, 2))
     )
     net("auto.onnx", lambda h: ([h.make_node("Softmax", ["X"], ["Y"], flow=1)], (1, 2)))
+    net(
+        "drop.onnx",
+        lambda h: ([h.make_node("Dropout", ["X", "r", "t"], ["Y"])], (1, 2)),
+        r=torch.tensor(0.5),
+        t=torch.tensor([True])[0],
+    )
     net("wide.onnx", shape=(1, 3))
     net("few.onnx", lambda h: ([h.make_node("ReduceSum", ["X"], ["Y"])], (1, 1)))
     Path("bad.onnx").write_bytes(b"no network")
@@ -370,6 +398,7 @@ def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatc
         "property.csv": ("a.onnx,q.vnnlib,1", "cannot read q.vnnlib"),
         "tile.csv": ("tile.onnx,p.vnnlib,1", "the operator Tile is not read"),
         "odd.csv": ("odd.onnx,p.vnnlib,1", "the operator Gelu is not read"),
+        "drop.csv": ("drop.onnx,p.vnnlib,1", "Dropout in training is random"),
         "wide.csv": ("wide.onnx,p.vnnlib,1", "p.vnnlib does not fit wide.onnx"),
         "few.csv": ("few.onnx,p.vnnlib,1", "p.vnnlib does not fit few.onnx"),
         "auto.csv": ("auto.onnx,p.vnnlib,1", "the operator Softmax with flow is not read"),

@@ -280,7 +280,8 @@ def _contrast(
 
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
     """Choose the test of a rule, as in the table of docs/guide/gate.md."""
-    row_of_flags = rule.stat == "each" and rule.about.reduction == Reduction("mean", rule.column)
+    flags = (Reduction("mean", rule.column), pairing.RIGHT)
+    row_of_flags = rule.stat == "each" and rule.about.reduction in flags
     if (rule.stat == "mean" or row_of_flags) and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             advice = "Write -2pp, not -2%."

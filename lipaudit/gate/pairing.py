@@ -17,7 +17,7 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggesti
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Report, Row, Section, trials
-from lipaudit.tables.columns import naming, reduce_values
+from lipaudit.tables.columns import Reduction, naming, reduce_values
 from lipaudit.tables.trials import WORST, TrialKey
 
 Record = TypeVar("Record", Report, Section)
@@ -25,6 +25,8 @@ Key = TrialKey | str
 """The name of a row or a per-sample column; trials are equal in any notation of their radius."""
 TESTED = ("each", "median")
 """Row statistics with a test over samples; other statistics are compared as plain values."""
+RIGHT = Reduction("mean", "correct")
+"""Share of samples that are right, which a row has but no array."""
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 
@@ -86,6 +88,9 @@ def read(
             # If a sample has no such token, the mean over tokens is compared without a test.
             whole = [k for k in points if not is_mean(rule) or np.isfinite(lines[k]).all()]
             pairs = {key: lines[key] for key in whole}
+        elif rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
+            # Every row is of the same samples: accuracy without attack.
+            pairs = dict.fromkeys(points, np.array(section.samples["correct"], dtype=float)[take])
         # Without a reduction, rows that are tested sample by sample need no figure of their own.
         plain = rule.about.reduction is None and rule.stat == "each"
         if again and points and not (plain and pairs):

@@ -440,3 +440,18 @@ def test_a_change_that_may_be_chance_is_refused_where_no_test_tells(column):
     assert "absolute limit" in caught.value.advice
     verdict = judge(new(known[1]), report(known[0]), rules(f"attack.{column} <= 0.4")).verdicts[0]
     assert verdict.status == "regressed"
+
+
+def test_clean_accuracy_of_a_row_is_tested_by_its_samples():
+    """Accuracy that fell by 6 points is no regression beyond 5, if chance explains the sixth."""
+
+    def rows(correct):
+        section = attack(flags(60), correct=correct)
+        cells = tuple(row.replace(clean=float(np.mean(correct))) for row in section.rows)
+        return section.model_copy(update={"rows": cells})
+
+    old, few, many = (rows(flags(n)) for n in (120, 112, 60))
+    for section, status in ((few, "inconclusive"), (many, "regressed")):
+        verdict = only(judge(new(section), report(old), rules("attack.clean >= -5pp")))
+        by_samples = only(judge(new(section), report(old), rules("attack.correct:mean >= -5pp")))
+        assert (verdict.status, verdict.figures) == (status, by_samples.figures)

@@ -1,5 +1,7 @@
 """Lengths of vectors against corners, directions and spheres; what they make closer."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -132,6 +134,34 @@ def test_products_know_the_symbols_that_both_factors_share(norm, dtype, points, 
     close = {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(high, most.fill_diagonal_(1.0), **close)
     torch.testing.assert_close(low, -most.fill_diagonal_(0.0), **close)
+
+
+@pytest.mark.parametrize("settle", [0.0, math.inf], ids=["block", "slack"])
+@pytest.mark.parametrize("first", [0, 2], ids=["input", "error"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_kind_of_symbol_counts_in_full_in_a_product(first, settle, swap):
+    """d = (a + b) / 2 and d + c: the ends are d (d + c) = 2 at a = b = c, and ab/4 r_-^2 = 1/2."""
+    symbols = ball(torch.zeros(1, 2), 1.0, settle=settle).symbols
+    symbols.birth(torch.ones(2))
+    none, shared = torch.zeros(1, 1).double(), torch.zeros(4, 1, 1).double()
+    shared[first : first + 2] = 0.5
+    pair = [Form(none, shared, none + slack, symbols) for slack in (1.0, 0.0)]
+    low, high = matmul(*(pair[::-1] if swap else pair)).range()
+    assert 2 <= high < 2 + 1e-9
+    assert -0.5 - 1e-9 < low <= -0.5
+
+
+@pytest.mark.parametrize("settle", [0.0, math.inf], ids=["block", "slack"])
+def test_the_mean_of_the_values_is_subtracted_where_weights_are_off(settle):
+    """The centre sums to 17 / 16, a row to 1: weights (0.25, 0.75) are at an end of the range."""
+    symbols = ball(torch.zeros(1, 1), 1.0, settle=settle).symbols
+    p, off = torch.tensor([[0.3125, 0.75]]).double(), torch.tensor([[0.0625, 0.0]]).double()
+    weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols, simplex=True)
+    values = torch.tensor([[0.0], [1.0]]).double()
+    still = Form(values, torch.zeros(1, 2, 1).double(), 0 * values, symbols)
+    low, high = matmul(weights, still).range()
+    assert 0.75 <= high < 0.75 + 1e-9
+    assert 0.65625 - 1e-9 < low <= 0.65625
 
 
 @pytest.mark.parametrize("order", [1, 2])

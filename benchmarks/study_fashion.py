@@ -29,7 +29,7 @@ from lipaudit.data.images import load_arrays
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.bounds import BoundsOptions
-from lipaudit.measures.certify import CertifyOptions
+from lipaudit.measures.claims import CertifyOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.loader import assemble

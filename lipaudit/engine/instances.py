@@ -12,7 +12,8 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.data.vnnlib import read_property
 from lipaudit.errors import explain_failure
-from lipaudit.measures.certify import CertifyOptions, check, make_proof
+from lipaudit.measures.certify import check, make_proof
+from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models.certificate import Bracket
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.onnx_graph import Graph, Query

@@ -16,7 +16,8 @@ import torch
 from lipaudit.certify.branch import Nodes
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, explain_failure, refuse
-from lipaudit.measures.certify import CertifyOptions, make_proof, name_proof
+from lipaudit.measures.certify import make_proof, name_proof
+from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models.certificate import certificate
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.settings import RunOptions

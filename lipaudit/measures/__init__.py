@@ -18,7 +18,8 @@ from lipaudit.measures.attack import ATTACK, AttackOptions
 from lipaudit.measures.attention import ATTENTION
 from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
-from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
+from lipaudit.measures.certify import CERTIFY
+from lipaudit.measures.claims import BallNorm, CertifyOptions
 from lipaudit.measures.corrupt import CORRUPT
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.scaling import SCALING

@@ -20,7 +20,7 @@ from lipaudit.attacks.kinds import (
     read_plan,
     require_suitable,
 )
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.examples import (
@@ -398,10 +398,9 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
     from lipaudit.attacks.transfer import find_examples
     from lipaudit.models.net import NEEDED
 
-    require_decision(
-        net, "Attack a classifier with labels, or the scores of a language model (--score sum)."
-    )
-    y = require_labels(batch, "an attack")
+    advice = "Attack a classifier with labels, or the scores of a language model (--score sum)."
+    base.require_decision(net, advice)
+    y = base.require_labels(batch, "an attack")
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
@@ -409,36 +408,6 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
     for path in options.transfer:
         find_examples(path, batch.ids, batch.x.shape[1:])
     return y
-
-
-def require_labels(batch: Batch, what: str) -> Tensor:
-    """Return the labels of samples, all of which must have one.
-
-    Raises:
-        InputError: a sample has no label; `what` needs it.
-    """
-    if batch.y is None or bool((batch.y < 0).any()):
-        text = f"{what} needs a label for every sample"
-        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
-    return batch.y
-
-
-def require_decision(net: Net, advice: str) -> None:
-    """Refuse a model without a decision between classes, or whose tokens cannot be perturbed.
-
-    Raises:
-        InputError: it has fewer than two classes, or its embedding table was not found.
-    """
-    if (net.classes or 0) < 2:
-        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
-        raise InputError(
-            f"{lacks}, so no prediction is right or wrong",
-            f"{advice} A model with one logit z, (samples, 1), has to return "
-            "torch.cat([0 * z, z], 1).",
-        )
-    if net.kind == "text" and net.entry is None:
-        text = f"the embedding layer of {net.architecture} was not found"
-        raise InputError(text, "Write a py: factory that returns a ModelSpec with its `entry`.")
 
 
 def _make_part(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
+from lipaudit.errors import InputError
 from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
@@ -23,6 +24,7 @@ from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
@@ -334,3 +336,33 @@ def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | 
     """Return a statistic of the values that are not NaN, None if all are."""
     known = values[values == values]  # NaN differs from itself
     return float(statistic(known)) if len(known) else None
+
+
+def require_labels(batch: Batch, what: str) -> Tensor:
+    """Return the labels of samples, all of which must have one.
+
+    Raises:
+        InputError: a sample has no label; `what` needs it.
+    """
+    if batch.y is None or bool((batch.y < 0).any()):
+        text = f"{what} needs a label for every sample"
+        raise InputError(text, "Give labelled samples with --data (a folder, .npz, .csv...).")
+    return batch.y
+
+
+def require_decision(net: Net, advice: str) -> None:
+    """Refuse a model without a decision between classes, or whose tokens cannot be perturbed.
+
+    Raises:
+        InputError: it has fewer than two classes, or its embedding table was not found.
+    """
+    if (net.classes or 0) < 2:
+        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
+        raise InputError(
+            f"{lacks}, so no prediction is right or wrong",
+            f"{advice} A model with one logit z, (samples, 1), has to return "
+            "torch.cat([0 * z, z], 1).",
+        )
+    if net.kind == "text" and net.entry is None:
+        text = f"the embedding layer of {net.architecture} was not found"
+        raise InputError(text, "Write a py: factory that returns a ModelSpec with its `entry`.")

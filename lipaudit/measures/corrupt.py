@@ -14,7 +14,6 @@ from pydantic import AfterValidator, Field, PlainSerializer
 from lipaudit.attacks.kinds import PUBLISHED, TYPING, find_published, read_corruptions
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
-from lipaudit.measures.attack import require_decision, require_labels
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import option, read_list
 from lipaudit.tables import Array, Note, Section
@@ -209,8 +208,8 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
 
 def check(net: Net, batch: Batch, options: CorruptOptions) -> Tensor:
     """Return the labels; refuse a model without classes, or a sample without a label."""
-    require_decision(net, "Give a classifier.")
-    return require_labels(batch, "corrupt")
+    base.require_decision(net, "Give a classifier.")
+    return base.require_labels(batch, "corrupt")
 
 
 def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.attack import eps_column, require_decision, require_labels, seconds_column
+from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import Balls, TwoCounts, option
 from lipaudit.tables import Note, Row, Section
@@ -166,7 +166,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
         if not number:
             seconds = _time_copy(denoised, batch, options)
             base.report_cost(sum(options.copies), seconds, "noisy copies")
-        labels = require_labels(batch, "certify --smooth")
+        labels = base.require_labels(batch, "certify --smooth")
         with torch.no_grad():
             clean = net.output(batch).argmax(1) == labels
         start = time.perf_counter()
@@ -234,8 +234,8 @@ def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
     Raises:
         InputError: one of these.
     """
-    require_decision(net, "Certify a classifier.")
-    require_labels(batch, "certify --smooth")
+    base.require_decision(net, "Certify a classifier.")
+    base.require_labels(batch, "certify --smooth")
     if options.denoiser is not None:
         from lipaudit.models.smoothed import add_denoiser
 

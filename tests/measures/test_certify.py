@@ -17,7 +17,8 @@ from lipaudit.attacks.oracle import pgd
 from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.certify import CertifyOptions, check
+from lipaudit.measures.certify import check
+from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions

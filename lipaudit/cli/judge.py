@@ -166,7 +166,7 @@ def gate(
     """
     from lipaudit.gate import judge
     from lipaudit.gate.conditions import load_baseline
-    from lipaudit.gate.judging import choose_rules
+    from lipaudit.gate.judging import require_judgeable
     from lipaudit.gate.rules import configure
     from lipaudit.report import JUDGEMENT, of_judgement, render
 
@@ -174,8 +174,8 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
-    if not (settings["rules"] or is_report(current)):  # rather than after hours
-        choose_rules(before)
+    if not is_report(current):
+        require_judgeable(settings["rules"], before)
     report = read_or_measure(current, before, baseline, how, terminal)
     if report is None:
         return

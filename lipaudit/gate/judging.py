@@ -126,6 +126,20 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
     return chosen
 
 
+def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
+    """Refuse rules that no report can be judged by, before a model is measured for hours.
+
+    A change that has no test between the baseline and itself has none at all. Absolute limits are
+    of the current report alone, and rows of `transfer` may come with it.
+
+    Raises:
+        UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists.
+    """
+    for rule in rules or choose_rules(baseline):
+        if rule.limit.kind != "absolute" and "transfer" not in rule.text:
+            examine(rule, baseline, baseline, typed=bool(rules))
+
+
 # What a rule contrasts
 
 

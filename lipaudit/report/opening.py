@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -274,7 +275,9 @@ def write_answer(report: Report) -> Paragraph | None:
 
 
 FILE = "report.json"
-"""File name of the report in commands on its page."""
+"""File name of the report in commands on its page, if its own command names none."""
+OUTPUT = re.compile(r""" (?:-o|--output|--report)[ =]?('[^']*[.]json'|[^\s'"]+[.]json)(?= |$)""")
+"""The file of its report in a command, in quotes where a shell needs them."""
 RESUME = " --resume"
 NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
@@ -295,6 +298,7 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     ]
     noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
     steps: list[tuple[str, Sequence[str]]] = []
+    file = match[1].strip("'") if (match := OUTPUT.search(report.run.command)) else FILE
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
         yield "", "Measure the missing results.", f"{command}{RESUME}"
@@ -305,9 +309,9 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
         steps.append((text, ("attack", model, *how, "--data", "LABELLED")))
     for sample in worst(report)[:1]:
         text = f"Look at the worst samples, first {name_sample(sample, find_places(report))}."
-        steps.append((text, ("inspect", FILE, sample[:CHARACTERS])))
+        steps.append((text, ("inspect", file, sample[:CHARACTERS])))
     judged = any(report.section(rule.measure) for rule in DEFAULT_RULES)
     if report.status == "complete" and judged and not noise:
         text = "Make CI fail if the next checkpoint is worse."
-        steps.append((text, ("gate", model, "--baseline", FILE)))
+        steps.append((text, ("gate", model, "--baseline", file)))
     yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)

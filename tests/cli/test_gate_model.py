@@ -92,16 +92,28 @@ def test_without_a_default_rule_one_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("command", "rule"),
+    ("command", "rule", "untested"),
     [
-        ("certify demo --smooth 0.25 --noise-samples 5,20", "smoothing.certified >= -2pp l2,0.25"),
-        ("corrupt demo --corruption fog", "corrupt.accuracy@mean >= -1pp"),
+        (
+            "certify demo --smooth 0.25 --noise-samples 5,20",
+            "smoothing.certified >= -2pp l2,0.25",
+            ("smoothing.clean >= -2pp", "smoothing.noisy >= -2pp"),
+        ),
+        (
+            "corrupt demo --corruption fog",
+            "corrupt.accuracy@mean >= -1pp",
+            ("corrupt.drop <= +1pp",),
+        ),
     ],
 )
-def test_what_a_report_advises_has_a_default_rule(command, rule):
+def test_what_a_report_advises_has_a_default_rule(command, rule, untested):
     invoke(*command.split(), "-n", "2", "-q", "-o", "report.json")
     page = invoke("report", "report.json", "-f", "markdown").stdout
     assert "lipaudit gate demo --baseline report.json" in page
+    for text in untested:  # refused before a MODEL is measured
+        says = f"{text!r}: how far {text.split()[0]} varies by chance is unknown"
+        refuse(2, says, "gate", "demo", "--baseline", "report.json", "--fail-on", text)
+    assert not Path("lipaudit-runs").exists()
     assert rule in invoke("gate", "demo", "--baseline", "report.json").stdout
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge
+from lipaudit.gate.judging import require_judgeable
 from lipaudit.gate.rules import Limit, configure, parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.bounds import BALLS_TABLE
@@ -440,6 +441,28 @@ def test_a_change_that_may_be_chance_is_refused_where_no_test_tells(column):
     assert "absolute limit" in caught.value.advice
     verdict = judge(new(known[1]), report(known[0]), rules(f"attack.{column} <= 0.4")).verdicts[0]
     assert verdict.status == "regressed"
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("attack.ece <= +1pp", "by chance is unknown"),
+        ("attack.robust <= +5%", "changes in percentage points"),
+        ("attack.robust@l2 >= -2pp", "matches nothing"),
+        ("bounds.exact <= +5%", "neither report has a section bounds"),
+        ("attack.ece@l2 <= 0.1", ""),  # rows of the current report alone
+        ("attack.robust@transfer >= -2pp", ""),  # they may come with the current report
+        ("attack.robust >= -2pp", ""),
+    ],
+)
+def test_a_baseline_alone_tells_that_no_report_can_be_judged_by_a_rule(rule, says):
+    old = attack(flags(90))
+    before = report(old.model_copy(update={"rows": tuple(r.replace(ece=0.5) for r in old.rows)}))
+    if not says:
+        require_judgeable(rules(rule), before)
+        return
+    with pytest.raises(UsageError, match=says):
+        require_judgeable(rules(rule), before)
 
 
 def test_clean_accuracy_of_a_row_is_tested_by_its_samples():

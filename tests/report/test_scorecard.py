@@ -215,6 +215,26 @@ def test_commands_read_the_model_as_the_run_did(report):
 
 
 @pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("lipaudit audit demo", "report.json"),
+        ("lipaudit audit demo -o models.csv", "report.json"),
+        ("lipaudit attack demo -o page.html -o own.json --seed 1", "own.json"),
+        ("lipaudit attack demo --output=runs/own.json", "runs/own.json"),
+        ("lipaudit gate demo --report 'my own.json' -b b.json", "my own.json"),
+        ("lipaudit attack demo -o \"it's.json", "report.json"),
+    ],
+)
+def test_commands_name_the_file_that_the_run_wrote(report, command, file):
+    run = report.run.model_copy(update={"command": command})
+    words = [split(each) for each in steps(report.model_copy(update={"run": run}))]
+    named = [
+        each[2] if each[1] == "inspect" else each[-1] for each in words if "attack" not in each
+    ]
+    assert named == [file, file]
+
+
+@pytest.mark.parametrize(
     ("code", "advice"),
     [
         ("random-data", "Measure on real samples: the current ones are noise."),

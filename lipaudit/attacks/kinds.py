@@ -126,7 +126,7 @@ ATTACKS: dict[str, AttackKind] = {
     "fab-t": _auto("lipaudit.attacks.autoattack:fab", targeted=True, single=True),
     "square": _auto("lipaudit.attacks.autoattack:square", effort="queries"),
     "patch": AttackKind(
-        "lipaudit.attacks.patches:fill_patches",
+        "lipaudit.attacks.oracle:fill_patches",
         norms=("patch",),
         masked=False,
         steps=20,

@@ -203,7 +203,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.certificate import choose_order, require_room, require_rules
-    from lipaudit.models.onnx import export_onnx
+    from lipaudit.models.onnx_graph import export_onnx
     from lipaudit.models.precision import devices
 
     base.require_decision(net, "Certify a classifier.")
@@ -265,7 +265,7 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> dict[str, str]:
     """Return the model and the balls around correct samples as files by name, in base64."""
     from lipaudit.data.vnnlib import write_property
-    from lipaudit.models.onnx import export_onnx
+    from lipaudit.models.onnx_graph import export_onnx
 
     files: dict[str, bytes] = {}
     for sample, bracket in ((each.sample, each) for each in brackets):

@@ -10,7 +10,6 @@ from pydantic import AfterValidator
 from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
-from lipaudit.models.target import ENDS, STARTS, Target, find_layer, parse_start
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import (
@@ -25,6 +24,7 @@ from lipaudit.tables.columns import (
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
+from lipaudit.tables.trials import ENDS, STARTS, Target, find_layer, parse_start
 
 if TYPE_CHECKING:
     from torch import Tensor

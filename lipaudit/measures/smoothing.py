@@ -85,7 +85,7 @@ class SmoothingOptions(MeasureOptions):
             UsageError: there is no noise, or the reference of the denoiser is malformed.
             InputError: the denoiser cannot be loaded.
         """
-        from lipaudit.models.smoothed import hash_denoiser
+        from lipaudit.models.sources.own import hash_denoiser
 
         if self.smooth is None:
             raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
@@ -157,7 +157,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     import numpy as np
     import torch
 
-    from lipaudit.models.smoothed import add_denoiser
+    from lipaudit.models.sources.own import add_denoiser
 
     denoised = net if options.denoiser is None else add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
@@ -237,7 +237,7 @@ def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
     base.require_decision(net, "Certify a classifier.")
     base.require_labels(batch, "certify --smooth")
     if options.denoiser is not None:
-        from lipaudit.models.smoothed import add_denoiser
+        from lipaudit.models.sources.own import add_denoiser
 
         add_denoiser(net, options.denoiser).output(batch[:1].to(net.device, net.dtype))
 

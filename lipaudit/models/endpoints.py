@@ -23,7 +23,7 @@ from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.target import PLACED, Target
+from lipaudit.tables.trials import PLACED, Target
 
 TRIED = 8
 """Number of tokens used to check the head."""

@@ -1,12 +1,15 @@
-"""A network in ONNX: read without a runtime, and run on tensors or on forms."""
+"""A network in ONNX: read without a runtime, and run on tensors or on forms; and written."""
 
 from __future__ import annotations
 
 import inspect
+import io
+import warnings
 from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.certify.symbols import cast_up, up
+from lipaudit.data.batch import Batch
 from lipaudit.data.vnnlib import Property
 from lipaudit.errors import explain_failure, refuse
+from lipaudit.models.net import Net
 
 
 def _integers(values: Any) -> list[int]:
@@ -239,3 +244,63 @@ class Query(nn.Module):
             x = (self.centre + u * self.radius).maximum(low).minimum(high)
             y = self.graph(x)
         return (x[0], y[0]) if self.asked.is_broken_by(y[0]) else None
+
+
+# Writing
+
+# What most verifiers read.
+OPSET = 17
+# The first version with GELU as one operator. Before, it is spelled with erf and a rounded root of
+# two, or with tanh: another function, with looser bounds.
+GELU_OPSET, SPELLINGS = 20, {"Erf", "Tanh"}
+
+
+def export_onnx(net: Net, sample: Batch) -> bytes:
+    """Return the function from the attacked space to the logits (`Net.forward`) as ONNX.
+
+    Of a text, ids, positions and mask are constants: the file belongs to this sample.
+
+    Args:
+        net: a model.
+        sample: one sample, the shape of the input.
+
+    Raises:
+        InputError: `onnx` is not installed, or torch cannot express an operation in ONNX.
+    """
+    advice = "pip install 'lipaudit[onnx]'"
+    with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
+        import onnx
+
+    class Forward(nn.Module):
+        """`Net.forward` with the parameters of the model."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net.module
+
+        def forward(self, z: Tensor) -> Tensor:
+            """Return logits."""
+            return net.forward(z, sample)
+
+    text, advice = f"{net.architecture} cannot be written as ONNX", "Leave --export out."
+    for version in (OPSET, GELU_OPSET):
+        file: Any = io.BytesIO()
+        # Where it fails, it prints the graph.
+        quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
+        with explain_failure(text, advice), warnings.catch_warnings(action="ignore"), quiet:
+            # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
+            torch.onnx.export(
+                Forward(),
+                (net.point(sample),),
+                file,
+                dynamo=False,
+                opset_version=version,
+                input_names=["X"],
+                output_names=["Y"],
+                # In eval mode it would merge normalisations into weights, and round them.
+                training=torch.onnx.TrainingMode.PRESERVE,
+            )
+        nodes = onnx.load_from_string(file.getvalue()).graph.node
+        if SPELLINGS.isdisjoint(node.op_type for node in nodes):
+            break
+    return file.getvalue()

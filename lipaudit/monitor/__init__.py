@@ -6,18 +6,18 @@ The callbacks of transformers and Lightning, and these libraries, are loaded on 
 from __future__ import annotations
 
 from lipaudit.monitor.watching import Monitor as Monitor
+from lipaudit.monitor.watching import make_lightning_callback, make_trainer_callback
 from lipaudit.monitor.watching import watch as watch
 
-CALLBACKS = ("LightningCallback", "TrainerCallback")
+CALLBACKS = {
+    "LightningCallback": make_lightning_callback,
+    "TrainerCallback": make_trainer_callback,
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in CALLBACKS:
         raise AttributeError(f"module 'lipaudit.monitor' has no attribute {name!r}")
-    from lipaudit.monitor import callbacks
-
-    lightning = name == "LightningCallback"
-    make = callbacks.make_lightning_callback if lightning else callbacks.make_trainer_callback
-    made = make()
+    made = CALLBACKS[name]()
     made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
     return made

@@ -1,4 +1,7 @@
-"""Measure a module every n-th step of its training, without changing the training."""
+"""Measure a module every n-th step of its training, without changing the training.
+
+`TrainerCallback` and `LightningCallback` are attributes of `lipaudit.monitor`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -282,3 +286,82 @@ def collect_figures(report: Report) -> dict[str, float]:
     if summed.fragile:
         figures["fragile_rows"] = summed.fragile.share
     return {PREFIX + name: value for name, value in figures.items() if finite([value])}
+
+
+# Callbacks of the Trainers of transformers and Lightning. Each class is created on first use, from
+# the installed packages.
+
+Part = Callable[[nn.Module], nn.Module | ModelSpec]
+
+
+class WatchingCallback:
+    """Watches the model of a trainer: `Trainer(..., callbacks=[TrainerCallback(data=(x, y))])`.
+
+    Args:
+        part: returns the part of the trainer's model to watch; None: all of it.
+        to: as in `lipaudit.watch`; by default a folder in the trainer's folder.
+        asked: other arguments of `lipaudit.watch`: data, measures, every, loggers...
+    """
+
+    def __init__(
+        self, part: Part | None = None, *, to: str | os.PathLike[str] | None = None, **asked: Any
+    ) -> None:
+        super().__init__()
+        self.part, self.to, self.asked = part, to, asked
+        self.monitor: Monitor | None = None
+
+    def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
+        """Measure before the first step, or before the first one after a checkpoint."""
+        model = model if self.part is None else self.part(model)
+        to = Path(folder) / FOLDER if self.to is None else self.to
+        self.monitor = watch(model, to=to, **(usual | self.asked))
+        self.monitor.measure(step)
+
+    def finish_step(self, step: int) -> None:
+        """Measure if this step is due."""
+        if self.monitor is not None:
+            self.monitor(step)
+
+    def on_train_end(self, *_: Any, **known: Any) -> None:
+        """Measure after the last step, and write the page."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+@cache
+def make_trainer_callback() -> type:
+    """Return the callback of transformers' Trainer."""
+    import transformers
+
+    class TrainerCallback(WatchingCallback, transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            if state.is_world_process_zero:
+                self.start_watching(known["model"], args.output_dir, state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.finish_step(state.global_step)
+
+    return TrainerCallback
+
+
+@cache
+def make_lightning_callback() -> type:
+    """Return the callback of Lightning's Trainer."""
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        if error.name != "lightning":  # Lightning itself is broken: say what it says
+            raise
+        raise UsageError("Lightning is not installed", "Run pip install lightning.") from None
+
+    class LightningCallback(WatchingCallback, Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
+            if trainer.is_global_zero:
+                usual = {"loggers": [each.log_metrics for each in trainer.loggers]}
+                self.start_watching(pl_module, folder, trainer.global_step, **usual)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.finish_step(trainer.global_step)
+
+    return LightningCallback

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.measures import find_column, layouts
-from lipaudit.models.target import find_layer
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
@@ -25,6 +24,7 @@ from lipaudit.tables.summary import (
     summary,
     worst,
 )
+from lipaudit.tables.trials import find_layer
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""

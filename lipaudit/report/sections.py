@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from lipaudit.measures import layouts
-from lipaudit.models.target import find_layer
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     EXTREME,
@@ -44,7 +43,7 @@ from lipaudit.tables.columns import (
     wilson,
 )
 from lipaudit.tables.report import Display, Drawing
-from lipaudit.tables.trials import WORST, is_repeat
+from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 Sections = Mapping[str, Section]
 FIT = 20

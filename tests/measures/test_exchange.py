@@ -16,8 +16,7 @@ import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.data.vnnlib import read_property
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.onnx import export_onnx
-from lipaudit.models.onnx_graph import Graph, Query
+from lipaudit.models.onnx_graph import Graph, Query, export_onnx
 from lipaudit.models.precision import eager
 from tests.commands import invoke, refuse
 from tests.measures.test_certify import Small, Words, in_order

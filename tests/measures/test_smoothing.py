@@ -19,8 +19,8 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.measures.smoothing import SmoothingOptions, check, measure
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.smoothed import hash_denoiser
 from lipaudit.models.sources.loader import borrow, load_net
+from lipaudit.models.sources.own import hash_denoiser
 from lipaudit.theory.smoothing import certify_radius, limit_share
 from tests.nets import draw, own_batch
 

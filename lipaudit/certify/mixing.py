@@ -84,8 +84,9 @@ def log_softmax(
 
 def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
     """Return log sum_j e^(s_j) over an axis."""
+    dim = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
     if not isinstance(dim, int):
-        raise NoRuleError("logsumexp over a tuple of axes")
+        raise NoRuleError("logsumexp over several axes")
     result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
     return result if keepdim else result.squeeze(dim)
 

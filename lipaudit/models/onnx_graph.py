@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -28,20 +29,51 @@ def _integers(values: Any) -> list[int]:
 
 
 def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
-    index = [slice(None)] * x.ndim
     for i, axis in enumerate(range(len(starts)) if axes is None else _integers(axes)):
-        index[axis] = slice(int(starts[i]), int(ends[i]), 1 if steps is None else int(steps[i]))
-    return x[tuple(index)]
+        at: Any = slice(int(starts[i]), int(ends[i]), 1 if steps is None else int(steps[i]))
+        at = at if at.step > 0 else [*range(x.shape[axis])[at]]  # torch has no steps back
+        x = x[*[slice(None)] * (axis % x.ndim), at]
+    return x
 
 
 def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
     # ONNX has all beginnings, then all ends; torch wants pairs, the last axis first.
     pairs = torch.tensor(_integers(pads)).view(2, -1).flip(1).mT.flatten().tolist()
-    return F.pad(x, pairs, mode, float(value)) if any(pairs) else x
+    while pairs[-2:] == [0, 0]:  # of the first axes, which some modes do not take
+        del pairs[-2:]
+    return F.pad(x, pairs, mode, float(value)) if pairs else x
 
 
-def _convolve(x: Any, w: Any, b: Any, strides: Any, pads: Any, dilations: Any, group: int) -> Any:
-    return (F.conv1d, F.conv2d)[w.ndim - 3](_pad(x, pads), w, b, strides, 0, dilations, group)
+def _place_windows(x: Any, size: Sequence[int], how: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return steps, gaps, and padding of windows of a size, for the axes behind the first two."""
+    n, kind = len(size), how.get("auto_pad", "")
+    advice = "Export the network with other operators."
+    refuse(how.get("ceil_mode") or n > 2, "ceil_mode and windows over 3 axes are not read", advice)
+    strides, gaps = how.get("strides", [1] * n), how.get("dilations", [1] * n)
+    pads = [*how.get("pads", [0] * 2 * n)]
+    for i in range(n) if kind.startswith("SAME") else ():
+        room = max(gaps[i] * (size[i] - 1) - (x.shape[2 + i] - 1) % strides[i], 0)
+        pads[i] = (room + (kind == "SAME_LOWER")) // 2
+        pads[n + i] = room - pads[i]
+    return strides, gaps, pads
+
+
+def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
+    strides, gaps, pads = _place_windows(x, w.shape[2:], how)
+    return (F.conv1d, F.conv2d)[w.ndim - 3](_pad(x, pads), w, b, strides, 0, gaps, group)
+
+
+def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
+    strides, gaps, pads = _place_windows(x, kernel_shape, how)
+    wide = _pad(x, pads, -math.inf)
+    return (F.max_pool1d, F.max_pool2d)[x.ndim - 3](wide, kernel_shape, strides, 0, gaps)
+
+
+def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
+    w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
+    inside = torch.ones(1, *x.shape[1:], dtype=x.dtype)
+    count = w[0].numel() if count_include_pad else _convolve(inside, w, None, len(w), **how)
+    return _convolve(x, w, None, len(w), **how) / count
 
 
 def _multiply(a: Any, b: Any, c: Any, alpha: float, beta: float) -> Any:
@@ -54,30 +86,34 @@ def _power(x: Any, y: Any) -> Any:
     return power if x.is_floating_point() else power.to(x.dtype)  # the type of the base
 
 
-def _drop(x: Any, _ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
+def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
     refuse(training is not None and bool(training), "Dropout in training is random", TRAINED)
     return x
 
 
-def _reduce(name: str) -> Any:
+def _reduce(name: str, *order: int) -> Any:
     return lambda x, axes=None, keepdims=1: getattr(x, name)(
-        tuple(range(x.ndim) if axes is None else _integers(axes)), keepdim=bool(keepdims)
+        *order, tuple(range(x.ndim) if axes is None else _integers(axes)), keepdim=bool(keepdims)
     )
 
 
 def _rename(name: str) -> Any:
-    return lambda *x: getattr(torch, name)(*x)
+    return lambda *x: (getattr(torch, name, None) or getattr(F, name))(*x)
 
 
 TRAINED = "Export the network in evaluation mode."
 # Types by their numbers in ONNX.
 CASTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 11: torch.float64}
 # Functions of torch: their names in ONNX, without attributes.
-SAME = "Abs Add Cos Erf Exp Log MatMul Mul Neg Reciprocal Relu Sigmoid Sin Sqrt Sub Tanh Where"
+SAME = """Abs Add Cos Erf Exp HardSwish Log MatMul Mish Mul Neg Reciprocal Relu Sigmoid Sin
+Softplus Sqrt Sub Tanh Where"""
 REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "amax", "ReduceMin": "amin"}
+WINDOWS = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
 OPERATORS: dict[str, Any] = {
     **{name: _rename(name.lower()) for name in SAME.split()},
     **{name: _reduce(same) for name, same in REDUCTIONS.items()},
+    "ReduceLogSumExp": _reduce("logsumexp"),
+    "ReduceL2": _reduce("norm", 2),
     "Div": lambda x, y: x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc"),
     "Equal": lambda x, y: x == y,
     "Identity": lambda x: x,
@@ -85,28 +121,37 @@ OPERATORS: dict[str, Any] = {
     "Constant": lambda value: value,
     "Max": lambda *x: reduce(torch.maximum, x),
     "Min": lambda *x: reduce(torch.minimum, x),
+    "Sum": lambda *x: reduce(torch.add, x),
+    "Mean": lambda *x: reduce(torch.add, x) / len(x),
     "Mod": lambda x, y, fmod=0: (torch.fmod if fmod else torch.remainder)(x, y),
     "Pow": _power,
     "Clip": lambda x, min=None, max=None: x.clamp(
-        *(e if e is None else e.item() for e in (min, max))
+        *(e if e is None else torch.as_tensor(e).item() for e in (min, max))
     ),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
+    "PRelu": lambda x, slope: x * slope + x.relu() * (1 - slope),
+    "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
+    "Softsign": lambda x: x / (1 + x.abs()),
     "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (x * alpha + beta).clamp(0.0, 1.0),
     "Softmax": lambda x, axis=-1: x.softmax(axis),
+    "LogSoftmax": lambda x, axis=-1: x.log_softmax(axis),
+    "Einsum": lambda *x, equation: torch.einsum(equation, *x),
     "Gemm": lambda a, b, c=None, alpha=1.0, beta=1.0, transA=0, transB=0: _multiply(
         a.mT if transA else a, b.mT if transB else b, c, alpha, beta
     ),
-    "Conv": lambda x, w, b=None, strides=1, pads=(), dilations=1, group=1, kernel_shape=0: (
-        _convolve(x, w, b, strides, pads, dilations, group)
-    ),
-    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
+    "Conv": _convolve,
+    "MaxPool": _pool_largest,
+    "AveragePool": _pool_mean,
+    "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.ndim)), True),
+    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), True),
     "BatchNormalization": lambda x, w, b, mean, var, epsilon=1e-5, momentum=0, training_mode=0: (
         F.batch_norm(x, mean, var, w, b, bool(training_mode), 0.0, epsilon)
     ),
     "LayerNormalization": lambda x, w, b=None, axis=-1, epsilon=1e-5, stash_type=1: F.layer_norm(
         x, tuple(x.shape[axis:]), w, b, epsilon
     ),
+    "LpNormalization": lambda x, axis=-1, p=2: F.normalize(x, p, axis),
     "InstanceNormalization": lambda x, w, b, epsilon: F.group_norm(x, x.shape[1], w, b, epsilon),
     "Shape": lambda x: torch.tensor(tuple(x.shape)),
     "ConstantOfShape": lambda shape, value=0.0: torch.as_tensor(value).expand(_integers(shape)),
@@ -114,16 +159,22 @@ OPERATORS: dict[str, Any] = {
     "Reshape": lambda x, shape, allowzero=0: x.reshape(
         [size or x.shape[i] for i, size in enumerate(_integers(shape))]
     ),
-    "Flatten": lambda x, axis=1: x.reshape(prod(x.shape[:axis]), -1),
+    "Flatten": lambda x, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
     "Expand": lambda x, shape: x.expand(np.broadcast_shapes(tuple(x.shape), _integers(shape))),
     "Transpose": lambda x, perm=None: x.permute(*(perm or range(x.ndim)[::-1])),
-    "Squeeze": lambda x, axes: x.squeeze(tuple(_integers(axes))),
+    "Squeeze": lambda x, axes=None: (
+        x.squeeze() if axes is None else x.squeeze(tuple(_integers(axes)))
+    ),
     "Unsqueeze": lambda x, axes: reduce(
         torch.unsqueeze, sorted(a % (x.ndim + len(axes)) for a in _integers(axes)), x
     ),
     "Concat": lambda *x, axis: torch.cat(x, axis),
-    "Split": lambda x, split=None, axis=0: x.split(_integers(split), axis),
+    "Split": lambda x, split=None, axis=0, num_outputs=1: x.split(
+        -(-x.shape[axis] // num_outputs) if split is None else _integers(split), axis
+    ),
     "Slice": _slice,
+    "Tile": lambda x, repeats: x.repeat(_integers(repeats)),
+    "GatherElements": lambda x, at, axis=0: x.gather(axis, at % x.shape[axis]),
     "Gather": lambda x, at, axis=0: x[
         *[slice(None)] * (axis % x.ndim), at if at.ndim else int(at)
     ],
@@ -178,8 +229,10 @@ class Graph:
             name, known = node.op_type, {}
             if name in OPERATORS and not node.domain:
                 known = {"": 0, **inspect.signature(OPERATORS[name]).parameters}
+                known |= dict.fromkeys(WINDOWS if "how" in known else ())
+            given |= {"num_outputs": len(node.output)} if name == "Split" else {}
             odd = [*given.keys() - known] if known else []
-            odd += ["axis"] * (name == "Softmax" and version < OLDEST and given.get("axis") != -1)
+            odd += ["axis"] * ("Softmax" in name and version < OLDEST and given.get("axis") != -1)
             text = f"{path}: the operator {name}{odd and f' with {odd[0]}' or ''} is not read"
             advice = f"Export the network with other operators, in version 17 (not {version})."
             refuse(odd or not known, text, advice)

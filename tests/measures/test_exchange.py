@@ -370,9 +370,9 @@ def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     net("a.onnx")
     net(
-        "tile.onnx",
-        lambda h: ([h.make_node("Tile", ["X", "n"], ["Y"])], (1, 4)),
-        n=torch.tensor([1, 2]),
+        "sum.onnx",
+        lambda h: ([h.make_node("CumSum", ["X", "n"], ["Y"])], (1, 2)),
+        n=torch.tensor(1),
     )
     net(
         "odd.onnx", lambda h: ([h.make_node("Gelu", ["X"], ["Y"], domain="com.microsoft")], (1, 2))
@@ -395,7 +395,7 @@ def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatc
         "model.csv": ("b.onnx,p.vnnlib,1", "b.onnx cannot be read as ONNX"),
         "damaged.csv": ("bad.onnx,p.vnnlib,1", "bad.onnx cannot be read as ONNX"),
         "property.csv": ("a.onnx,q.vnnlib,1", "cannot read q.vnnlib"),
-        "tile.csv": ("tile.onnx,p.vnnlib,1", "the operator Tile is not read"),
+        "sum.csv": ("sum.onnx,p.vnnlib,1", "the operator CumSum is not read"),
         "odd.csv": ("odd.onnx,p.vnnlib,1", "the operator Gelu is not read"),
         "drop.csv": ("drop.onnx,p.vnnlib,1", "Dropout in training is random"),
         "wide.csv": ("wide.onnx,p.vnnlib,1", "p.vnnlib does not fit wide.onnx"),
@@ -407,7 +407,7 @@ def test_lists_and_networks_that_cannot_be_read_are_refused(tmp_path, monkeypatc
             Path(name).write_text(line)
         assert said in refuse(4, said, "certify", "--instances", name)
     # What was decided before a refusal is there.
-    Path("late.csv").write_text("a.onnx,p.vnnlib,1\ntile.onnx,p.vnnlib,1\n")
+    Path("late.csv").write_text("a.onnx,p.vnnlib,1\nsum.onnx,p.vnnlib,1\n")
     invoke("certify", "--instances", "late.csv", "-o", "r.csv", code=4)
     assert [line.split(",")[4] for line in Path("r.csv").read_text().splitlines()] == ["unsat"]
     monkeypatch.setitem(sys.modules, "onnx", None)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -87,3 +88,16 @@ def break_measure(
 
     replace_parts(monkeypatch, name, parts)
     return seen
+
+
+def write_package(
+    folder: Path, package: str, entry: str, source: str, target: str, group: str
+) -> None:
+    """Write a package of one module as it is when installed, with one entry point."""
+    module = f"{package.replace('-', '_')}_of_strangers"
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
+    sys.modules.pop(module, None)

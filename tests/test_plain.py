@@ -77,11 +77,7 @@ def notes_and_errors():
         yield from ((f"{path.name}:{line}", text) for line, text in literals(path))
 
 
-SOURCES = {
-    "help": lambda: helps(COMMANDS),
-    "explain": explanations,
-    "code": notes_and_errors,
-}
+SOURCES = {"help": lambda: helps(COMMANDS), "explain": explanations, "code": notes_and_errors}
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -11,7 +11,7 @@ from lipaudit.attacks.balls import Ball, check_inside, distance, project
 from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.kinds import read_plan
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import EvaluationError, LipauditError
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.tables.trials import parse_budget
 
@@ -98,40 +98,14 @@ def test_a_point_with_more_patches_or_beyond_the_box_is_outside_the_ball():
         check_inside(z, x, ball, "mine")
 
 
-def pooled():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"eps": "1patch"}, "shows no grid of patches"),
-        ({"eps": "1patch", "patch_size": 3}, "patches of 3x3 pixels do not divide images of 8x8"),
-        ({"eps": "5patches", "patch_size": 4}, "has 4 patches of 4x4 pixels, fewer than 5"),
-        ({"eps": "1/2", "attack": "patch"}, "1/2 is not a whole number of patch"),
-        ({"eps": "1/2", "patch_size": 4}, "patch_size needs --attack patch"),
-        ({"eps": "1patch", "attack": "pgd"}, "no requested attack changes patch"),
-        ({"eps": "1patch", "norm": "patch", "attack": "fgsm"}, "no requested attack"),
-    ],
-)
-def test_what_forms_no_grid_is_refused(options, says):
-    data = (torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
-    with pytest.raises(LipauditError) as caught:
-        measure(ModelSpec(pooled(), (3, 8, 8)), "attack", data=data, **options)
-    assert says in caught.value.message.replace("--patch-size", "patch_size")
-    assert caught.value.exit_code == 2
-    assert caught.value.advice
-
-
 def test_models_without_patches_of_their_own_are_attacked_in_those_of_the_option():
-    torch.manual_seed(0)
-    data = (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
-    spec = ModelSpec(pooled(), (3, 8, 8))
-    section = measure(
-        spec, "attack", data=data, patch_size=4, attack="patch,fgsm", eps="1/255,2patches"
-    ).section("attack")
+    parts = nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    spec = ModelSpec(nn.Sequential(*parts), (3, 8, 8))
+    how = {"data": (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])), "eps": "1/255,2patches"}
+    with pytest.raises(UsageError, match="shows no grid of patches"):
+        measure(spec, "attack", **how)
+    report = measure(spec, "attack", **how, patch_size=4, attack="patch,fgsm")
+    section = report.section("attack")
     assert {(row.attack, row.norm, row.eps_text) for row in section.rows} == {
         (name, norm, eps)
         for norm, eps, own in (("linf", "1/255", "fgsm"), ("patch", "2", "patch"))

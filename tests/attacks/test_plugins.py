@@ -22,7 +22,7 @@ from lipaudit.attacks.kinds import (
 )
 from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, UsageError
-from tests.commands import invoke
+from tests.commands import invoke, write_package
 
 PLUGINS = str(Path(__file__).parents[1] / "plugins")
 
@@ -179,14 +179,9 @@ def test_a_plugin_needs_a_name_of_its_own_that_can_stand_in_an_option(tmp_path, 
 
 def entries_of(folder, name, package, monkeypatch):
     """Read all attacks where a package made on the spot adds one by this name."""
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[lipaudit.attacks]\n{name} = lipaudit_{package}:A\n")
-    (folder / f"lipaudit_{package}.py").write_text(
-        "from lipaudit.attacks.kinds import AttackKind\n"
-        f"A = AttackKind('lipaudit_{package}:attack')\n"
-    )
+    record = f"AttackKind('lipaudit_{package}:attack')"
+    source = f"from lipaudit.attacks.kinds import AttackKind\nA = {record}\n"
+    write_package(folder, package, name, source, "A", "lipaudit.attacks")
     attack_kinds.cache_clear()
     try:
         with monkeypatch.context() as patch:

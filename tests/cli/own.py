@@ -5,6 +5,7 @@ from torch import nn
 
 from lipaudit import ModelSpec
 from lipaudit.models.sources.timm import load_demo
+from tests.measures.cases import Bag
 
 
 class Conv(nn.Module):
@@ -15,16 +16,6 @@ class Conv(nn.Module):
 
     def forward(self, x):
         return self.head(self.patch(x).flatten(2).mean(2).tanh())
-
-
-class Words(nn.Module):
-    def __init__(self, vocabulary):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 2)
-
-    def forward(self, ids, mask=None):
-        return self.head(self.embed(ids).mean(1))
 
 
 class Dense(nn.Module):
@@ -88,7 +79,7 @@ def words(size=3, vocabulary=40):
         starts = range(0, len(text), size)
         return [1 + sum(map(ord, text[i : i + size])) % (vocabulary - 1) for i in starts][:most]
 
-    return ModelSpec(Words(vocabulary), (32,), kind="text", vocabulary=vocabulary, tokenize=cut)
+    return ModelSpec(Bag(vocabulary), (32,), kind="text", vocabulary=vocabulary, tokenize=cut)
 
 
 def letters():

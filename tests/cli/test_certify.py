@@ -69,24 +69,36 @@ def test_what_certify_broke_is_among_the_worst_samples(labelled):
     assert sum(said) == verdicts.count("broken")
 
 
-def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_figures():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("certify", {"eps": "0.05,0.2"}),
+        ("smoothing", {"smooth": 0.25, "noise_samples": "10,50"}),
+    ],
+)
+def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_figures(name, options):
     left = iter((True, False))
-    stopping, done, begun = Observer(), Observer(), []
+    stopping, done, seen = Observer(), Observer(), []
 
     def stop(*_):
         if not next(left):
             raise KeyboardInterrupt
 
-    stopping.advances, done.begins = stop, lambda _, samples: begun.append(samples)
-    options = {"data": "data.npz", "eps": "0.05,0.2", "samples": 5}
+    stopping.advances, done.begins = stop, lambda _, samples: seen.append(samples)
+    done.note = lambda note: seen.append(note.text) if note.code == "cost" else None
+    done.advances = lambda *_: seen.append("done")
+    options = {"data": "data.npz", "samples": 5, **options}
     with pytest.raises(KeyboardInterrupt):
         lipaudit.measure(f"{OWN}dense", "certify", observer=stopping, **options)
     runs = [
         lipaudit.measure(f"{OWN}dense", "certify", observer=done, resume=resume, **options)
         for resume in (True, False)
     ]
-    assert begun == [3, 5]
-    first, second = (dict(run.section("certify").samples) for run in runs)
+    assert [each for each in seen if isinstance(each, int)] == [3, 5]
+    assert seen.count("done") == 8
+    if name == "smoothing":  # says its time before
+        assert seen[1].startswith("smoothing: a sample takes 60 noisy copies of")
+    first, second = (dict(run.section(name).samples) for run in runs)
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
 
 
@@ -128,9 +140,7 @@ def test_proofs_are_repeated_without_a_search_and_nothing_altered_is_proven():
     assert sorted(lines) == sorted(f"{i} {eps} proven" for i, eps in largest.items())
     # Balls that were split are not proven without their parts, or with parts of which one fails.
     with zipfile.ZipFile("proofs.npz") as archive:
-        parts = {
-            name: dict(np.load(io.BytesIO(archive.read(name)))) for name in archive.namelist()
-        }
+        parts = {n: dict(np.load(io.BytesIO(archive.read(n)))) for n in archive.namelist()}
     assert len(parts) > 1
     split = [name for name, arrays in parts.items() if len(arrays["which"]) > 2]
     assert split
@@ -146,26 +156,24 @@ def test_proofs_are_repeated_without_a_search_and_nothing_altered_is_proven():
             arrays | {"y": arrays["y"][..., 1:], "state": arrays["state"][:, 1:]}
         ),
     }
-    for name, change in changes.items():
+    odd = {
+        "units": lambda arrays: arrays | {"y": arrays["y"][..., 1:]},
+        "of a pickle": lambda arrays: arrays | {"y": arrays["y"].astype(object)},
+    }
+    altered = (*verify, "--proofs", "altered.npz")
+    for name, change in (changes | odd).items():
         with zipfile.ZipFile("altered.npz", "w") as archive:
             for ball, arrays in parts.items():
-                np.savez(file := io.BytesIO(), **(change(arrays) if ball == split[0] else arrays))
+                apply = ball == split[0] or name in odd
+                np.savez(file := io.BytesIO(), **(change(arrays) if apply else arrays))
                 archive.writestr(ball, file.getvalue())
-        done = invoke(*verify, "--proofs", "altered.npz", code=6)
-        sample, eps = split[0].split("@")
-        failed = [line for line in done.stdout.splitlines() if line.endswith("NOT PROVEN")]
-        assert failed == [f"{sample} {eps} NOT PROVEN"], name
-    for name, odd in {
-        "units": lambda y: y[..., 1:],
-        "of a pickle": lambda y: y.astype(object),
-    }.items():
-        with zipfile.ZipFile("odd.npz", "w") as archive:
-            for ball, arrays in parts.items():
-                np.savez(file := io.BytesIO(), **arrays | {"y": odd(arrays["y"])})
-                archive.writestr(ball, file.getvalue())
-        assert "odd.npz is damaged" in refuse(4, "odd.npz", *verify, "--proofs", "odd.npz"), name
-    Path("damaged.npz").write_bytes(Path("proofs.npz").read_bytes()[:-100])
-    assert "damaged.npz is" in refuse(4, "damaged.npz", *verify, "--proofs", "damaged.npz")
+        if name in odd:
+            refuse(4, "altered.npz is damaged", *altered)
+            continue
+        failed = [line for line in invoke(*altered, code=6).stdout.splitlines() if "NOT" in line]
+        assert failed == [f"{split[0].replace('@', ' ')} NOT PROVEN"], name
+    Path("altered.npz").write_bytes(Path("proofs.npz").read_bytes()[:-100])
+    refuse(4, "altered.npz is", *altered)
     without = invoke(*verify, code=6).stdout.splitlines()
     assert {line for line in without if line.endswith("NOT PROVEN")} == {
         f"{name.replace('@', ' ')} NOT PROVEN" for name in parts

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lipaudit.measures import load_measures
-from tests.commands import invoke, refuse, replace_parts
+from tests.commands import invoke, replace_parts
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,3 @@ def test_a_forward_pass_is_timed_and_the_places_of_weights_fit_the_terminal():
     assert 0.01 < seen["forward"]["gigabytes"] < 100
     lines = invoke("check", "demo", "-n", "2", columns=80).stdout.splitlines()
     assert max(map(len, lines)) <= 80
-
-
-def test_options_of_a_run_that_do_nothing_are_refused():
-    for option, value in (("--time-limit", "1h"), ("--shard", "1/2")):
-        refuse(2, f"{option}: only when", "check", "demo", option, value)

@@ -201,24 +201,13 @@ USUAL = {
 """Values of some options and arguments that mean something, by parameter."""
 
 OWN = """
-import torch
-from torch import nn
 from lipaudit import ModelSpec
 from lipaudit.models.sources.timm import load_demo
+from tests.measures.cases import Words
 def model(): return load_demo("standard").module
 def fails(): raise RuntimeError("no")
 def nothing(): return None
 def image(): return ModelSpec(model(), (1, 8, 8))
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
-        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
-    def forward(self, ids, mask=None):
-        x = self.embed(ids)
-        hidden = None if mask is None else ~mask
-        return self.head((x + self.mix(x, x, x, hidden, need_weights=False)[0]).mean(1))
 def text(): return ModelSpec(Words(), (12,), kind="text", vocabulary=50)
 """
 

@@ -71,12 +71,8 @@ def test_the_report_of_what_was_measured_is_kept_and_the_machine_is_chosen_anew(
     Path("lipaudit-runs").write_text("no directory")
     refuse(3, "--report", *gate, "-q")
     invoke(*gate, "--device", "nowhere", code=2)
-    for option in (
-        ("--data", "val.npz"),
-        ("--device", "cpu"),
-        ("--resume",),
-        ("--report", "x.json"),
-    ):
+    for line in ("--data val.npz", "--device cpu", "--resume", "--report x.json"):
+        option = line.split()
         refuse(2, f"{option[0]} has no effect", "gate", "base.json", "-b", "base.json", *option)
 
 

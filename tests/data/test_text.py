@@ -4,8 +4,10 @@ import json
 import sys
 from dataclasses import replace
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from lipaudit.data.batch import LabelError
 from lipaudit.data.loading import DataOptions, load_data
@@ -202,13 +204,11 @@ def test_pairs_of_texts_are_read_together(read, joiner, columns, asked, first, s
 
 
 def test_parquet_is_read_like_any_table(tmp_path, text_taker, refused, monkeypatch):
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is optional")
-    library = pytest.importorskip("pyarrow.parquet", reason="pyarrow is optional")
     rows = [{"text": text, "label": label} for text, label in ROWS]
-    library.write_table(arrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
     net = text_taker(classes=2, labels=("BAD", "GOOD"))
-    parquet = load_data(str(tmp_path / "t.parquet"), net, ALL)
-    assert parquet.suite_id == load_data(table(tmp_path / "t.csv"), net, ALL).suite_id
+    read = load_data(str(tmp_path / "t.parquet"), net, ALL)
+    assert read.suite_id == load_data(table(tmp_path / "t.csv"), net, ALL).suite_id
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install pyarrow" in refused(tmp_path / "t.parquet", net)
 

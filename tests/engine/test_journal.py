@@ -33,7 +33,7 @@ from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 from tests import processes
-from tests.commands import invoke, read_figures, refuse, replace_parts
+from tests.commands import invoke, read_figures, replace_parts
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "1")
@@ -341,5 +341,3 @@ def test_times_are_read(text, seconds):
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(UsageError, match="--time-limit"):
         RunOptions.parse({"time_limit": text})
-    for args in (("train", "demo"), ("watch", ".")):
-        refuse(2, "--time-limit: only when one MODEL", *args, "--time-limit", "1h")

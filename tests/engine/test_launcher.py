@@ -192,14 +192,8 @@ LAUNCHERS = {
     "accelerate": ("accelerate.commands.launch", *ACCELERATE.split(), "--main_process_port"),
 }
 MODELS = {
-    "demo": [
-        "attack",
-        "corrupt",
-        "weights",
-        "smoothing",
-        "scaling",
-        "audit",
-    ],  # an audit has the other measures
+    # An audit has the other measures.
+    "demo": ["attack", "corrupt", "weights", "smoothing", "scaling", "audit"],
     "llama": [name for name in CASES if name != "corrupt"],  # it takes classes
 }
 """What each is measured by: certificates of demo take long."""

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import UsageError
-from lipaudit.measures import OWN, load_measures
 from lipaudit.models.sources.loader import load_net
 from tests import processes
 
@@ -99,35 +96,3 @@ def test_a_report_is_read_where_the_measure_is_not_installed(session):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("onfidence") >= len(READING)
     assert done.stdout in there.stdout
-
-
-class Point:
-    """An entry point."""
-
-    def __init__(self, name: str, record: object) -> None:
-        self.name, self.record, self.group, self.dist = name, record, "lipaudit.measures", None
-
-    def load(self) -> object:
-        return self.record
-
-
-BOUNDS = OWN["bounds"]
-
-
-@pytest.mark.parametrize(
-    ("name", "record", "says"),
-    [
-        ("bounds", BOUNDS, "name that is in use"),
-        ("other", 3, "is int, not"),
-        ("other", BOUNDS, "is called 'bounds' in its record"),
-        ("other", replace(BOUNDS, name="other"), "no table of the section 'other'"),
-        ("other", replace(BOUNDS, name="other", tables=()), "no table of the section 'other'"),
-    ],
-)
-def test_a_bad_record_is_refused(monkeypatch, name, record, says):
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point(name, record)])
-    load_measures.cache_clear()
-    with pytest.raises(UsageError, match=says):
-        load_measures()
-    monkeypatch.undo()
-    load_measures.cache_clear()

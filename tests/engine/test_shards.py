@@ -30,12 +30,7 @@ pytestmark = pytest.mark.usefixtures("blank_charts")
 
 AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "5", "--batch-size", "4")
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "bounds": (
-        "demo",
-        "bounds",
-        3,
-        {"layers": "0", "radius": "0.1", "batch_size": 1, "tol": 0.01},
-    ),
+    "bounds": ("demo", "bounds", 3, {"layers": "0", "radius": "0.1", "batch_size": 1}),
     "attention": ("demo", "attention", 10, {}),
     "jacobian": ("demo", "jacobian", 10, {"batch_size": 2, "tol": 1e-2}),
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
@@ -44,12 +39,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
     "smoothing": ("demo", "smoothing", 10, {"smooth": 0.25, "noise_samples": "9,40"}),
     "weights": ("demo", "weights", 3, {"at_samples": True, "batch_size": 1, "tol": 1e-2}),
-    "scaling": (
-        "demo",
-        "scaling",
-        5,
-        {"lengths": "4:8:log2", "layers": "0", "mode": "real,radius"},
-    ),
+    "scaling": ("demo", "scaling", 5, {"lengths": "4:8:log2", "layers": 0, "mode": "real,radius"}),
     "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
     "text map": ("bert", "attention", 5, {"map": "0.0", "batch_size": 2}),
     "text jacobian": ("bert", "jacobian", 17, {"per_layer": True, "tol": 1e-2}),

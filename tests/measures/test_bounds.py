@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError
 from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
@@ -173,18 +173,6 @@ def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
     section = measured(net, batch)[1][0]
     assert (section.rows[0].p_norm, section.rows[0].tokens) == (pytest.approx(2.0, rel=0.2), 2)
     assert sum(note.code == "long-maps" for note in section.notes) == said
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        *(({"radius": text}, "radius") for text in ("0", "0.1,0.10", "2words", "-1", "r")),
-        ({"radius": "0.1", "input": "module"}, "--radius needs --input projections"),
-    ],
-)
-def test_a_radius_that_bounds_no_ball_is_refused(given, says):
-    with pytest.raises(UsageError, match=says):
-        BoundsOptions.parse(given)
 
 
 class Mixed(torch.nn.Module):

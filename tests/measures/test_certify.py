@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import lipaudit
@@ -15,76 +14,19 @@ from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.oracle import pgd
 from lipaudit.certify.form import NoRuleError
-from lipaudit.data.batch import Batch, identify_samples
-from lipaudit.errors import InputError, UsageError
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
 from lipaudit.measures.certify import check
 from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
+from tests.measures.cases import SHAPE, Plane, Small, Words, in_order, samples
 from tests.nets import draw
 from tests.simulated.conftest import MODELS
 
-SHAPE = (1, 3, 4)
 EPS = ("0.01", "0.1", "0.15", "0.3")
-
-
-class Small(nn.Module):
-    """Attention, a normalisation and a GELU on three tokens of width four."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.into, self.qkv = nn.Linear(4, 8), nn.Linear(8, 24)
-        self.norm, self.up, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 3)
-        nn.init.normal_(self.head.weight, std=0.5)
-
-    def forward(self, x):
-        x = self.into(x.flatten(1, 2))
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + F.scaled_dot_product_attention(q, k, v)
-        return self.head(F.gelu(self.up(x)).mean(1))
-
-
-class Plane(nn.Module):
-    """Two classes, a plane apart: every radius is known."""
-
-    def __init__(self):
-        super().__init__()
-        self.head, weight = nn.Linear(12, 2), draw(3, 2, 12)
-        middle = (weight[1] - weight[0]).sum() / 2 * torch.tensor([0.5, -0.5])
-        self.head.load_state_dict({"weight": weight, "bias": middle + torch.tensor([0.3, 0.0])})
-
-    def forward(self, x):
-        return self.head(x.flatten(1))
-
-
-class Words(nn.Module):
-    """Attention over token embeddings, and their mean."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(50, 6), nn.Linear(6, 2)
-        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, ids, mask=None):
-        x = self.embed(ids)
-        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        logits = self.query(x) @ self.key(x).transpose(1, 2)
-        x = x + logits.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ x
-        share = mask.to(x.dtype) / mask.sum(1, keepdim=True)
-        return self.head((x * share[..., None]).sum(1))
-
-
-def samples(model, count, *, wrong=0):
-    """Points amid the box with the model's own labels, the first few of them false."""
-    x = 0.35 + 0.3 * torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        y = model(x).argmax(1)
-    y[:wrong] = (y[:wrong] + 1) % model.head.out_features
-    return x, y
 
 
 def measured(model, data, **options):
@@ -92,14 +34,6 @@ def measured(model, data, **options):
     count = len(data[0] if isinstance(data, tuple) else data)
     given = {"data": data, "input_shape": SHAPE, "samples": count, "attack": "fgsm"} | options
     return lipaudit.measure(model, "certify", **given)
-
-
-def in_order(told, data):
-    """Return the samples in the order in which a section tells of them."""
-    x, y = data
-    ids = identify_samples([*x], y.tolist())
-    rows = [ids.index(name) for name in told["ids"]]
-    return x[rows], y[rows]
 
 
 @pytest.fixture(scope="module")
@@ -269,29 +203,6 @@ def test_texts_move_in_their_embeddings():
             net, Batch(padded[:1], None, ("0",), padded[:1] > 0), label, 0.05, proof
         )
     assert long.bound == pytest.approx(short.bound, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, "no radius was given"),
-        ({"eps": "0"}, "give a radius above 0"),
-        ({"eps": "-1"}, "not a radius"),
-        ({"eps": "banana"}, "not a radius"),
-        ({"eps": "0.1,1/10"}, "named twice"),
-        ({"eps": "2words"}, "fgsm cannot change words"),
-        ({"eps": "3"}, "larger than the range of the data"),
-        ({"eps": "0.1", "norm": "l7"}, "--norm"),
-        ({"eps": "0.1", "tol": 0.2}, "--tol needs --radius"),
-        ({"eps": "0.1", "attack": "words"}, "certificates hold for balls"),
-        ({"eps": "0.1", "attack": "nothing"}, "unknown attack"),
-        ({"eps": "0.1", "order": "3"}, "--order"),
-        ({"radius": True, "nodes": 0}, "--nodes"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(small, options, says):
-    with pytest.raises(UsageError, match=says):
-        measured(*small[:2], **options)
 
 
 class Ordered(Small):

@@ -180,9 +180,11 @@ def test_reports_are_compared_sample_by_sample():
 
 
 def test_what_has_no_accuracy_or_no_corruption_is_refused(net, digits):
+    measures = {"corrupt": {}, "attack": {"eps": ("1",)}, "smoothing": {"smooth": 1}}
     for labels in (None, digits.y.clone().index_fill(0, torch.tensor([3]), -1)):
-        with pytest.raises(InputError, match="needs a label for every sample"):
-            run_measure("corrupt", net, replace(digits, y=labels), corruption="fog")
+        for name, how in measures.items():
+            with pytest.raises(InputError, match="needs a label for every sample"):
+                run_measure(name, net, replace(digits, y=labels), **how)
     for kind, name in (("text", "fog"), ("image", "swap"), ("tokens", None)):
         with pytest.raises(UsageError, match=f"is not for {kind} models"):
             CorruptOptions(corruption=name and (name,)).adapt(kind)

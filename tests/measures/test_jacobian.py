@@ -14,7 +14,7 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError
 from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, summarise
 from lipaudit.models.net import LoadOptions
@@ -45,8 +45,6 @@ def test_blocks_are_measured_beside_the_model():
         assert row.max == pytest.approx(max(exact), rel=1e-8)
         assert section.arrays["norm"].numpy()[i + 1] == pytest.approx(exact, rel=1e-5)
         assert row.converged == row.samples == 3
-    with pytest.raises(UsageError, match="--per-layer needs --norm 2"):
-        JacobianOptions(norm="inf", per_layer=True)
 
 
 def dense_after(net, batch, module, call, read):

@@ -14,25 +14,14 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
-from tests.measures.test_certify import Small, in_order
+from tests.measures.cases import Plane, Small, in_order
 
 SHAPE = (1, 2, 4)
 
 
-class Flat(nn.Module):
-    """Two classes, a plane apart: what one patch can do is known in closed form."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, x):
-        return self.head(x.flatten(1))
-
-
 def test_linear_classifiers_are_certified_exactly_where_no_k_patches_turn_them():
     torch.manual_seed(0)
-    model, x = Flat().double(), torch.rand(10, 1, 4, 4, dtype=torch.float64)
+    model, x = Plane(16).double(), torch.rand(10, 1, 4, 4, dtype=torch.float64)
     weight = (model.head.weight[0] - model.head.weight[1]).detach()
     gain = torch.maximum(weight * x.flatten(1), weight * (x.flatten(1) - 1))
     # Sums over 2x2 patches, then the k largest of the four.
@@ -73,14 +62,8 @@ def small():
 
 
 def measured(model, data, **options):
-    given = {
-        "data": data,
-        "input_shape": SHAPE,
-        "order": "1",
-        "samples": 5,
-        "patch_size": 1,
-    } | options
-    return lipaudit.measure(model, "certify", **given).section("certify")
+    given = {"data": data, "input_shape": SHAPE, "samples": 5, "order": "1", "patch_size": 1}
+    return lipaudit.measure(model, "certify", **given | options).section("certify")
 
 
 def test_no_value_of_a_pixel_breaks_what_is_certified(small):

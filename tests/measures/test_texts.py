@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
+import lipaudit
 from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch, Share
 from lipaudit.data.loading import DataOptions, load_data
@@ -89,17 +90,6 @@ def test_shares_are_those_of_the_dense_gradient(bert):
         np.testing.assert_allclose(kept.shares, squares / squares.sum(), rtol=3e-5, atol=1e-6)
         assert kept.of == ("margin" if classes else "direction")
         assert kept.tokens == tuple(WORDS[i] for i in ids)
-
-
-@pytest.mark.parametrize("bert", [3, 0], indirect=True)
-def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
-    folder, *_ = bert
-    monkeypatch.setattr("lipaudit.engine.results.worst", lambda report: worst(report, 2))
-    run = RunOptions(data=str(folder / "t.jsonl"), samples=5)
-    report = execute(prepare(Request(str(folder), {"jacobian": JacobianOptions()}, run)))
-    section = report.section("jacobian")
-    assert list(section.gradients) == worst(report, 2)
-    assert len(section.samples["ids"]) == 5
 
 
 def net_of(x, layer):
@@ -263,6 +253,15 @@ def test_an_attack_refuses_a_model_that_reads_padding(tmp_path, kind):
 
 
 MIXED = [" ".join("bcdefgh"[(i + j) % 7] for j in range((2, 5, 3, 2)[i % 4])) for i in range(11)]
+
+
+def test_a_report_keeps_the_tokens_of_its_worst_samples(tmp_path):
+    save_classifier(tmp_path / "model", "Bert")
+    data = write_texts(tmp_path / "mixed.jsonl", MIXED)
+    model = str(tmp_path / "model")
+    report = lipaudit.measure(model, "jacobian", data=data, samples=len(MIXED))
+    assert list(report.section("jacobian").gradients) == worst(report)
+    assert len(worst(report)) == 10 < len(report.section("jacobian").ids)
 
 
 @pytest.mark.parametrize(

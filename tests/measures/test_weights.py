@@ -15,7 +15,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, read_figures
 from tests.measures.cases import dense_norm, run_measure
-from tests.models.conftest import batch_for, build
+from tests.models.conftest import WEIGHTS, batch_for, build
 from tests.nets import Calls, draw, hf_net, own_batch, own_net
 
 
@@ -29,42 +29,18 @@ def wide(weight):
     return weight.detach().double().numpy()
 
 
-def of_vit(net, layer):
-    attn = net.module.blocks[layer].attn
-    return *np.split(wide(attn.qkv.weight).T, 3, 1), wide(attn.proj.weight).T
-
-
-def of_bert(net, layer):
-    block = net.module.bert.encoder.layer[layer].attention
-    maps = (block.self.query, block.self.key, block.self.value, block.output.dense)
-    return [wide(m.weight).T for m in maps]
-
-
-def of_gpt2(net, layer):  # its weights are (in, out)
-    attn = net.module.transformer.h[layer].attn
-    return *np.split(wide(attn.c_attn.weight), 3, 1), wide(attn.c_proj.weight)
-
-
-def of_llama(net, layer):
-    attn = net.module.model.layers[layer].self_attn
-    return [wide(m.weight).T for m in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)]
-
-
 @pytest.mark.parametrize(
-    ("name", "weights_of", "groups"),
-    [("timm-vit", of_vit, 1), ("bert", of_bert, 1), ("gpt2", of_gpt2, 1), ("llama", of_llama, 2)],
+    ("name", "groups"), [("timm-vit", 1), ("bert", 1), ("gpt2", 1), ("llama", 2)]
 )
-def test_heads_have_the_norms_of_dense_products(name, weights_of, groups):
+def test_heads_have_the_norms_of_dense_products(name, groups):
     rows = read(build(name))["weights"]
     assert [(row.layer, row.head) for row in rows] == [(i, h) for i in (0, 1) for h in range(4)]
     for row in rows:
-        q, k, v, o = weights_of(build(name), row.layer)
+        into, out = WEIGHTS[name](build(name).module, row.layer)
+        q, k, v, o = [*(wide(weight).T for weight, _ in into), wide(out)]
         at, group = row.head, row.head // groups
         own, shared = (slice(8 * i, 8 * i + 8) for i in (at, group))
-        products = {
-            "qk": q[:, own] @ k[:, shared].T / 8**0.5,
-            "ov": v[:, shared] @ o[own],
-        }
+        products = {"qk": q[:, own] @ k[:, shared].T / 8**0.5, "ov": v[:, shared] @ o[own]}
         assert row.why == ""
         for column, dense in products.items():
             norm = np.linalg.norm(dense, 2)
@@ -188,13 +164,9 @@ def test_products_stand_beside_norms_at_samples():
 
 
 def test_figures_are_the_same_in_every_run_and_the_gate_needs_no_statistics(tmp_path):
-    first, again, random, other = (tmp_path / f"{i}.json" for i in range(4))
-    for path, line in (
-        (first, "demo"),
-        (again, "demo"),
-        (random, "demo --data random"),
-        (other, "demo:jasmin"),
-    ):
+    paths = first, again, random, other = [tmp_path / f"{i}.json" for i in range(4)]
+    lines = ("demo", "demo", "demo --data random", "demo:jasmin")
+    for path, line in zip(paths, lines, strict=True):
         invoke("weights", *line.split(), "-q", "-o", path)
     assert read_figures(first) == read_figures(again)
     rules = ("--fail-on", "weights.ov <= +0%", "--fail-on", "weights.blocks.log10_product <= +0")

@@ -16,34 +16,20 @@ from lipaudit.measures.texts import make_reader, read_texts
 from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
-from tests.measures.test_certify import SHAPE, Small, Words, in_order, samples
+from tests.measures.cases import Bag, Words, in_order
 
 TOKENS = 4
 
 
-class Bag(nn.Module):
-    """The mean of embeddings: what k words can do is known in closed form."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(120, 5), nn.Linear(5, 2)
-
-    def forward(self, ids, mask=None):
-        x = self.embed(ids)
-        mask = torch.ones_like(ids) if mask is None else mask
-        return self.head((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-
-
-def spec_of(model, count=120):
-    return ModelSpec(model.eval(), (TOKENS,), kind="text", vocabulary=count)
+def spec_of(model):
+    return ModelSpec(model.eval(), (TOKENS,), kind="text", vocabulary=len(model.embed.weight))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_mean_of_words_is_certified_exactly_where_no_k_near_words_turn_it(k):
     ids = torch.randint(1, 120, (12, TOKENS), generator=torch.Generator().manual_seed(k))
     outcomes = []
-    with borrow(spec_of(Bag()), LoadOptions(dtype="float64"), None) as net:
+    with borrow(spec_of(Bag(120)), LoadOptions(dtype="float64"), None) as net:
         reader, weight = make_reader(net), net.module.head.weight
         worth = (net.module.embed.weight @ (weight[0] - weight[1])) / TOKENS
         for each in ids:
@@ -73,7 +59,7 @@ def test_no_replacements_break_what_is_certified(spread, expected):
     near = torch.randn(5, 1, 6, generator=draw) + spread * torch.randn(5, 51, 6, generator=draw)
     model.embed = nn.Embedding.from_pretrained(near.flatten(0, 1))
     ids = torch.randint(1, 255, (6, TOKENS), generator=draw)
-    spec = spec_of(model, 255)
+    spec = spec_of(model)
     with borrow(spec, LoadOptions(), None) as net:
         y = net.output(Batch(ids, None, ("",) * 6)).argmax(1)
         given = {"data": (ids, y), "samples": 6, "eps": "1word,2words,4words"}
@@ -139,16 +125,9 @@ def test_words_that_a_tokenizer_joins_when_both_change_are_not_certified(text, k
         ({"eps": "1word", "attack": "pgd"}, "pgd cannot change words"),
         ({"eps": "1patch"}, "patch cannot attack text"),
         ({"eps": "1word,0.1"}, "units of --eps differ"),
-        ({"eps": "1character"}, "not for changed characters"),
     ],
 )
 def test_what_makes_no_sense_for_words_is_refused(options, says):
     data = torch.ones(2, TOKENS, dtype=torch.long)
     with pytest.raises(UsageError, match=says):
         lipaudit.measure(spec_of(Bag()), "certify", data=data, samples=2, **options)
-
-
-def test_images_have_no_words():
-    given = {"data": samples(Small(), 2), "input_shape": SHAPE, "samples": 2}
-    with pytest.raises(UsageError, match="words cannot attack images"):
-        lipaudit.measure(Small(), "certify", eps="1word", **given)

@@ -15,6 +15,7 @@ from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.loader import assemble
 from tests.nets import TEXT
 
+Weights = tuple[list[tuple[torch.Tensor, torch.Tensor | None]], torch.Tensor]
 VOCABULARY, MOST_TOKENS = 60, 32
 HF = TEXT | {"max_position_embeddings": MOST_TOKENS, "vocab_size": VOCABULARY}
 HF |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -216,3 +217,41 @@ def zoo() -> Callable[..., tuple[Net, tuple[Site, ...], Batch]]:
         return net, surveyed(name, dtype), batch_for(net)
 
     return pick
+
+
+def torch_weights(module: nn.Module, i: int) -> Weights:
+    attention = module[0].layers[i].self_attn
+    fused = zip(attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True)
+    return [*fused], attention.out_proj.weight.T
+
+
+def bert_weights(module: nn.Module, i: int) -> Weights:
+    attention = module.bert.encoder.layer[i].attention
+    linears = (attention.self.query, attention.self.key, attention.self.value)
+    return [(m.weight, m.bias) for m in linears], attention.output.dense.weight.T
+
+
+def vit_weights(module: nn.Module, i: int) -> Weights:
+    attention = module.blocks[i].attn
+    fused = zip(attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True)
+    return [*fused], attention.proj.weight.T
+
+
+def gpt2_weights(module: nn.Module, i: int) -> Weights:
+    """They are stored the other way round."""
+    attention = module.transformer.h[i].attn
+    fused = zip(attention.c_attn.weight.T.chunk(3), attention.c_attn.bias.chunk(3), strict=True)
+    return [*fused], attention.c_proj.weight
+
+
+def llama_weights(module: nn.Module, i: int) -> Weights:
+    attention = module.model.layers[i].self_attn
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return [(m.weight, None) for m in linears], attention.o_proj.weight.T
+
+
+WEIGHTS = {
+    "torch-encoder": torch_weights, "bert": bert_weights, "timm-vit": vit_weights,
+    "gpt2": gpt2_weights, "llama": llama_weights,
+}  # fmt: skip
+"""W_Q, W_K, W_V (out, in) with their biases, and W_O (in, out), of a layer of a model."""

@@ -19,7 +19,7 @@ from lipaudit.measures import layouts, load_measures
 from lipaudit.report.topics import list_topics
 from lipaudit.tables.plugins import entries
 from lipaudit.theory.bounds.record import load_bounds
-from tests.commands import invoke, refuse
+from tests.commands import invoke, refuse, write_package
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -46,13 +46,7 @@ def install(tmp_path):
     """Write packages of a module each, and have them installed."""
 
     def add(package, entry, source="value = 7", target="value", group=GROUP):
-        module = f"{package.replace('-', '_')}_of_strangers"
-        (tmp_path / f"{module}.py").write_text(source)
-        info = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
-        sys.modules.pop(module, None)
+        write_package(tmp_path, package, entry, source, target, group)
 
     with installed(tmp_path):
         yield add
@@ -116,6 +110,23 @@ def test_a_measure_with_strange_sections_or_drawings_is_refused(
         layouts()
     assert reason in caught.value.message
     assert not drawings or "tightness, bounds, attention" in caught.value.message
+
+
+OURS = "from lipaudit.measures import OWN\nvalue = OWN['bounds']"
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "says"),
+    [
+        ("bounds", OURS, "name that is in use"),
+        ("other", "value = 3", "is int, not"),
+        ("other", OURS, "is called 'bounds' in its record"),
+    ],
+)
+def test_a_measure_with_a_bad_record_is_refused(install, entry, source, says):
+    install("strange-measures", entry, source, group="lipaudit.measures")
+    with pytest.raises(UsageError, match=says):
+        load_measures()
 
 
 BOUND = """

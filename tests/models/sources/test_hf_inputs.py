@@ -16,8 +16,6 @@ from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.text_models import mean_pooling
 from tests.models.sources.cases import BART, PIXELS, SMALL, T5, build, configure, numbered, refused
 
-transformers = pytest.importorskip("transformers")
-
 WIDE = LoadOptions(dtype="float64", device="cpu")
 TEXT = SMALL | {"vocab_size": 40, "max_position_embeddings": 24}
 FUNNEL = {

@@ -96,7 +96,6 @@ def test_demo_assets_stay_small_and_credit_their_data():
 
 
 def test_the_held_out_digits_are_those_of_scikit_learn():
-    pytest.importorskip("sklearn")
     from benchmarks.shared.demos import load_sklearn_digits
 
     train_x, train_y, test_x, test_y = load_sklearn_digits()
@@ -189,27 +188,19 @@ def test_complex_constants_keep_their_imaginary_part(dtype):
         ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on one sample"),
         ("py:{file}:plain", {"input_size": (1, 2, 3, 4)}, UsageError, "is not a shape"),
         ("py:{file}:sequence", {"std": (1.0,)}, UsageError, "takes tokens"),
-        ("no-such-model", {}, InputError, "no model"),
-        ("demoo", {}, InputError, "no model"),
         ("", {}, InputError, "no model"),
-        ("vit_base_patch_16_224", {}, InputError, "vit_base_patch16_224"),
-        ("demo:fancy", {}, InputError, "standard"),
         ("hf:nobody/nothing", {"offline": True}, InputError, "hf download"),
         ("hf:a/b/c", {}, InputError, "hf:ORG/NAME"),
         ("./weights.safetensors", {}, InputError, "no such file or directory"),
-        ("standard", {}, InputError, "Did you mean demo:standard"),
         ("org/tiny", {}, InputError, "Did you mean hf:org/tiny"),
         ("bert-base-uncased", {}, InputError, "Did you mean hf:bert-base-uncased"),
-        ("deit_tiny_patch16_22", {}, InputError, "Did you mean timm:deit_tiny_patch16_224"),
         ("timm:timm/vit_tiny", {}, InputError, "Did you mean hf:timm/vit_tiny"),
-        ("{file}:plain", {}, InputError, "Did you mean py:{file}:plain"),
         ("{file}", {}, InputError, "ONNX and GGUF have none"),
         ("{file}", {}, InputError, "py:{file}:FUNCTION"),
         ("demo", {"arch": "timm:test_vit"}, UsageError, "demo does not take --arch"),
         ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "from the baseline"),
         ("demo", {"tower": "image"}, UsageError, "demo does not take --tower"),
         ("demo", {"weights": "stored"}, UsageError, "demo does not take --weights"),
-        ("demo", {"classes": 5}, UsageError, "demo does not take --classes"),
         *[
             ("demo", {"device": name}, UsageError, "is not available on this machine")
             for name in ("hpu", "opengl:0", "cuda:999", "meta", "nonsense", "cpu:x", "")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lipaudit import measure
 from lipaudit.errors import InputError, UsageError
@@ -119,10 +120,7 @@ def test_outputs_of_every_name_keep_their_values_and_what_is_tied_to_them():
     size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     deit = ModelSpec(VisionTransformerDistilled(**size, num_classes=3), (3, 8, 8))
     tied = ModelSpec(Tied(), (5, 16), kind="tokens")
-    for spec, same, moved in (
-        (deit, ("head", "head_dist"), 4),
-        (tied, ("0", "2"), 1),
-    ):
+    for spec, same, moved in ((deit, ("head", "head_dist"), 4), (tied, ("0", "2"), 1)):
         before = copy.deepcopy(spec.module.state_dict())
         options = LoadOptions(device="cpu", quantize="int4")
         net = assemble(spec, options, name="m", source="test")
@@ -172,39 +170,20 @@ def test_compare_and_gate_say_what_quantisation_cost(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     invoke("jacobian", "demo", "-n", "8", "-q", "-o", "fp.json")
     invoke("jacobian", "demo", "-n", "8", "-q", "-o", "int4.json", "--quantize", "int4:16")
-    text = invoke("compare", "fp.json", "int4.json", columns=80).stdout
-    assert "What changed from demo to demo int4:16?" in text
-    assert "quantize: not given became int4:16" in " ".join(
-        invoke("compare", "fp.json", "int4.json", "--details", columns=80).stdout.split()
-    )
-    assert load("int4.json").run.model.quantised in " ".join(
-        invoke("report", "int4.json", "--details", columns=200).stdout.split()
-    )
+    known = load("int4.json").run
+    for command, says in (
+        ("compare fp.json int4.json", "What changed from demo to demo int4:16?"),
+        ("compare fp.json int4.json --details", "quantize: not given became int4:16"),
+        ("report int4.json --details", known.model.quantised),
+    ):
+        assert says in " ".join(invoke(*command.split(), columns=200).stdout.split())
     rule = ("--fail-on", "jacobian.norm:median <= +0.1%", "-b", "fp.json", "-q")
     passed = invoke("gate", "int4.json", *rule, code=None)
-    measured = invoke(
-        "gate", "demo", "--quantize", "int4:16", *rule, "--report", "now.json", code=None
-    )
+    again = ("gate", "demo", "--quantize", "int4:16", *rule, "--report", "now.json")
+    measured = invoke(*again, code=None)
     assert (measured.stdout, measured.exit_code) == (passed.stdout, passed.exit_code)
-    again = load("now.json").run
-    assert (again.options, again.model) == (
-        load("int4.json").run.options,
-        load("int4.json").run.model,
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (("--quantize", "int3"), "Did you mean 'int8' or 'int4'"),
-        (("--quantize", "nf4"), "it must be int8 or int4, and with groups"),
-        (("--quantize", "int4:0"), "int4:0"),
-        (("--quantize", "int4:7"), "groups of 7 do not divide the 48 inputs of blocks.0.attn.qkv"),
-        (("--quantize", "int8:96"), "Use a divisor of 48"),
-    ],
-)
-def test_a_quantisation_that_does_not_exist_or_fit_is_refused(given, says):
-    refuse(2, says, "bounds", "demo", *given)
+    run = load("now.json").run
+    assert (run.options, run.model) == (known.options, known.model)
 
 
 def test_what_cannot_be_rounded_is_refused(tmp_path):
@@ -216,16 +195,8 @@ def test_what_cannot_be_rounded_is_refused(tmp_path):
     )
     says = refused(f"py:{tmp_path}/own.py:net", InputError, quantize="int8", input_size=(3, 2, 2))
     assert "has no linear layer to round" in says
-    refuse(
-        2,
-        "training would move rounded weights",
-        "train",
-        "demo",
-        "--quantize",
-        "int8",
-        "--out",
-        tmp_path / "o",
-    )
+    out = ("--quantize", "int8", "--out", tmp_path / "o")
+    refuse(2, "training would move rounded weights", "train", "demo", *out)
 
 
 def save_torchao(path, name, dtype):
@@ -233,42 +204,62 @@ def save_torchao(path, name, dtype):
     pytest.importorskip("torchao", reason="needs torchao, which writes the checkpoint")
     from torchao import quantization
     from torchao.quantization.granularity import PerGroup
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import TorchAoConfig
 
     how = {
         "int8": quantization.Int8WeightOnlyConfig(),
         "float8": quantization.Float8WeightOnlyConfig(),
         "int4": quantization.IntxWeightOnlyConfig(torch.int4, PerGroup(16)),
     }[name]
-    build("LlamaForCausalLM", **LLAMA).to(dtype).save_pretrained(path / "float")
-    config = TorchAoConfig(how)
-    load = AutoModelForCausalLM.from_pretrained
-    theirs = load(path / "float", quantization_config=config, dtype=dtype)
-    theirs.save_pretrained(path / "quantised")
+    theirs = save_quantised(path, TorchAoConfig(how), dtype)
     values = {
         n: p.dequantize() for n, p in theirs.named_parameters() if type(p) is not nn.Parameter
     }
     assert len(values) == 14
-    whole = load(path / "float", dtype=dtype)
+    whole = AutoModelForCausalLM.from_pretrained(path / "float", dtype=dtype)
     whole.load_state_dict(values, strict=False)
     return whole
 
 
+def save_bitsandbytes(path, name, dtype):
+    """Save a Llama that bitsandbytes quantised; return its float model."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which writes the checkpoint")
+    from transformers import BitsAndBytesConfig
+
+    how = {
+        "int8": {"load_in_8bit": True},
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "double": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    }[name]
+    save_quantised(path, BitsAndBytesConfig(**how), dtype)
+    return AutoModelForCausalLM.from_pretrained(path / "quantised").dequantize(dtype)
+
+
+def save_quantised(path, config, dtype):
+    build("LlamaForCausalLM", **LLAMA).to(dtype).save_pretrained(path / "float")
+    load = AutoModelForCausalLM.from_pretrained
+    theirs = load(path / "float", quantization_config=config, dtype=dtype)
+    theirs.save_pretrained(path / "quantised")
+    return theirs
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("int8", "float32"), ("int8", "bfloat16"), ("int4", "float32"), ("float8", "bfloat16")],
+    ("save", "name", "dtype"),
+    [
+        *((save_torchao, name, torch.float32) for name in ("int8", "int4")),
+        *((save_torchao, name, torch.bfloat16) for name in ("int8", "float8")),
+        *((save_bitsandbytes, name, torch.float32) for name in ("int8", "nf4", "double")),
+    ],
 )
-def test_a_checkpoint_of_torchao_is_read_as_torchao_dequantises_it(tmp_path, name, dtype):
-    whole = save_torchao(tmp_path, name, getattr(torch, dtype))
-    path = str(tmp_path / "quantised")
-    nets = [load_net(path, LoadOptions(weights=w)) for w in ("converted", "stored")]
-    assert {net.weights_sha256 for net in nets} == {hf_net(whole).weights_sha256}
-    assert {net.parameters for net in nets} == {whole.num_parameters()}
-    assert all("14 as torchao" in net.quantised for net in nets)
-    now, later = (
-        figures(path, "bounds", max_tokens=6, weights=w)[0] for w in ("converted", "stored")
-    )
-    assert now == later
+def test_a_checkpoint_is_read_as_its_library_dequantises_it(tmp_path, save, name, dtype):
+    whole, path, ways = save(tmp_path, name, dtype), str(tmp_path / "quantised"), []
+    for weights in ("converted", "stored"):
+        net = load_net(path, LoadOptions(weights=weights))
+        assert net.weights_sha256 == hf_net(whole).weights_sha256
+        assert net.parameters == whole.num_parameters()
+        assert save is save_bitsandbytes or "14 as torchao" in net.quantised
+        ways.append(figures(path, "bounds", max_tokens=6, weights=weights)[0])
+    assert ways[0] == ways[1]
 
 
 def test_a_module_that_torchao_quantised_is_measured_and_stays_quantised():
@@ -282,29 +273,6 @@ def test_a_module_that_torchao_quantised_is_measured_and_stays_quantised():
     assert "2 as torchao Int8Tensor" in report.run.model.quantised
     assert [module[0].weight, module[2].weight][0] is weights[0]
     assert type(module[2].weight).__name__ == "Int8Tensor"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-     {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}],
-)  # fmt: skip
-def test_a_checkpoint_of_bitsandbytes_is_read_as_transformers_dequantises_it(tmp_path, how):
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which writes the checkpoint")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path / "float")
-    load = AutoModelForCausalLM.from_pretrained
-    config = BitsAndBytesConfig(**how)
-    load(tmp_path / "float", quantization_config=config).save_pretrained(tmp_path / "quantised")
-    whole = load(tmp_path / "quantised").dequantize(torch.float32)
-    path = str(tmp_path / "quantised")
-    nets = [load_net(path, LoadOptions(weights=w)) for w in ("converted", "stored")]
-    assert {net.weights_sha256 for net in nets} == {hf_net(whole).weights_sha256}
-    now, later = (
-        figures(path, "bounds", max_tokens=6, weights=w)[0] for w in ("converted", "stored")
-    )
-    assert now == later
 
 
 @pytest.fixture
@@ -388,46 +356,38 @@ def test_a_method_that_cannot_be_read_is_refused_by_name(tmp_path, method, says)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "says"),
+    ("name", "dtype", "shape", "says"),
     [
-        (torch.int8, (32, 1), ""),
-        (torch.float8_e4m3fn, (), ""),
-        (torch.int8, None, "wide.weight of {path} hold integers, without a scale"),
-        (torch.uint8, (32, 1), "wide.weight_scale surplus"),
-        (torch.int32, None, "wide.weight of {path} hold integers, without a scale"),
-        (torch.int8, (1, 16), "with a float32 scale of (1, 16)"),
+        ("wide", torch.int8, (32, 1), ""),
+        ("wide", torch.float8_e4m3fn, (), ""),
+        ("wide", torch.int8, None, "wide.weight of {path} hold integers, without a scale"),
+        ("wide", torch.uint8, (32, 1), "wide.weight_scale surplus"),
+        ("wide", torch.int32, None, "wide.weight of {path} hold integers, without a scale"),
+        ("wide", torch.int8, (1, 16), "with a float32 scale of (1, 16)"),
+        # of a square weight: either axis
+        ("attention.out_proj", torch.int8, (16,), "or one per output channel: (16, 1)"),
     ],
 )
-def test_weights_of_a_file_are_multiplied_by_their_scales(tmp_path, dtype, shape, says):
+def test_weights_of_a_file_are_multiplied_by_their_scales(tmp_path, name, dtype, shape, says):
     (tmp_path / "own.py").write_text(
         "from lipaudit import ModelSpec\nfrom tests.models.sources.test_quantised import Packed\n"
         "def net(): return ModelSpec(Packed(), (5, 16), kind='tokens')\n"
     )
     module, path = packed(), tmp_path / "w.safetensors"
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    codes = torch.randint(-100, 100, (32, 16), generator=torch.Generator().manual_seed(0))
-    state["wide.weight"] = codes.to(dtype)
+    key = f"{name}.weight"
+    draw = torch.Generator().manual_seed(0)
+    state[key] = torch.randint(-100, 100, state[key].shape, generator=draw).to(dtype)
     if shape is not None:
-        state["wide.weight_scale"] = torch.rand(shape) + 0.01
+        state[f"{key}_scale"] = torch.rand(shape) + 0.01
     save_file(state, path)
     arch = f"py:{tmp_path}/own.py:net"
     if says:
         assert says.format(path=path) in refused(path, arch=arch)
         return
     net = load_net(str(path), LoadOptions(arch=arch))
-    expected = state["wide.weight"].float() * state["wide.weight_scale"]
-    assert torch.equal(net.module.wide.weight, expected)
+    assert torch.equal(net.module.wide.weight, state[key].float() * state[f"{key}_scale"])
     assert "scaled-weights" in {note.code for note in net.notes}
-
-
-def test_a_scale_of_either_axis_of_a_square_weight_is_refused(tmp_path):
-    path = tmp_path / "w.safetensors"
-    save_file({"0.weight": torch.ones(4, 4).to(torch.int8), "0.weight_scale": torch.ones(4)}, path)
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(4, 4, bias=False))\n"
-    )
-    arch = f"py:{tmp_path}/own.py:net"
-    assert "or one per output channel: (4, 1)" in refused(path, arch=arch, input_size=(4,))
 
 
 def test_integers_in_a_directory_are_no_weights(tmp_path):

@@ -22,8 +22,6 @@ from tests.goldens.test_values import walk
 from tests.models.sources.cases import classifier, figures, texts
 from tests.models.sources.cases import qwen as save_qwen
 
-pytest.importorskip("accelerate")
-
 BLOCKS = {"": "cpu", "model.layers.1": "disk", "model.layers.2.mlp": "disk", "lm_head": "disk"}
 ON_DISK = tuple(name for name, place in BLOCKS.items() if place == "disk")
 

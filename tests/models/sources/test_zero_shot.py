@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from lipaudit import measure
@@ -21,8 +22,6 @@ from tests.models.sources.cases import (
     save,
     vit,
 )
-
-transformers = pytest.importorskip("transformers")
 
 NAMES, PHOTO, WROTE = ("keeper", "he"), "the {} saw", "what the {} wrote"
 TEXT = SMALL | {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
@@ -143,13 +142,8 @@ def test_bad_names_prompts_models_and_tokenizers_are_refused(tmp_path):
     file.write_text("he\nkeeper\n")
     refuse(2, "must have one {}", *line, "--prompt", "the {}|a photo")
     refuse(2, "--prompt needs --classes", "jacobian", model, "--prompt", "{}")
-    refuse(
-        4,
-        "a prompt has 20 tokens, and CLIPModel reads at most 16",
-        *line,
-        "--prompt",
-        "a " * 17 + "{}",
-    )
+    long = ("--prompt", "a " * 17 + "{}")
+    refuse(4, "a prompt has 20 tokens, and CLIPModel reads at most 16", *line, *long)
     refuse(2, "--tower measures features", *line, "--tower", "image")
     refuse(2, "train needs a number", "train", *line[1:])
     refuse(2, "demo does not take --classes", "bounds", "demo", *line[4:])

@@ -19,16 +19,7 @@ from lipaudit.theory.head_norms import bound_error, head_norms
 from lipaudit.theory.heads import affine_heads, are_affine_everywhere, unit_values
 from lipaudit.theory.policy import Policy
 from lipaudit.theory.products import dense_jacobian
-from tests.theory.cases import (
-    MASKS,
-    POLICIES,
-    TOKENS,
-    VALUES,
-    corner,
-    dense_norms,
-    randn,
-    truth,
-)
+from tests.theory.cases import MASKS, POLICIES, TOKENS, VALUES, corner, dense_norms, randn, truth
 
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")  # missing for other heads, and only there
 ROUNDING = 1e-9  # of logits up to 3e5, computed in two ways
@@ -47,7 +38,7 @@ def test_every_bound_is_above_the_exact_norm(layer):
         assert (bounds["theorem3"] <= bounds["theorem3_g1"] * (1 + 1e-12)).all()
 
 
-LONG = Policy(map_limit=0, chunk_entries=24)
+LONG = Policy(map_limit=0, chunk_entries=24, single_keys=2)
 SEEDS = range(10)
 
 

@@ -31,7 +31,7 @@ from lipaudit.data.tables import (
     read_table,
     read_text,
 )
-from lipaudit.errors import InputError, UsageError, neighbours, refuse, suggestion
+from lipaudit.errors import UsageError, neighbours, refuse, suggestion
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ SOME_TOKENS = 16
 # tokens, one of which is the space: if all words are unknown, half of the tokens are.
 MOST_UNKNOWN = 1 / 3
 FORMS = (
-    "demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX file, .csv, "
-    ".tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]"
+    "--data is one of: demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX "
+    "file, .csv, .tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]."
 )
 
 
@@ -72,7 +72,6 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     # Each source refuses models that take another kind of samples.
     path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
     draw = read_continuations if options.scored and is_text else draw_table
-    advice = f"--data is one of: {FORMS}."
     if spec == "random":
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
@@ -91,13 +90,10 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         kinds = "Give --data a text file, an .npz file, or random."
         refuse(net.kind != "image", f"{path} is a folder of images; {takes}", kinds)
         samples = draw_table(read_folder(path), net, options)
-    elif not path.is_file():
-        known = (*DIGIT_FILES, "random", *neighbours(path))
-        raise InputError(f"there is no data {spec!r}", suggestion(spec, known, advice))
-    elif holds_arrays(path):
+    elif holds_arrays(_find_file(spec)):
         samples = draw_arrays(*load_arrays(path), net, options, origin=str(path))
     else:
-        refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", advice)
+        refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", FORMS)
         refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         text = path.suffix == ".txt"
         samples = read_text(path, net, options) if text else draw(read_table(path), net, options)
@@ -126,15 +122,25 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     Known for arrays, and for folders of images of one size.
 
     Raises:
-        InputError: the file is damaged.
+        InputError: the file is missing or damaged.
     """
     if spec in DIGIT_FILES:
         return (SampleForm("image", (1, 8, 8)),)
-    path = Path(spec or "")
-    if spec and path.is_dir():
+    if not spec or spec == "random" or spec.startswith("hf:"):
+        return ()
+    path = Path(spec)
+    if path.is_dir():
         shape = find_common_shape(path)
         return () if shape is None else (SampleForm("image", shape),)
-    return list_forms(load_arrays(path)[0]) if holds_arrays(path) and path.is_file() else ()
+    return list_forms(load_arrays(path)[0]) if holds_arrays(_find_file(spec)) else ()
+
+
+def _find_file(spec: str) -> Path:
+    path = Path(spec)
+    known = (*DIGIT_FILES, "random", *neighbours(path))
+    text = f"there is no data {spec!r}"
+    refuse(not path.is_file(), text, suggestion(spec, known, FORMS))
+    return path
 
 
 def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:

@@ -33,9 +33,9 @@ from lipaudit.certify.prove import ball, hull, margins, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
-from lipaudit.models.net import Net
+from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import eager
-from lipaudit.models.requirements import agree, watch_outputs
+from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.policy import NODES
@@ -278,8 +278,13 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
         InputError: the message states the memory needed.
     """
     counts: list[int] = []
-    note = lambda _name, out: counts.append(out.numel())  # noqa: E731
-    with watch_outputs(net.module, note), eager(), torch.no_grad():
+
+    def count(_name: str, _args: object, out: object) -> None:
+        if isinstance(out, Tensor):
+            counts.append(out.numel())
+
+    innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
+    with watch_modules(innermost, count), eager(), torch.no_grad():
         net.output(sample)
     inputs = inputs or _count_inputs(net, sample)
     rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0)

@@ -8,7 +8,7 @@ its loss needs them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine, refuse
 from lipaudit.models.linearize import Function
-from lipaudit.models.net import Net, NextToken
+from lipaudit.models.net import Net, NextToken, watch_modules
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.tables.trials import PLACED, Target
@@ -292,9 +292,7 @@ def _record(
 ) -> list[Tensor]:
     """Run the model, and return what `pick` finds in (arguments, output) of each call."""
     seen: list[Tensor] = []
-    with ExitStack() as hooks:
-        for part in modules:
-            hook = part.register_forward_hook(lambda _m, args, out: seen.append(pick(args, out)))
-            hooks.enter_context(hook)
+    parts = (("", part) for part in modules)
+    with watch_modules(parts, lambda _name, args, out: seen.append(pick(args, out))):
         forward()
     return seen

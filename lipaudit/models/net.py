@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,21 @@ def new_classifier(classes: int) -> Note:
     return Note.warn(
         "new-classifier", f"the classifier for {classes} classes is new and random: train it first"
     )
+
+
+@contextmanager
+def watch_modules(
+    parts: Iterable[tuple[str, nn.Module]], see: Callable[[str, tuple[Any, ...], Any], Any]
+) -> Iterator[None]:
+    """Call `see(name, arguments, output)` after every call of some modules inside the block.
+
+    What it returns replaces the output, unless it is None.
+    """
+    with ExitStack() as hooks:
+        for name, part in parts:
+            hook = part.register_forward_hook(lambda _m, *call, name=name: see(name, *call))
+            hooks.enter_context(hook)
+        yield
 
 
 Kind = Literal["image", "tokens", "text"]

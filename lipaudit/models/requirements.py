@@ -7,12 +7,8 @@ gradient that is not the derivative (a straight-through estimator, `detach`, a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, first_line, of_machine, refuse
@@ -57,20 +53,6 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
         with torch.no_grad():
             result = net.output(again)
         refuse(not agree(output[:rows], result[:rows], each=0), text, advice)
-
-
-@contextmanager
-def watch_outputs(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call note(path, output) for each tensor that an innermost module returns."""
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _module, _args, out: note(name, out) if isinstance(out, Tensor) else None
-
-    with ExitStack() as hooks:
-        for name, part in module.named_modules():
-            if not any(part.children()):
-                hooks.enter_context(part.register_forward_hook(watch(name)))
-        yield
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:

@@ -8,8 +8,8 @@ The norm of a block matrix is at most that of the matrix of its blocks' norms. T
 * of large heads of other kinds: those of J, bounded (`_bound_local_blocks`).
 
 Keys and values stand less their mean over the keys that are seen: M(P_i) 1 = 0, so no constant
-matters, and less cancels. Everything holds in any precision: what is returned is raised by its
-rounding error. u in comments on rounding is the unit roundoff, eps / 2.
+matters, and less cancels. What is returned is raised by its rounding error. u in comments on
+rounding is the unit roundoff, eps / 2.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projecti
 from lipaudit.theory.ingredients import (
     Centred,
     Ingredients,
-    Stack,
     rounding,
     sum_spread,
     value_norms,
 )
-from lipaudit.theory.policy import POLICY, Policy
 
 
 @dataclass(frozen=True)
-class AffineRows(Stack):
+class AffineRows:
     """What the bounds of affine heads are made of, beside their maps and values."""
 
     wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
@@ -65,10 +63,8 @@ def affine_rows(known: Ingredients) -> AffineRows:
     )
 
 
-def query_term(
-    at: Centred, rows: AffineRows
-) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
-    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed; and by how much it can be less.
+def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
+    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed.
 
     With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
     sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
@@ -85,22 +81,16 @@ def query_term(
     o2 = at.o2[..., 0]
     terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
     # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
-    # cost 2 m, kappa d, <v_j, v_l> d_v, casting P, P, z, z, v, v 6, other sums and products 20.
-    # Downwards ||w||^2 counts too, which is raised by 2 d_v + 32 and off by 2 d_v + 10.
+    # cost 2 m, kappa d, <v_j, v_l> d_v, other sums and products 20.
     channels = max(rounding(at.v), rounding(rows.z))
-    over, under = ((rounding(at.p) + times * channels) * terms for times in (2, 3))
-    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (over, -under))
-    return upper, upper - lower
+    error = (rounding(at.p) + 2 * channels) * terms
+    return (squares + error).clamp_min(0.0).sqrt()
 
 
 Rows = Float[Tensor, "batch heads n"]
 
 CLEAR = 0.01
-"""Below this ratio of a sum to its terms, cancellation has removed all correct float32 digits."""
-
-FAINT = 1e-25
-"""A square may have lost what single precision takes for 0 where it is less, in units of values:
-as where those are constant, and queries and keys hardly move the output."""
+"""Below this ratio of a sum to its terms, cancellation has removed too many of its digits."""
 
 STEPS = 6
 """Power steps to the vector that proves ||M||: more would tighten it by less than they cost."""
@@ -135,7 +125,7 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
             sizes.append(size)
         return torch.stack(sizes) * spectral.nonnegative_norm(torch.stack(norms)).sqrt()
     if are_affine(heads):
-        return gram_bound(at, affine_rows(known), joint=joint, policy=heads.policy)
+        return gram_bound(at, affine_rows(known), joint=joint)
     return spectral.nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
 
 
@@ -155,76 +145,32 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
 # paths hardly overlap in J J^T, while in J their norms add.
 
 
-def gram_bound(
-    at: Centred, rows: AffineRows, *, joint: bool, policy: Policy = POLICY
-) -> Float[Tensor, "batch heads"]:
-    """Bound ||J||; in single precision first where that pays, and again where it costs.
+def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> Float[Tensor, "batch heads"]:
+    """Bound ||J||.
 
     `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
     """
-    if at.p.shape[-1] < policy.single_blocks or not spectral.keeps_single(at.p.device):
-        return _limits(at, rows, joint)[0].sqrt()
-    square, least = _limits(at.single, rows.single, joint)
-    # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
-    # `square` to it. Negated, so that NaN (an overflow) counts as apart.
-    apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
-    if apart.any():
-        index = (*apart.nonzero(as_tuple=True), None)
-        square[apart] = _limits(at.pick(index), rows.pick(index), joint)[0][:, 0]
-    return square.sqrt()
-
-
-def _limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Tensor]:
-    """Return what ||M|| + 2 ||A B^T|| is at most, and at least."""
     pw = at.w2.sqrt().mul_(at.p)
-    (t, less_t), (f, less_f) = query_term(at, rows), row_lengths(at, rows, pw)
-    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
-    turns = (rows.images @ rows.images.mT).abs_()
-    turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
-    common = pw @ pw.mT
-    matrix = block_norms(at, rows, (common, turns), pw, (t, f), joint=joint)
+    t, f = query_term(at, rows), row_lengths(at, rows, pw)
+    matrix = block_norms(at, rows, pw, t, f, joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])
     z = spectral.positive_vector(matrix.float(), STEPS).to(matrix)
     norm = spectral.nonnegative_norm(matrix, u=z)
     z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    cross, less_cross = value_key_norm(at, rows, (f, less_f), z)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
     share = 2 * spectral.product_rounding(at.p)
-    square = (1 + share) * (norm * largest).double() + 2 * cross
-    square = square.nan_to_num(torch.inf)  # NaN comes of numbers beyond the largest
-    if matrix.dtype == torch.float64:
-        return square, square  # where there is nothing to fall back on
-    # ||M|| >= <z, M z>, and M is the matrix here less D >= 0, what the limits exceed: D is at most
-    # the sum of three, for the blocks of B B^T, of C C^T and of (A + B) C^T.
-    reached = largest * ((z @ matrix) * z).sum((-2, -1))
-    length, less = torch.linalg.vector_norm(pw, dim=-1)[..., None], _less_of_lengths(at)[..., None]
-    most, least = f[..., None], (f - less_f)[..., None]
-    # Cauchy and Schwarz, and x y - (x - a)(y - b) <= x b + a y.
-    lower = common - length * less.mT - less * length.mT
-    lost = torch.minimum(common, most * most.mT) - torch.minimum(lower, least * least.mT)
-    excess = ((z @ lost.mul_(turns)) * z).sum((-2, -1))
-    turned = (z * (rows.u * most).mT).sum((-2, -1)).square()
-    excess += 2 * rounding(rows.images) * turned
-    t, less_t = t[..., None, :], less_t[..., None, :]
-    of_queries = (z.square() * t * less_t).sum((-2, -1))
-    if joint:
-        inside = z * rows.inside.mT
-        along = rows.shared * (z @ at.p) + inside @ pw
-        of_queries += (along * z * less_t).sum((-2, -1))
-        moved = (inside * less.mT).sum((-2, -1))
-        of_queries += moved * torch.linalg.vector_norm(z * t, dim=(-2, -1))
-    below = (1 - share) * reached - excess - 2 * of_queries
-    return square, below.double() + 2 * (cross - less_cross)
+    square = (1 + share) * (norm * largest) + 2 * value_key_norm(at, rows, f, z)
+    return square.nan_to_num(torch.inf).sqrt()  # NaN comes of numbers beyond the largest
 
 
 def block_norms(
     at: Centred,
     rows: AffineRows,
-    keys: tuple[Tensor, Tensor],
     pw: Float[Tensor, "batch heads n m"],
-    sizes: tuple[Rows, Rows],
+    t: Rows,
+    f: Rows,
     *,
     joint: bool,
 ) -> Float[Tensor, "batch heads n n"]:
@@ -233,14 +179,16 @@ def block_norms(
     Args:
         at: maps and values.
         rows: what the projections make of queries and keys.
-        keys: limits of both factors of the blocks of B B^T, (batch, heads, n, n) each:
-            sum_j P_ij ||w_ij|| P_lj ||w_lj|| and |<u_i, u_l>|.
         pw: P_ij ||w_ij||.
-        sizes: limits of s ||T_i W_Q^T|| and of ||F_i||.
+        t: limits of s ||T_i W_Q^T||.
+        f: limits of ||F_i||.
         joint: whether queries and keys read one input.
     """
-    (common, turns), (t, f) = keys, (size[..., None] for size in sizes)
-    matrix = torch.minimum(common, f * f.mT).mul_(turns)
+    t, f = t[..., None], f[..., None]
+    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
+    turns = (rows.images @ rows.images.mT).abs_()
+    turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
+    matrix = torch.minimum(pw @ pw.mT, f * f.mT).mul_(turns)
     value = rows.wv * at.p
     matrix += value @ value.mT
     matrix.diagonal(0, -2, -1).add_(t[..., 0].square())
@@ -252,27 +200,24 @@ def block_norms(
     return matrix
 
 
-def row_lengths(
-    at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n m"]
-) -> tuple[Rows, Rows]:
-    """Bound ||F_i|| of every query, and by how much it can be less.
+def row_lengths(at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n m"]) -> Rows:
+    """Bound ||F_i|| of every query, given P_ij ||w_ij||.
 
     By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
     sum_i ||u_i||^2 ||F_i||_F^2, and A A^T at least ||W_V||^2 ||P^T e||^2 for a unit vector e.
     """
-    length, less = torch.linalg.vector_norm(pw, dim=-1), _less_of_lengths(at)
+    length = torch.linalg.vector_norm(pw, dim=-1)
     keys = (rows.u[..., 0] * length).square().sum(-1)
     values = rows.wv[..., 0, 0].square() * at.p.sum(-2).square().sum(-1) / at.p.shape[-2]
     matter = ~(keys <= KEYS_MATTER * values)
     if matter.any():
         index = (*matter.nonzero(as_tuple=True), None)
-        f, gap = row_spread(at.pick(index), length[index], less[index])
-        length[matter], less[matter] = f[:, 0], gap[:, 0]
-    return length, less
+        length[matter] = row_spread(at.pick(index), length[index])[:, 0]
+    return length
 
 
-def row_spread(at: Centred, length: Rows, less: Rows) -> tuple[Rows, Rows]:
-    """Bound ||F_i||, and by how much it can be less, given both of the Frobenius norm.
+def row_spread(at: Centred, length: Rows) -> Rows:
+    """Bound ||F_i||, given its Frobenius norm.
 
     By the Schatten-4 norm of F_i = V^T M(P_i), as in `sum_spread`: what is said there of the
     tokens x_j holds for the values v_j, and m is o_i.
@@ -291,32 +236,21 @@ def row_spread(at: Centred, length: Rows, less: Rows) -> tuple[Rows, Rows]:
     reach = at.v2.amax(-2) + at.o2[..., 0]
     moved = 3 * rounding(at.v) * total * reach
     upper = ((fourth + error).clamp_min(0.0).sqrt() + moved).sqrt()
-    lower = ((fourth - error).clamp_min(0.0).sqrt() - moved).clamp_min(0.0).sqrt()
     clear = fourth >= CLEAR * torch.maximum(a + 2 * total * cc, CLEAR * (total * reach).square())
-    f = torch.where(clear, torch.minimum(upper, length), length)
-    return f, f - torch.where(clear, torch.minimum(lower, length - less), length - less)
-
-
-def _less_of_lengths(at: Centred) -> Rows:
-    """Return how far (sum_j P_ij^2 ||w_ij||^2)^1/2 can be below what w2 gives."""
-    # ||w||^2 is raised by and off by less than rounding (v^2 + o^2) each, so ||w|| by at most the
-    # smaller of moved / ||w|| and moved^1/2: x^1/2 - (x - m)^1/2 = m / (x^1/2 + (x - m)^1/2).
-    moved = 2 * rounding(at.v) * (at.v2.amax(-2, keepdim=True) + at.o2)
-    shift = torch.minimum(moved / at.w2.amin(-1, keepdim=True).sqrt(), moved.sqrt())
-    return shift[..., 0] * torch.linalg.vector_norm(at.p, dim=-1)
+    return torch.where(clear, torch.minimum(upper, length), length)
 
 
 def value_key_norm(
-    at: Centred, rows: AffineRows, spread: tuple[Rows, Rows], e: Float[Tensor, "batch heads 1 n"]
-) -> tuple[Float[Tensor, "batch heads"], Float[Tensor, "batch heads"]]:
-    """Bound ||A B^T||, and by how much it can be less.
+    at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
+) -> Float[Tensor, "batch heads"]:
+    """Bound ||A B^T||, given limits of ||F_i||.
 
     A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l: with rho_l >= ||P F_l^T||
     ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. For a unit vector
     e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
     Any e >= 0 will do; near the leading singular vector P' is small.
     """
-    (f, less_f), p, share = spread, at.p, spectral.product_rounding(at.p)
+    p, share = at.p, spectral.product_rounding(at.p)
     e = (e @ p) @ p.mT
     e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     y = e @ p
@@ -327,13 +261,10 @@ def value_key_norm(
     part = e.mT @ y
     others = spectral.nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
     rho = (1 + share) * torch.hypot(image + off, others * f)
-    less = 2 * off + others * less_f + 2 * share * rho
-    # ||diag(rho) a|| is at most its Schatten-8 norm, in double precision.
-    scaled = (rho[..., None] * rows.a).double()
+    # ||diag(rho) a|| is at most its Schatten-8 norm.
+    scaled = rho[..., None] * rows.a
     gram = scaled.mT @ scaled
-    lengths = torch.linalg.vector_norm(rows.a, dim=-1)
-    lost = torch.linalg.vector_norm(less * lengths, dim=-1)
-    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt(), lost
+    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt()
 
 
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,

@@ -91,7 +91,7 @@ class Heads:
             holds all logits at X, and `scale` belongs to the pairs.
         sink: a constant logit beside those of the keys, with the value 0: the rows of P sum to
             less than 1; None without.
-        policy: chunk sizes and rounding of computations.
+        policy: chunk sizes of computations.
     """
 
     x: Float[Tensor, "batch n D"]

@@ -1,6 +1,6 @@
 """What the bounds of attention heads share: P, centred keys and values, weights, tokens.
 
-Everything holds in any precision: what is returned is raised by its rounding error.
+What is returned is raised by its rounding error.
 """
 
 from __future__ import annotations
@@ -22,31 +22,16 @@ from lipaudit.theory.heads import (
     local_map,
     projections,
 )
-from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.policy import Policy
 from lipaudit.theory.products import logit_gradients
 from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral import gram_root, keeps_single, map_norm, spectral_norm
+from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm
 
-S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Tensors that are indexed and cast together."""
-
-    def pick(self: S, index: Any) -> S:
-        """Index all of them."""
-        return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    @cached_property
-    def single(self: S) -> S:
-        """All of them in single precision."""
-        return type(self)(*(getattr(self, field.name).float() for field in fields(self)))
-
-
-@dataclass(frozen=True)
-class Centred(Stack):
+class Centred:
     """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
 
     With a sink neither has its mean taken off: see `Ingredients.at`.
@@ -58,6 +43,10 @@ class Centred(Stack):
     v: Float[Tensor, "batch heads m dv"]
     o: Float[Tensor, "batch heads n dv"]
     s: Float[Tensor, "batch heads 1 1"]
+
+    def pick(self, index: Any) -> Centred:
+        """Index all of them."""
+        return Centred(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @cached_property
     def o2(self) -> Float[Tensor, "batch heads n 1"]:
@@ -327,49 +316,32 @@ def sum_spread(
 
 
 def bound_token_spread(
-    at: Centred, gram: Tensor, policy: Policy = POLICY
+    p: Float[Tensor, "batch heads n m"], gram: Float[Tensor, "batch m m"]
 ) -> Float[Tensor, "batch heads"]:
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. Its Schatten-4 norm takes three
     products with the Gram matrix for all rows (`sum_spread`), and is within 1 % of the spectral
-    norm on trained heads. Where it pays, single precision is tried first; rows where its rounding
-    costs more than `single_loss` are computed again.
+    norm on trained heads.
+
+    B^2 <= A W C and R^2 <= W C. Sums of N terms of sums have relative errors of at most e / 2,
+    e = 2 (N + 16) eps, so that of the power is below 3 e (A + 2 W C); that of c is below e / 2,
+    which moves the root of the power by at most e W.
     """
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    unit = gram / largest[:, None, None]
-    if at.p.shape[-1] < policy.single_keys or not keeps_single(at.p.device):
-        square = squared_spread(at.p, unit)[0]
-    else:
-        square, below = squared_spread(at.single.p, unit.float())
-        # Both ends hold: below <= truth <= square. Apart from a share, double precision decides.
-        apart = square > (1 + policy.single_loss) ** 2 * below
-        if apart.any():
-            square = torch.where(apart, squared_spread(at.p, unit)[0], square)
-    return (square * largest[:, None]).sqrt()
-
-
-def squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Bound the largest root of the power S of `sum_spread` from both sides; gram <= 1.
-
-    B^2 <= A W C and R^2 <= W C. Sums of N terms of sums have relative errors of at most e / 2,
-    e = 2 (N + 16) eps, so that of S is below 3 e (A + 2 W C); that of c is below e / 2, which
-    moves the root of S by at most e W.
-    """
-    flat = p.flatten(1, 2)
+    flat, gram = p.flatten(1, 2), gram / largest[:, None, None]
     # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
-    a, b, q, r, total = sum_spread(flat, gram, c).view(5, *p.shape[:3]).double()
+    a, b, q, r, total = sum_spread(flat, gram, c).view(5, *p.shape[:3])
     # (g - c_j - c_l)^2 = g^2 - 2 g (c_j + c_l) + c_j^2 + c_l^2 + 2 c_j c_l, summed with w_j w_l.
     # |terms| add up to A + 4 |B| + 2 C + 2 R^2 <= 3 (A + 2 C), each off by e / 2 = 2 (N + 16) u 2.
     e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
     fourth, error = a - 4 * b + 2 * total * q + 2 * r.square(), 3 * e * (a + 2 * total * q)
-    # S^1/2 is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum_j w_j.
-    upper = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
-    lower = (fourth - error).clamp_min(0.0).sqrt() - e * total
-    return upper.amax(-1), lower.amax(-1)
+    # Its root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum w_j.
+    square = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
+    return (square.amax(-1) * largest[:, None]).sqrt()
 
 
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:

@@ -1,4 +1,4 @@
-"""Default accuracies, and the chunk sizes and rounding of computations."""
+"""Default accuracies, and the chunk sizes of computations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = 60_000
 
 @dataclass(frozen=True)
 class Policy:
-    """Sizes at which computations are split, rounded to single precision, or done densely.
+    """Sizes at which computations are split or done densely.
 
     Every bound holds under every policy; the policy affects time, memory and tightness. The
     default is tuned on one CPU thread with heads of 16 to 512 tokens.
@@ -27,11 +27,6 @@ class Policy:
             the rows are computed again wherever they are read: 128 MB in single precision.
         chunk_entries: numbers that a temporary of heads which are not affine may hold: 32 MB.
         dense_entries: of a head's Jacobian up to which it is formed, and its blocks' norms exact.
-        single_keys: from how many keys on single precision is tried first, on a device whose
-            products keep all its digits, and which may take 64 times as long for double.
-        single_blocks: the same for the blocks of `sharp`, where products of maps cost more.
-        single_loss: share of a bound that single precision may cost; where it costs more the
-            bound is computed anew in double.
 
     >>> Policy(chunk_entries=10).chunks(5, 4)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -41,9 +36,6 @@ class Policy:
     map_limit: int = 2**25
     chunk_entries: int = 2**22
     dense_entries: int = 2**18
-    single_keys: int = 128
-    single_blocks: int = 32
-    single_loss: float = 0.005
 
     def chunks(self, total: int, entries: int) -> list[slice]:
         """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""

@@ -66,9 +66,6 @@ def shift_exponent(
 
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
 
-_PRODUCTS = {"cpu": "mkldnn", "cuda": "cuda"}
-"""The parts of `torch.backends` that say how devices round products."""
-
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its two Gram matrices.
@@ -184,21 +181,6 @@ def map_norm(
     if apart.any() and not long:
         norm[apart] = spectral_norm(p[apart])
     return norm
-
-
-def keeps_single(device: torch.device) -> bool:
-    """Return whether single-precision products keep all digits, and are cheaper, on this device.
-
-    The rounding limits hold for sums in any order, on GPUs and CPUs.
-    """
-    backend = _PRODUCTS.get(device.type)
-    if backend is None or torch.is_autocast_enabled(device.type):
-        return False
-    matmul = getattr(getattr(torch.backends, backend), "matmul", None)
-    precision = getattr(matmul, "fp32_precision", None)
-    if precision is None:  # before torch 2.9
-        return torch.get_float32_matmul_precision() == "highest"
-    return precision in ("none", "ieee")
 
 
 def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:

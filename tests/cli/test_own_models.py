@@ -36,6 +36,7 @@ def test_data_say_what_a_model_takes_and_a_size_that_is_given_goes_before_them()
     Image.new("RGB", (16, 16)).save("pictures/b.png")
     says = "input shape of py:tests.cli.own:image, a Conv, is unknown"
     refuse(2, says, "jacobian", *image, "pictures")
+    refuse(4, "there is no data 'picture'", "jacobian", *image, "picture")
 
 
 def test_token_ids_and_vectors_say_so_too():

@@ -182,7 +182,7 @@ def test_a_training_that_goes_on_replaces_the_reports_of_its_steps(module, watch
         ({"measures": ["attack"], "data": torch.ones(4, 3, 4, 4)}, "attack needs labelled"),
         ({"tools": 1}, "no option 'tools'"),
         ({"loggers": "tensorbord"}, "loggers are functions"),
-        ({"data": "nowhere.npz"}, "the input shape of Classifier is unknown"),
+        ({"data": "nowhere.npz"}, "there is no data 'nowhere.npz'"),
         ({"to": __file__}, "is a file"),
         ({"shard": "1/2"}, "a training is measured on all samples"),
     ],

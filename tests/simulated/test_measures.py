@@ -12,11 +12,6 @@ from benchmarks.shared.demos import load_shipped
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.settings import Recipe
-from lipaudit.theory import spectral
-from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.head_norms import head_norms
-from lipaudit.theory.heads import affine_heads
-from lipaudit.theory.policy import POLICY
 from lipaudit.train import train
 from tests.simulated.conftest import MODELS, samples
 
@@ -116,27 +111,3 @@ def test_training_of_a_text_model_on_an_accelerator(simulated):
         return next(iter(train(net, data, recipe))).loss
 
     assert loss(simulated) == pytest.approx(loss("cpu"), rel=1e-4)
-
-
-def check_single_precision(device: str, tokens: int) -> None:
-    """Compare bounds met in single precision with exact norms and with those met in double."""
-    generator = torch.Generator().manual_seed(3)
-    x, *weights = (
-        torch.randn(*shape, generator=generator) for shape in ((2, tokens, 16), *[(2, 16, 8)] * 3)
-    )
-    heads = affine_heads(x.to(device), *(0.2 * w.to(device) for w in weights))
-    exact = head_norms(heads, seeds=[0, 1]).norm.cpu()
-    wide = dataclasses.replace(POLICY, single_keys=1000, single_blocks=1000)
-    single, double = (
-        head_bounds(dataclasses.replace(heads, policy=policy)) for policy in (POLICY, wide)
-    )
-    for name in ("sharp", "appendix_c"):
-        one, other = single[name].cpu(), double[name].cpu()
-        assert (one >= exact).all()
-        assert (one != other).any()
-        assert (one <= other * (1 + 2 * POLICY.single_loss)).all()
-
-
-def test_bounds_met_in_single_precision_hold_on_an_accelerator(simulated, monkeypatch):
-    monkeypatch.setattr(spectral, "_PRODUCTS", {simulated: "cuda"})
-    check_single_precision(simulated, 150)

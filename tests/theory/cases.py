@@ -16,9 +16,8 @@ from lipaudit.theory.policy import Policy
 
 HEADS = 2
 
-# Every way in which small layers are bounded: exact block norms, the formula, single precision.
+# Every way in which small layers are bounded: exact block norms, the formula.
 POLICIES = (Policy(), Policy(dense_entries=0))
-POLICIES += (Policy(dense_entries=0, single_keys=1, single_blocks=1),)
 
 # What differs from plain affine attention; see `Options`.
 CASES: dict[str, dict[str, Any]] = {

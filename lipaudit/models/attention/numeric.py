@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.graph import leaves
 from lipaudit.models.linearize import Function, Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, require_range
-from lipaudit.models.net import Net
+from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.spectral import Norms, random_starts, spectral_norms
@@ -237,15 +237,14 @@ def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Functio
     return run
 
 
-@contextmanager
 def _change_outputs(
     net: Net, residuals: Sequence[Residual], change: Callable[[Residual, Tensor], Tensor]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Pass the output of each residual through `change`, in one forward pass."""
     wanted = {(residual.module, residual.call): residual for residual in residuals}
     calls = Counter[str]()
 
-    def leave(name: str, output: Any) -> Any:
+    def leave(name: str, _args: object, output: Any) -> Any:
         residual = wanted.get((name, calls[name]))
         calls[name] += 1
         if residual is None:
@@ -254,12 +253,8 @@ def _change_outputs(
         values[residual.output] = change(residual, values[residual.output])
         return tree_unflatten(values, spec)
 
-    with ExitStack() as hooks:
-        for name in {residual.module for residual in residuals}:
-            part = net.module.get_submodule(name)
-            hook = part.register_forward_hook(lambda _m, _args, out, name=name: leave(name, out))
-            hooks.enter_context(hook)
-        yield
+    parts = {residual.module: net.module.get_submodule(residual.module) for residual in residuals}
+    return watch_modules(parts.items(), leave)
 
 
 def compute_residual_norms(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Address, AttentionCall, Linear, Loop, Origin, Origins
 from lipaudit.models.attention.events import READERS, AttentionMode, Contraction
 from lipaudit.models.graph import divides_channels, is_affine, root
-from lipaudit.models.net import Net
+from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import Widening, keep
 
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
@@ -248,8 +248,9 @@ def freeze(module: nn.Module) -> Iterator[None]:
                 p.requires_grad_(True)
 
 
-@contextmanager
-def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+def watch_embeddings(
+    net: Net, change: Callable[[Tensor], Tensor | None]
+) -> AbstractContextManager[None]:
     """Pass the outputs of a text model's token embedding through `change` (None keeps them).
 
     So are those of every embedding that shares its weight.
@@ -258,8 +259,4 @@ def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Ite
     if entry is not None:
         table, parts = getattr(entry, "weight", None), net.module.modules()
         tied = [m for m in parts if isinstance(m, nn.Embedding) and m.weight is table] or [entry]
-        del table  # a converted weight must not live as long as the hooks
-    with ExitStack() as hooks:
-        for module in tied:
-            hooks.enter_context(module.register_forward_hook(lambda _m, _args, out: change(out)))
-        yield
+    return watch_modules((("", part) for part in tied), lambda _name, _args, out: change(out))

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lipaudit.errors import (
     refuse,
     similar,
 )
-from lipaudit.models.net import OWN, Net
+from lipaudit.models.net import OWN, Net, watch_modules
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.precision import devices, eager, precision, seed_device
@@ -319,11 +319,16 @@ def _probe(
         # Grey pixels, and zeros for floats: inputs that every model should accept.
         grey = 0.5 if image else 0.0
         x = torch.full((1, *spec.input_shape), grey, device=device, dtype=precision(module))
-    entries: list[nn.Module] = []
+    entries: list[str] = []
 
-    def watch(part: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+    def watch(name: str, args: tuple[Any, ...], _output: Any) -> None:
         if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
-            entries.append(part)
+            entries.append(name)
+
+    def is_entry(name: str, part: nn.Module) -> bool:
+        if not image:
+            return spec.kind == "text" and isinstance(part, nn.Embedding)
+        return "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
 
     check = "--input-size and --model-kwargs" if image else "--model-kwargs"
     explained = explain_failure(
@@ -332,15 +337,10 @@ def _probe(
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call`.",
     )
-    with explained, ExitStack() as hooks:
-        for path, part in module.named_modules():
-            name, kind = path.rpartition(".")[2], type(part).__name__
-            patches = image and ("PatchEmbed" in kind or "patch_embed" in name)
-            if patches or (spec.kind == "text" and isinstance(part, nn.Embedding)):
-                hooks.enter_context(part.register_forward_hook(watch))
-        with eager(), torch.no_grad():
-            result = call(x, None)
-            output = read(result)
+    parts = [part for part in module.named_modules() if is_entry(*part)]
+    with explained, watch_modules(parts, watch), eager(), torch.no_grad():
+        result = call(x, None)
+        output = read(result)
     halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
     refuse(
         halved or not output.is_floating_point(),
@@ -353,7 +353,7 @@ def _probe(
         "the model's output on a blank sample is not finite",
         "Check the weights. A masked class needs a finite logit.",
     )
-    return result, output, entries[0] if entries else None
+    return result, output, module.get_submodule(entries[0]) if entries else None
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:

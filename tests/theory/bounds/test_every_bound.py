@@ -38,7 +38,7 @@ def test_every_bound_is_above_the_exact_norm(layer):
         assert (bounds["theorem3"] <= bounds["theorem3_g1"] * (1 + 1e-12)).all()
 
 
-LONG = Policy(map_limit=0, chunk_entries=24, single_keys=2)
+LONG = Policy(map_limit=0, chunk_entries=24)
 SEEDS = range(10)
 
 

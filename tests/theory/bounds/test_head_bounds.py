@@ -9,10 +9,10 @@ import torch
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.ball import ball_size_bounds
 from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
-from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Pairs, affine_heads, unit_values
-from lipaudit.theory.ingredients import Ingredients, Tokens
+from lipaudit.theory.ingredients import Ingredients, Tokens, bound_token_spread
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
 from tests.theory.cases import POLICIES, dense_norms, randn, without_padding
@@ -38,7 +38,7 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    t = query_term(known.at, affine_rows(known))[0]
+    t = query_term(known.at, affine_rows(known))
     torch.testing.assert_close(t, truth, rtol=1e-6, atol=1e-9)
 
 
@@ -260,3 +260,31 @@ def test_the_mean_field_bound_counts_a_causal_mask():
     exact = dense_norms(dense_jacobian(masked))
     assert (head_bounds(free)["mean_field"] < exact).all()
     assert (head_bounds(masked)["mean_field"] >= exact).all()
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_spread_of_tokens_is_at_least_its_schatten_norm_in_any_precision(
+    spread, outlier, dtype
+):
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 24, 24, dtype=torch.float64, generator=gen)
+    x = torch.randn(2, 24, 10, dtype=torch.float64, generator=gen)
+    x[:, 0] *= outlier
+    p, x = (spread * logits).softmax(-1), x - x.mean(1, keepdim=True)
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    values = torch.linalg.svdvals(x[:, None, None].mT @ m)
+    truth = values.pow(4).sum(-1).pow(0.25).amax(-1)
+    bound = bound_token_spread(p.to(dtype), (x @ x.mT).to(dtype)).double()
+    assert (bound >= truth * (1 - 1e-12)).all()
+    if dtype == torch.float64 and spread < 50.0:
+        torch.testing.assert_close(bound, truth, rtol=1e-6, atol=0)
+
+
+def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
+    heads = random_layer("causal", n=7, samples=3).heads
+    whole = head_bounds(replace(heads, policy=Policy(dense_entries=0)))
+    cut = head_bounds(replace(heads, policy=Policy(dense_entries=0, map_entries=1)))
+    for name in load_bounds():
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-9, atol=0)

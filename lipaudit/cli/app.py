@@ -57,7 +57,7 @@ RARE = {
     *("steps", "restarts", "queries", "patch_size", "save_adv", "transfer", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
     *("flip", "shift", "mixup", "cutmix", "skip", "export", "instances"),
-    *("proofs", "verify"),
+    *("proofs", "verify", "baseline_model"),
 }
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from lipaudit import schema
 from lipaudit.cli import app
 from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit, emit_facts
-from lipaudit.errors import BaselineError, UsageError
+from lipaudit.errors import BaselineError, LipauditError, UsageError, refuse
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
 
@@ -55,6 +56,11 @@ class Remeasure(Settings):
         (),
         "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
         usual="those of the first report, if their file is unchanged",
+    )
+    baseline_model: str | None = option(
+        None,
+        "Where the baseline's model is now: the examples of a MODEL are tried on it, too.",
+        usual="the MODEL in the baseline, unless that is code (py:)",
     )
     denoiser: str | None = option(
         None, "Where the baseline's denoiser is now.", usual="the one in the baseline"
@@ -131,10 +137,11 @@ def compare(
         require_alone("comparing several")
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        report = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
-        if report is None:
+        both = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
+        if both is None:
             return
-        loaded.append(report)
+        loaded[0] = both[0]
+        loaded.append(both[1])
     emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
 
 
@@ -176,9 +183,10 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):
         require_judgeable(settings["rules"], before)
-    report = read_or_measure(current, before, baseline, how, terminal)
-    if report is None:
+    both = read_or_measure(current, before, baseline, how, terminal)
+    if both is None:
         return
+    before, report = both
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -244,13 +252,18 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
 
 # Options of a measure, and the measure.
-OWNERS = {"transfer": "attack", "denoiser": "smoothing"}
+OWNERS = {"transfer": "attack", "baseline_model": "attack", "denoiser": "smoothing"}
+# Options of the MODEL alone, and its report.
+OF_MODEL = {"arch", "model_kwargs", "quantize", "resume", "report"}
 
 
 def read_or_measure(
     current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
-) -> Report | None:
+) -> tuple[Report, Report] | None:
     """Read the report, or measure the model with the baseline's settings and save the report.
+
+    If the model is attacked with examples of the baseline's model, that one is also attacked with
+    those of the model.
 
     Args:
         current: a report, or a MODEL.
@@ -260,7 +273,7 @@ def read_or_measure(
         terminal: what is said on stderr.
 
     Returns:
-        The report; None in a process that measured a shard for rank 0.
+        The baseline and the report; None in a process that measured a shard for rank 0.
 
     Raises:
         UsageError: options of a measurement are given for a report.
@@ -272,7 +285,7 @@ def read_or_measure(
             flags = ", ".join(map(flag, sorted(how.model_fields_set)))
             text = f"{current} is a report, so {flags} has no effect"
             raise UsageError(text, "Leave them out: they are for a MODEL.")
-        return schema.load(Path(current))
+        return baseline, schema.load(Path(current))
     from lipaudit.api import open_job
     from lipaudit.cli.measure import RUNS, make_folder
     from lipaudit.cli.progress import OnStderr
@@ -285,17 +298,55 @@ def read_or_measure(
         files.require_writable(path)
     request = _plan_again(current, baseline, file, how, terminal)
     with OnStderr(terminal) as observer, open_job(current, request) as job:
-        ids = job.samples.batch.ids
+        ids, weights = job.samples.batch.ids, job.net.weights_sha256
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
+        if path is None:
+            path = make_folder(RUNS / f"gate-{weights[:12]}", "--report") / "report.json"
+        examples = path.with_name(f"{path.stem}-adv.safetensors")
+        # Both models are attacked with the examples of the other one, or neither is.
+        attack: Any = None if request.place else job.request.measures.get("attack")
+        if back := attack and attack.transfer and weights != baseline.run.model.weights_sha256:
+            saving = {"attack": attack.model_copy(update={"save_adv": examples})}
+            again = replace(job.request, measures={**job.request.measures, **saving})
+            job = replace(job, request=again)
         with execute.run_job(job, observer) as report:
             if report is None:
                 return None
-            if path is None:
-                folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
-                path = make_folder(folder, "--report") / "report.json"
             files.write(path, render(report, "json"))
+    del job  # and its model, before another one is loaded
     terminal.tell(f"measured: {path}")
-    return report
+    return (_attack_back(baseline, examples, how, terminal) if back else baseline), report
+
+
+def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Terminal) -> Report:
+    """Try the examples of a MODEL on the baseline's model; return the baseline with the result.
+
+    Raises:
+        LipauditError: the model that `--baseline-model` names does not fit the baseline.
+    """
+    from lipaudit.engine.execute import attack_again
+
+    model = how.baseline_model or baseline.run.model.spec
+    try:
+        code, advice = "a report may not run code", f"Allow it: --baseline-model {model}."
+        refuse(not how.baseline_model and model.startswith("py:"), code, advice)
+        result = attack_again(baseline, model, _repeat_run(baseline, how, OF_MODEL), examples)
+    except LipauditError as error:
+        if how.baseline_model:
+            raise
+        text = f"{examples} was not tried on the baseline's model: {error.message}"
+        terminal.tell(f"{text}. {error.advice}")
+        return baseline
+    terminal.tell(f"examples that {examples} saved, tried on {model}, too")
+    return result
+
+
+def _repeat_run(baseline: Report, how: Remeasure, besides: set[str]) -> RunOptions:
+    """Return the options of the baseline's run, but for those that are given now."""
+    before = baseline.run
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    given = how.model_fields_set - {*OWNERS, *besides}
+    return RunOptions.parse(run | {name: getattr(how, name) for name in given})
 
 
 def is_report(given: str) -> bool:
@@ -314,9 +365,6 @@ def _plan_again(
     from lipaudit.gate.conditions import list_examples
     from lipaudit.measures import load_measures
 
-    before = baseline.run
-    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report", *OWNERS}}
     measures, counts = {}, {}
     attacked, examples = baseline.section("attack"), how.transfer
     tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
@@ -327,18 +375,20 @@ def _plan_again(
     if tried and not examples:
         text = "baseline: the attack transfer tried examples of another model"
         raise BaselineError(text, "Give this model examples too: --transfer FILE.")
-    extra: dict[str, dict[str, Any]] = {"attack": {"transfer": examples}}
     for name in how.model_fields_set & OWNERS.keys():
-        if baseline.section(OWNERS[name]) is None:
-            text = f"--{name} needs a section {OWNERS[name]} in the baseline"
-            raise UsageError(text, "Leave it out.")
-        extra[OWNERS[name]] = {name: getattr(how, name)}
+        text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
+        refuse(baseline.section(OWNERS[name]) is None, text, "Leave it out.", UsageError)
+    if how.baseline_model and not examples:
+        text = "--baseline-model needs examples of the baseline's model"
+        raise UsageError(text, "Give them: --transfer FILE.")
+    extra: dict[str, Any] = {"attack": {"transfer": examples}}
+    extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = load_measures()[section.measure].options
             # `once` has values that old reports lack: the defaults of that time.
             known = {**kind.once, **section.settings, **extra.get(section.measure, {})}
             measures[section.measure] = kind.parse(known)
-            counts[section.measure] = len(section.ids) or before.data.samples
-    options = RunOptions.parse(run)
+            counts[section.measure] = len(section.ids) or baseline.run.data.samples
+    options = _repeat_run(baseline, how, {"report"})
     return Request(model, measures, options, counts, command=typed_command(), place=find_place())

@@ -1,4 +1,7 @@
-"""Run the measures of a job part by part, store each part on disk, and make the report."""
+"""Run the measures of a job part by part, store each part on disk, and make the report.
+
+The model of a report can be attacked again, with the examples of another one.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, groupby, takewhile
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from lipaudit.attacks.evaluate import note_masking
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
-from lipaudit.engine.prepare import Job
-from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
+from lipaudit.engine.prepare import Job, Request, prepare
+from lipaudit.errors import EvaluationError, find_user_error, out_of_memory, refuse
 from lipaudit.measures import load_measures
+from lipaudit.measures.attack import TRANSFER, AttackOptions
 from lipaudit.measures.base import (
     MeasureOptions,
     Part,
     in_order,
     listening,
     sample_ids,
+    share_columns,
 )
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
+from lipaudit.settings import RunOptions
 from lipaudit.tables import Note, Report, Section
+from lipaudit.tables.trials import WHOLE, is_repeat
 
 
 class Observer:
@@ -250,3 +262,50 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
                 "Leave that sample out of --data, or fix the model. If numbers overflow, try "
                 "--dtype float64.",
             ) from (cause or error)
+
+
+def attack_again(report: Report, model: str, run: RunOptions, examples: Path) -> Report:
+    """Try saved examples on the model of a report, in every ball of its attacks.
+
+    Args:
+        report: a report with attacks in balls.
+        model: where its model is now.
+        run: the options to load its model and samples.
+        examples: the file of `--save-adv` of another model on the same samples.
+
+    Returns:
+        The report with the attack `transfer`, which counts in the worst case; where that is new,
+        calibration and the worst class are unknown.
+
+    Raises:
+        LipauditError: the model or the samples cannot be loaded, or are others.
+    """
+    section = report.section("attack")
+    assert section is not None
+    balls = {row.trial.radius.text: row.norm for row in section.rows if row.norm not in WHOLE}
+    plan = {"eps": ",".join(balls), "norm": max(balls.values()), "attack": TRANSFER}
+    options = AttackOptions.parse(plan | {"transfer": (examples,)})
+    job = prepare(Request(model, {"attack": options}, run, {"attack": len(section.ids)}))
+    known = job.net.weights_sha256, job.samples.batch.ids
+    text = f"the weights or samples of {model} are not those of the report"
+    advice = "Name the model and the data of that run."
+    refuse(known != (report.run.model.weights_sha256, section.ids), text, advice)
+    (found,) = execute(job).sections
+    columns: dict[str, Any] = dict(section.samples)
+    rows = {row.trial: row for row in section.rows}
+    once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
+    for trial, row in ((row.trial, row) for row in found.rows):
+        name = trial.column("robust")
+        told: Any = found.samples[name]
+        columns[name] = tuple(map(min, told, columns.get(name, told)))
+        share = share_columns("robust", np.array(columns[name])[once, None])
+        cells: dict[str, Any] = dict.fromkeys(("ece", "robust_class", "class"))
+        cells |= {column: float(values[0]) for column, values in share.items()}
+        rows[trial] = rows.get(trial, row).replace(**cells)
+    trials = AttackOptions.parse({**section.settings, "transfer": (examples,)}).trials()
+    flags = np.array([columns[trial.key.column("robust")] for trial in trials], dtype=bool).T
+    masked = note_masking(trials, flags[once], np.array(columns["label"])[once], None)
+    notes = dict.fromkeys(section.notes + found.notes + masked)
+    update = {"samples": columns, "rows": tuple(rows.values()), "notes": tuple(notes)}
+    sections = (s.model_copy(update=update) if s is section else s for s in report.sections)
+    return report.model_copy(update={"sections": tuple(sections)})

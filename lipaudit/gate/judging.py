@@ -99,6 +99,8 @@ def judge(
     clean = examine(CLEAN, current, baseline, lenient=True)
     if isinstance(clean, list):
         notes.append(f"clean accuracy, which never fails: {judge_change(CLEAN, clean[0]).figures}")
+    signs = (n.text for s in baseline.sections for n in s.notes if n.code == "gradient-masking")
+    notes += (f"{baseline.run.label}: {text}" for text in signs)
     notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
         current=current.run.label,

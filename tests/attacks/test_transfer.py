@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from lipaudit.attacks.transfer import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.engine.execute import attack_again
 from lipaudit.models.sources.loader import load_net
+from lipaudit.schema import dumps, load
+from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse
 
 # The weights of the demo, behind logits so large that the gradient of their cross-entropy
@@ -180,6 +183,67 @@ def test_a_gate_and_a_comparison_find_the_examples_that_the_baseline_saved():
     found, says = measure_again(*commands[0])
     assert {row["attack"] for row in found} == {"worst", "pgd"}
     assert "moved or changed" in says
+
+
+@pytest.mark.parametrize(
+    ("baseline", "model", "masked"),
+    [
+        ("demo", "demo:robust", {"old": False, "new": False}),
+        ("demo:robust", "py:masked.py:hot", {"old": False, "new": True}),
+        ("py:masked.py:hot", "demo:robust", {"old": True, "new": False}),
+    ],
+)
+def test_each_model_is_attacked_with_the_examples_of_the_other(baseline, model, masked):
+    """As if both had been attacked by hand; the one with masked gradients is named, either way."""
+    how = ("--attack", "pgd", "--steps", 5, "--eps", "0.05,0.1")
+    attack(baseline, *how, "--save-adv", "a.safetensors", "-o", "old.json")
+    given = ("--baseline-model", baseline) if baseline.startswith("py:") else ()
+    found = ("compare", "old.json", model, "--report", "new.json", *given, "-f", "json")
+    both = invoke(*found)
+    assert f"new-adv.safetensors saved, tried on {baseline}, too" in both.stderr
+    attack(baseline, *how, "--transfer", "new-adv.safetensors", "-o", "hand.json")
+    assert both.stdout == invoke("compare", "hand.json", "new.json", "-f", "json").stdout
+    options, adv = RunOptions(data="demo"), Path("new-adv.safetensors")
+    again = attack_again(load(Path("old.json")), baseline, options, adv)
+    section, wanted = again.section("attack"), load(Path("hand.json")).section("attack")
+    for name in (name for name in wanted.samples if name.startswith("robust@")):
+        assert section.samples[name] == wanted.samples[name]
+    shares, known = (
+        {row.trial: (row.robust, row.robust_low, row.robust_high) for row in each.rows}
+        for each in (section, wanted)
+    )
+    assert shares == known
+    assert len(known) == 6  # worst, pgd and transfer in two balls
+    signs = {"old": read_signs(json.loads(dumps(again))["sections"][0])}
+    signs["new"] = read_signs(json.loads(Path("new.json").read_text())["sections"][0])
+    assert {name: "transfer" in text for name, text in signs.items()} == masked
+    noted = invoke("gate", model, "-b", "old.json", "--report", "new.json", *given, code=None)
+    assert (f"{baseline}: gradients may be masked" in noted.stdout) == masked["old"]
+
+
+def test_a_baseline_that_cannot_be_loaded_is_named_in_a_line_and_one_that_is_typed_is_refused():
+    attack(
+        "demo", "--attack", "pgd", "--eps", "0.1", "--save-adv", "a.safetensors", "-o", "b.json"
+    )
+    text, spec = Path("b.json").read_text(), '"model": {"spec": "demo"'
+    command = ("gate", "demo:robust", "--report", "now.json", "-b", "moved.json")
+    reasons = {
+        "demo:jasmin": "the weights or samples of demo:jasmin are not those of the report",
+        "gone.pt": "no model 'gone.pt'",
+        "py:masked.py:hot": "a report may not run code",
+    }
+    assert spec in text
+    for model, says in reasons.items():
+        Path("moved.json").write_text(text.replace(spec, f'"model": {{"spec": "{model}"'))
+        done = invoke(*command)
+        assert f"was not tried on the baseline's model: {says}" in done.stderr
+        assert "improved: attack.robust" in done.stdout
+    elsewhere = (*command, "--baseline-model")
+    assert "saved, tried on demo, too" in invoke(*elsewhere, "demo").stderr
+    assert reasons["demo:jasmin"] in invoke(*elsewhere, "demo:jasmin", code=4).stderr
+    Path("a.safetensors").unlink()
+    refused = invoke(*elsewhere, "demo", code=2).stderr
+    assert "needs examples of the baseline's model" in refused
 
 
 def test_what_transfers_nothing_is_not_tried_again():

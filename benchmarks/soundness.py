@@ -7,6 +7,9 @@ and radius. All corners, random points and PGD on each output and margin, all in
 to leave the range of the logits, the polynomial of the symbols or the verdict. What does is
 printed with the smallest network that still does it: `check(Case(...))` repeats it.
 
+--words draws balls of words in place of these: a few tokens, near embeddings of each, and how many
+of them are replaced at once. All replacements, and points between them, try to leave the bounds.
+
 --planted trains vision transformers with a known counterexample in some balls, where PGD misses
 it, and asks `certify` for these balls. See `benchmarks.shared.planted`.
 """
@@ -33,7 +36,7 @@ from benchmarks.shared.balls import draw_symbols, excess, inputs_at
 from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
 from lipaudit.certify.branch import decide
 from lipaudit.certify.form import Form, UnboundedError, name_of
-from lipaudit.certify.prove import RULES, ball, margins
+from lipaudit.certify.prove import RULES, ball, hull, margins
 from lipaudit.certify.prove import run as passed
 from tests.certify.operations import OPERATIONS, TOKENS, WIDTH
 
@@ -54,9 +57,43 @@ class Case:
     parts: tuple[int, ...] = (0, 1, 2, 3)
     moving: int = 6
     eps: float | None = None
+    words: bool = False
+
+    def near(self) -> tuple[Tensor, list[Tensor], int]:
+        """Return tokens, near embeddings of the first ones, and how many change: all are drawn."""
+        d, shape = Draw(self.seed, 59), self.shape
+        scale, kind = d.pick(1.0, 1.0, 1e-2, 30.0), d.pick(torch.float32, torch.float64)
+        spread = d.pick(*RADII[:-1]) * scale if self.eps is None else self.eps
+        x = ((d(1, *shape) + 0.5) * scale).to(kind)
+        count = min(d.pick(1, 2, 3, 4), self.moving, shape[0])
+        near = [x[0, i] + (spread * d(d.pick(1, 2, 4), shape[1])).to(kind) for i in range(count)]
+        return x, near, d.pick(1, 2, count)
+
+    def replace_words(self) -> tuple[Tensor, Tensor]:
+        """Return the symbols (texts, n) and the inputs of all replacements of so many tokens."""
+        x, near, most = self.near()
+        texts, symbols, empty = [], [], torch.zeros(sum(map(len, near)), dtype=torch.float64)
+        for chosen in itertools.product(*(range(-1, len(each)) for each in near)):
+            if sum(word >= 0 for word in chosen) <= most:
+                text, e, first = x[0].clone(), empty.clone(), 0
+                for token, word in enumerate(chosen):
+                    if word >= 0:
+                        text[token], e[first + word] = near[token][word], 1.0
+                    first += len(near[token])
+                texts.append(text.double())
+                symbols.append(e)
+        return torch.stack(symbols), torch.stack(texts)
 
     def ball(self) -> Form:
         """Return the form of the ball: its norm, order, dtypes and radius are drawn."""
+        if self.words:
+            x, near, most = self.near()
+            moves = torch.zeros(sum(map(len, near)), *x.shape, dtype=torch.float64)
+            for i, each in enumerate(near):
+                first = sum(map(len, near[:i]))
+                moves[first : first + len(each), 0, i] = each.double() - x[0, i].double()
+            dtype = Draw(self.seed, 58).pick(torch.float32, torch.float64)
+            return hull(x, moves, [*map(len, near)], most, dtype=dtype)
         d, shape = Draw(self.seed, 60), self.shape
         x, scale = d(1, *shape) + 0.5, d.pick(1.0, 1.0, 1e-2, 30.0)
         x = x.mul(2).round() / 2 if d.happens(0.3) else x  # ties
@@ -122,10 +159,18 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def attacked(start: Form, f: Layer, label: int) -> Iterator[tuple[Tensor, Tensor]]:
+def attacked(case: Case, start: Form, f: Layer, label: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield points e of the ball and the outputs there: corners, random points, paths of PGD."""
     n, linf = start.symbols.n, start.symbols.norm == "linf"
     random = Draw(n).generator
+    if case.words:
+        e, texts = case.replace_words()
+        yield e, f(texts)
+        # Points between some of them.
+        share = torch.rand(POINTS, len(e), generator=random, dtype=e.dtype).pow(8)
+        share = share / share.sum(1, keepdim=True)
+        yield share @ e, f((share @ texts.flatten(1)).view(-1, *texts.shape[1:]))
+        return
     e = draw_symbols(start, POINTS, random)
     if linf and n <= MOST_CORNERS:
         ends = itertools.product((-1.0, 1.0), repeat=n)
@@ -169,7 +214,7 @@ def check(case: Case) -> tuple[str, str]:
         return "unbounded", ""
     least = gaps.range()[0]
     others = [j for j in range(CLASSES) if j != label]
-    for e, y in attacked(start, f, label):
+    for e, y in attacked(case, start, f, label):
         room = 1e-12 * (1 + y.abs().amax())
         if not torch.isfinite(y).all():
             return "VIOLATION", "an output is not finite"
@@ -220,6 +265,7 @@ def sweep_planted(seed: int, save: Path | None) -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("count", nargs="?", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+    parser.add_argument("--words", action="store_true", help="draw balls of words")
     parser.add_argument("--planted", action="store_true", help="train networks with plants")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write networks with plants")
 
@@ -233,7 +279,7 @@ def run(asked: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     began, kinds, layers = time.monotonic(), Counter[str](), Counter[str]()
     for seed in range(asked.seed, asked.seed + asked.count):
-        case = Case(seed)
+        case = Case(seed, words=asked.words)
         kind, why = check(case)
         kinds[kind] += 1
         if kind == "VIOLATION":

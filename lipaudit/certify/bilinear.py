@@ -31,6 +31,7 @@ unit vector u, Cauchy and Schwarz give for |eps_r| <= 1
 so that ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r. With s_r = ||h_r|| that is exact
 for one direction, and (pi / 2 at most) close for many rows that point everywhere. The input of an
 L2 ball and the products of its entries have sum e_r^2 <= 1: there all s_r and their sum are 1.
+Words move a vector by at most the sum of the k longest moves, one of each word.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, T
     linear = _length([x.dense[:n]], axis, weight, unit=unit)
     quadratic = _length([x.dense[n:first]], axis, weight, unit=unit)
     errors = _length([x.dense[first:], *(b.rows for b in x.blocks)], axis, weight, unit=False)
+    if symbols.norm == "words":
+        rows = x.dense[:n].to(DOUBLE) * (1.0 if weight is None else weight)
+        norms = up(torch.linalg.vector_norm(rows, dim=axis + 1, keepdim=True), x.shape[axis] + 8)
+        linear = torch.minimum(linear, symbols.sum_groups(norms))
     low, high = x.quadratic_range
     pairs = (
         (linear, x.sizes.linear),
@@ -235,7 +240,11 @@ def _polarise(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     power, exact = 2.0 if symbols.norm == "l2" else 1.0, "donot_use_mm_for_euclid_dist"
 
     def square(v: Tensor) -> Tensor:
-        both = torch.cdist(u[..., :n], v[..., :n], power, exact).to(DOUBLE)
+        if symbols.norm == "words":  # one matrix at a time: they are as large as all forms
+            gaps = (a[:, None] - b for a, b in zip(u[..., :n], v[..., :n], strict=True))
+            both = torch.stack([symbols.sum_groups(gap.abs().movedim(-1, 0)) for gap in gaps])
+        else:
+            both = torch.cdist(u[..., :n], v[..., :n], power, exact).to(DOUBLE)
         both = both + torch.cdist(u[..., n:], v[..., n:], 1.0).to(DOUBLE)
         # The roundings of a sum, and of u and v, each of which is about 1 in all.
         both = (

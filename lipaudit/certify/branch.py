@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.certify.form import Form
-from lipaudit.certify.symbols import DOUBLE, Norm, gamma, up
+from lipaudit.certify.symbols import DOUBLE, Symbols, gamma, up
 from lipaudit.theory.policy import NODES
 
 NUMBERS = 2**26
@@ -66,7 +66,7 @@ class Problem:
         columns: column of every ReLU's symbol.
         depth: number of the ReLU call it belongs to.
         inputs: number of columns of the input.
-        norm: norm of the ball.
+        symbols: the symbols of the pass, for the norm of the ball.
     """
 
     margins: Rows
@@ -76,7 +76,7 @@ class Problem:
     columns: Tensor
     depth: Tensor
     inputs: int
-    norm: Norm
+    symbols: Symbols
 
     @cached_property
     def reach(self) -> Tensor:
@@ -145,7 +145,7 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
         columns=(kept.cumsum(0) - 1)[births],
         depth=depths,
         inputs=symbols.n,
-        norm=symbols.norm,
+        symbols=symbols,
     )
 
 
@@ -163,7 +163,7 @@ def restrict_to_face(
     # firm > 0 where the coefficient has one sign at all given multipliers, by its distance from
     # 0. Symbols of an L2 ball and of ReLUs always stay.
     firm = torch.maximum(low, -high) / problem.reach
-    inputs = 0 if problem.norm == "linf" else problem.inputs
+    inputs = 0 if problem.symbols.norm == "linf" else problem.inputs
     firm[:inputs] = -torch.inf
     firm[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
@@ -315,9 +315,11 @@ def ascend(
             break
         # A supergradient: what the multipliers add at minus the e that attains the minimum.
         e = t.sign()
-        if problem.norm == "l2":
+        if problem.symbols.norm == "l2":
             moving = torch.linalg.vector_norm(t[:, :n], dim=1, keepdim=True)
             e[:, :n] = t[:, :n] / moving.clamp_min(torch.finfo(t.dtype).tiny)
+        elif problem.symbols.norm == "words":
+            e[:, :n] = -problem.symbols.find_ends(-t[:, :n].mT).mT
         of_z = units.centre - w.sign() * units.spread - e @ units.slopes.mT
         slope = table[0] * of_z + table[1] * (1 - e[:, problem.columns])
         first.lerp_(slope, 1 - _DECAY[0])
@@ -344,10 +346,13 @@ def _evaluate(
     t = torch.addmm(margins.slopes[which], w, units.slopes).index_add_(1, problem.columns, v)
     value = margins.centre[which] + w @ units.centre + v.sum(1)
     value = value - (margins.spread[which] + w.abs() @ units.spread)
-    if problem.norm == "l2":
+    if problem.symbols.norm == "linf":
+        return value - torch.linalg.vector_norm(t, 1, dim=1), t, w
+    if problem.symbols.norm == "words":
+        value = value - problem.symbols.sum_groups(-t[:, :n].mT).to(t)
+    else:
         value = value - torch.linalg.vector_norm(t[:, :n], dim=1)
-        return value - torch.linalg.vector_norm(t[:, n:], 1, dim=1), t, w
-    return value - torch.linalg.vector_norm(t, 1, dim=1), t, w
+    return value - torch.linalg.vector_norm(t[:, n:], 1, dim=1), t, w
 
 
 BATCH = 48

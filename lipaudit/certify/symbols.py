@@ -32,6 +32,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -334,6 +335,15 @@ class Symbols:
         best = torch.stack([part.amax(0) for part in parts]).clamp_min(0)
         most = min(self.most, len(best))
         return summed_up(best.topk(most, 0).values.sum(0), most)
+
+    def find_ends(self, g: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+        """Return the words, as 0 or 1, at which linear parts are as large as `sum_groups` says."""
+        parts = g.split([*self.groups])  # type: ignore[no-untyped-call]
+        best = torch.stack([part.amax(0) for part in parts]).clamp_min(0)
+        largest = best.topk(min(self.most, len(best)), 0).indices
+        chosen = torch.zeros_like(best).scatter_(0, largest, 1.0) * best.sign()
+        ends = [F.one_hot(part.argmax(0), len(part)).mT for part in parts]
+        return torch.cat([end * row for end, row in zip(ends, chosen, strict=True)])
 
     def quadratic_range(
         self, g: Float[Tensor, "rows ..."]

@@ -1,5 +1,6 @@
 """Dual bounds and branch and bound against points, exact arithmetic and full enumeration."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -17,7 +18,7 @@ from lipaudit.certify.branch import (
     restrict_to_face,
     start,
 )
-from lipaudit.certify.prove import ball, margins, run
+from lipaudit.certify.prove import ball, hull, margins, run
 
 
 class Mixer(nn.Module):
@@ -288,3 +289,35 @@ def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
     equation = 1 if slot else -1
     assert seen >= {(0, True), (-equation, True), (equation, False)}
     assert (equation, True) not in seen
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_branching_bounds_words_by_their_largest_few(most):
+    """What the pass leaves open is proven, and no margin above that of all replacements."""
+    torch.manual_seed(most)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    x, near = torch.randn(1, 3, 4).double(), torch.randn(3, 4, 4).double()
+    moves = torch.zeros(12, 1, 3, 4, dtype=torch.float64)
+    for token in range(3):
+        moves[4 * token : 4 * token + 4, 0, token] = near[token]
+    texts = [
+        x[0] + sum(move[0] for move in some)
+        for count in range(most + 1)
+        for tokens in itertools.combinations(moves.split(4), count)
+        for some in itertools.product(*tokens)
+    ]
+    with torch.no_grad():
+        gaps = model(torch.stack(texts)) @ torch.tensor([1.0, -1.0]).double()
+    start_form = hull(x, moves, [4, 4, 4], most)
+
+    def prove(share):
+        """Shift the margin so that the least one is a share of what the pass is off by."""
+        low = float(margins(run(model, start_form).reshape(-1), 0).range()[0])
+        lift = share * (float(gaps.min()) - low) - float(gaps.min())
+        out = run(lambda z: model(z) + torch.tensor([lift, 0.0]), hull(x, moves, [4, 4, 4], most))
+        form = margins(out.reshape(-1), 0)
+        return float(form.range()[0]) > 0, decide(form, nodes=200).certified
+
+    assert prove(1.01) == (True, True)
+    assert prove(0.7) == (False, True)
+    assert prove(-0.001) == (False, False)

@@ -10,13 +10,16 @@ from benchmarks import soundness
 from benchmarks.shared import planted
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import RULES
+from lipaudit.certify.symbols import Symbols
 
 PLANTED = Path(__file__).with_name("planted.safetensors")
 """Written by `python -m benchmarks soundness --planted --save FOLDER`: relu, linf."""
 
 
 def sweep(count=1, seed=0, **how):
-    soundness.run(argparse.Namespace(count=count, seed=seed, **{"planted": False, **how}))
+    soundness.run(
+        argparse.Namespace(count=count, seed=seed, **{"planted": False, "words": False, **how})
+    )
 
 
 def narrow(name, share):
@@ -72,3 +75,16 @@ def test_no_ball_with_a_planted_counterexample_is_certified(monkeypatch, capsys)
 def test_plants_are_trained_where_attacks_miss_them(capsys):
     counts = list(planted.examine(planted.train_planted(planted.RECIPES[0]), (1,), nodes=200))
     assert not planted.fails(counts), capsys.readouterr().out
+
+
+def test_words_stay_within_their_certificates_and_effects_cut_by_a_third_are_found(
+    monkeypatch, capsys
+):
+    with pytest.raises(SystemExit) as end:
+        sweep(count=12, words=True)
+    printed = capsys.readouterr().out
+    assert end.value.code == 0, printed
+    assert "0 violations" in printed
+    right = Symbols.sum_groups
+    monkeypatch.setattr(Symbols, "sum_groups", lambda *args: 0.7 * right(*args))
+    assert soundness.check(soundness.Case(7, words=True))[0] == "VIOLATION"

@@ -193,18 +193,17 @@ class Attack:
         once = self.kind.effort in ("gradient", "edits", "points")
         return 1 if once else self.restarts * self.aims
 
-    def passes(self, radius: Radius) -> tuple[int, int]:
-        """Return forward passes without and with a gradient, for a sample that is never broken."""
+    def estimate_cost(self, radius: Radius) -> int:
+        """Return the forward passes of a sample that is never broken; a gradient takes 2 more."""
         changes = int(radius.value)
         each = {
-            "gradient": (0, 1),
-            "steps": (0, self.steps),
-            "queries": (self.queries, 0),
-            "edits": (self.queries * changes, changes),
-            "points": (1, 0),  # or more: the file says how many
+            "gradient": 3,
+            "steps": 3 * self.steps,
+            "queries": self.queries,
+            "edits": (self.queries + 3) * changes,
+            "points": 1,  # or more: the file says how many
         }
-        plain, gradients = each[self.kind.effort]
-        return plain * self.turns, gradients * self.turns
+        return each[self.kind.effort] * self.turns if radius.value else 0
 
 
 # The standard AutoAttack, in its order: the cheapest attack first, so that few samples remain for
@@ -283,11 +282,9 @@ def read_plan(
     units: dict[str, Norm | None] = {}  # that the attacks count; None for attacks on balls
     for name, attacks in ensembles.items():
         counted = {attack.kind.counts for attack in attacks} or {None}
-        if len(counted) > 1:
-            raise UsageError(
-                f"{name!r} mixes attacks whose radii have different units",
-                "List them one by one: --attack " + name.removeprefix("custom:"),
-            )
+        text = f"{name!r} mixes attacks whose radii have different units"
+        advice = f"List them one by one: --attack {name.removeprefix('custom:')}"
+        refuse(len(counted) > 1, text, advice, UsageError)
         units[name] = counted.pop()
     _refuse_units(radii, units, norm)
     plan: list[Trial] = []
@@ -347,38 +344,31 @@ def _refuse_units(
             "give a radius without a unit: --eps 2/255.",
         )
     balls = [name for name, counted in units.items() if counted is None]
-    if norm in WHOLE and (balls or norm not in units.values()):
-        raise UsageError(
-            f"{', '.join(balls or units)} cannot change {norm}", f"Use --attack {norm} --eps 1,2."
-        )
-    if norm is not None and norm not in WHOLE and not balls:
-        raise UsageError(
-            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes",
-            "Leave --norm out.",
-        )
+    text = f"{', '.join(balls or units)} cannot change {norm}"
+    wrong = norm in WHOLE and (balls or norm not in units.values())
+    refuse(wrong, text, f"Use --attack {norm} --eps 1,2.", UsageError)
+    text = f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes"
+    wrong = norm is not None and norm not in WHOLE and not balls
+    refuse(wrong, text, "Leave --norm out.", UsageError)
 
 
 def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
-    if not radii:
-        raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
+    advice = "Add a radius, for example --eps 2/255."
+    refuse(not radii, "no attack radius was given", advice, UsageError)
     uneven = next((r.text for r in radii if norm in WHOLE and r.value.denominator != 1), None)
-    if uneven is not None:
-        raise UsageError(
-            f"the radius {uneven} is not a whole number of {norm}",
-            f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
-        )
+    advice = f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd."
+    text = f"the radius {uneven} is not a whole number of {norm}"
+    refuse(uneven is not None, text, advice, UsageError)
     return [Trial(label, norm, radius, attacks) for radius in radii]
 
 
 def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper states them."""
-    if radii or norm != "linf":
-        raise UsageError(
-            "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
-            "Leave out --eps and --norm, or use another preset.",
-        )
+    text = "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)"
+    advice = "Leave out --eps and --norm, or use another preset."
+    refuse(radii or norm != "linf", text, advice, UsageError)
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
@@ -420,29 +410,19 @@ def require_suitable(
             if not attack.kind.can_attack(kind):
                 known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
                 known = [name for name in known if name != "transfer"]  # needs a file
-                raise UsageError(
-                    f"{attack.name} cannot attack {samples}, the input of this model",
-                    f"Use --attack {','.join(known)}.",
-                )
+                text = f"{attack.name} cannot attack {samples}, the input of this model"
+                raise UsageError(text, f"Use --attack {','.join(known)}.")
             attack.kind.load()
-            if trial.norm not in attack.kind.norms:
-                raise UsageError(
-                    f"{attack.name} cannot search {trial.norm} balls, only "
-                    f"{', '.join(attack.kind.norms)}",
-                    "Use --attack fgsm,pgd.",
-                )
-        if kind not in SPACES[trial.norm]:
-            fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
-            raise UsageError(
-                f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s",
-                f"--norm {' or '.join(fitting)}",
-            )
-        if trial.norm in COUNTED and trial.norm not in changes:
-            other = ",".join([*changes, "fgsm", "pgd"])
-            raise UsageError(
-                f"{trial.norm} cannot be changed for this model: {why}",
-                f"Use --attack {other} --eps 0.1.",
-            )
+            norms = attack.kind.norms
+            text = f"{attack.name} cannot search {trial.norm} balls, only {', '.join(norms)}"
+            refuse(trial.norm not in norms, text, "Use --attack fgsm,pgd.", UsageError)
+        fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
+        text = f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s"
+        advice = f"--norm {' or '.join(fitting)}"
+        refuse(kind not in SPACES[trial.norm], text, advice, UsageError)
+        text = f"{trial.norm} cannot be changed for this model: {why}"
+        advice = f"Use --attack {','.join([*changes, 'fgsm', 'pgd'])} --eps 0.1."
+        refuse(trial.norm in COUNTED and trial.norm not in changes, text, advice, UsageError)
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:

@@ -140,8 +140,7 @@ def compare(
         both = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
         if both is None:
             return
-        loaded[0] = both[0]
-        loaded.append(both[1])
+        loaded = [both[0], *loaded[1:], both[1]]
     emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
 
 
@@ -190,14 +189,14 @@ def gate(
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        # GitHub shows this file below the job.
-        if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-            with Path(summary).open("ab") as file:
-                file.write(render(subject, "markdown"))
-        # Later steps of the workflow read the verdict here; a newline would end the value.
-        if outputs := os.environ.get("GITHUB_OUTPUT"):
-            with Path(outputs).open("ab") as file:
-                file.write(f"verdict={' '.join(judged.reason.split())}\n".encode())
+        # GitHub shows the first file below the job; later steps of the workflow read the verdict
+        # in the second, where a newline would end the value.
+        verdict = f"verdict={' '.join(judged.reason.split())}\n".encode()
+        page = render(subject, "markdown")
+        for name, text in {"GITHUB_STEP_SUMMARY": page, "GITHUB_OUTPUT": verdict}.items():
+            if path := os.environ.get(name):
+                with Path(path).open("ab") as file:
+                    file.write(text)
     emit(subject, output)
     raise typer.Exit(judged.exit_code)
 
@@ -281,10 +280,9 @@ def read_or_measure(
         LipauditError: any other failure.
     """
     if is_report(current):
-        if how.model_fields_set:
-            flags = ", ".join(map(flag, sorted(how.model_fields_set)))
-            text = f"{current} is a report, so {flags} has no effect"
-            raise UsageError(text, "Leave them out: they are for a MODEL.")
+        flags = ", ".join(map(flag, sorted(how.model_fields_set)))
+        text = f"{current} is a report, so {flags} has no effect"
+        refuse(flags, text, "Leave them out: they are for a MODEL.", UsageError)
         return baseline, schema.load(Path(current))
     from lipaudit.api import open_job
     from lipaudit.cli.measure import RUNS, make_folder
@@ -327,6 +325,7 @@ def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Ter
     from lipaudit.engine.execute import attack_again
 
     model = how.baseline_model or baseline.run.model.spec
+    result, told = baseline, f"examples that {examples} saved, tried on {model}, too"
     try:
         code, advice = "a report may not run code", f"Allow it: --baseline-model {model}."
         refuse(not how.baseline_model and model.startswith("py:"), code, advice)
@@ -334,10 +333,8 @@ def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Ter
     except LipauditError as error:
         if how.baseline_model:
             raise
-        text = f"{examples} was not tried on the baseline's model: {error.message}"
-        terminal.tell(f"{text}. {error.advice}")
-        return baseline
-    terminal.tell(f"examples that {examples} saved, tried on {model}, too")
+        told = f"{examples} was not tried on the baseline's model: {error.message}. {error.advice}"
+    terminal.tell(told)
     return result
 
 
@@ -372,15 +369,14 @@ def _plan_again(
         examples = find_saved(saved, file.parent)
         which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
         terminal.tell(f"examples that {file} saved, tried again: {which}")
-    if tried and not examples:
-        text = "baseline: the attack transfer tried examples of another model"
-        raise BaselineError(text, "Give this model examples too: --transfer FILE.")
+    text, advice = "the attack transfer tried examples of another model", "--transfer FILE."
+    lacks = tried and not examples
+    refuse(lacks, f"baseline: {text}", f"Give this model examples too: {advice}", BaselineError)
     for name in how.model_fields_set & OWNERS.keys():
         text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
         refuse(baseline.section(OWNERS[name]) is None, text, "Leave it out.", UsageError)
-    if how.baseline_model and not examples:
-        text = "--baseline-model needs examples of the baseline's model"
-        raise UsageError(text, "Give them: --transfer FILE.")
+    text = "--baseline-model needs examples of the baseline's model"
+    refuse(how.baseline_model and not examples, text, f"Give them: {advice}", UsageError)
     extra: dict[str, Any] = {"attack": {"transfer": examples}}
     extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
     for section in baseline.sections:

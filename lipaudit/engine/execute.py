@@ -294,14 +294,14 @@ def attack_again(report: Report, model: str, run: RunOptions, examples: Path) ->
     columns: dict[str, Any] = dict(section.samples)
     rows = {row.trial: row for row in section.rows}
     once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
-    for trial, row in ((row.trial, row) for row in found.rows):
-        name = trial.column("robust")
+    for row in found.rows:
+        name = row.trial.column("robust")
         told: Any = found.samples[name]
         columns[name] = tuple(map(min, told, columns.get(name, told)))
         share = share_columns("robust", np.array(columns[name])[once, None])
         cells: dict[str, Any] = dict.fromkeys(("ece", "robust_class", "class"))
         cells |= {column: float(values[0]) for column, values in share.items()}
-        rows[trial] = rows.get(trial, row).replace(**cells)
+        rows[row.trial] = rows.get(row.trial, row).replace(**cells)
     trials = AttackOptions.parse({**section.settings, "transfer": (examples,)}).trials()
     flags = np.array([columns[trial.key.column("robust")] for trial in trials], dtype=bool).T
     masked = note_masking(trials, flags[once], np.array(columns["label"])[once], None)

@@ -20,7 +20,7 @@ from lipaudit.attacks.kinds import (
     read_plan,
     require_suitable,
 )
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.examples import (
@@ -195,12 +195,10 @@ class AttackOptions(MeasureOptions):
         whole = [trial for trial in trials if trial.norm in WHOLE]
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         # A table holds changed texts, a file of tensors all else.
-        if self.save_adv is not None and len(rewritten) != len(trials) * table:
-            raise UsageError(
-                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
-                f"Save changed texts to a {TABLE} file and perturbed samples to a "
-                ".safetensors file, in separate runs.",
-            )
+        lost = self.save_adv is not None and len(rewritten) != len(trials) * table
+        says = f"--save-adv {self.save_adv} cannot store the results of all these attacks"
+        advice = f"Save changed texts to a {TABLE} file and perturbed samples to a"
+        refuse(lost, says, f"{advice} .safetensors file, in separate runs.", UsageError)
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
         norm = self.norm or (usual if len(whole) < len(trials) else None)
@@ -244,12 +242,10 @@ class AttackOptions(MeasureOptions):
         )
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
-        if bool(self.transfer) < asked or (self.transfer and not balls):
-            lacks = "a ball" if self.transfer else "the examples of another model"
-            raise UsageError(
-                f"the attack transfer needs {lacks}",
-                "Use --attack pgd --eps 2/255 --transfer FILE.safetensors.",
-            )
+        lacks = "a ball" if self.transfer else "the examples of another model"
+        wrong = bool(self.transfer) < asked or (self.transfer and not balls)
+        advice = "Use --attack pgd --eps 2/255 --transfer FILE.safetensors."
+        refuse(wrong, f"the attack transfer needs {lacks}", advice, UsageError)
         if self.transfer and all(trial.label != TRANSFER for trial in plan):
             own = (Attack(TRANSFER),)
             plan += tuple(Trial(TRANSFER, norm, radius, own) for norm, radius in balls)
@@ -262,6 +258,9 @@ seconds_column = partial(Column, "seconds", format=".1f", unit="s", domain="")
 ece_column = partial(Column, format=".1%", better="lower", status="empirical")
 # Number of bins of the calibration error in Guo et al. (arXiv 1706.04599).
 BINS = 15
+# Number of samples from which it is shown: of fewer, a bin has less than two samples on average,
+# and a sample alone in its bin counts with its own distance from 0 or 1, however well calibrated.
+FEWEST_RATED = 2 * BINS
 # Number of samples from which a class can be the worst: of 1 or 2, one is often all wrong.
 FEWEST_OF_CLASS = 5
 
@@ -329,8 +328,9 @@ ATTACK_TABLE = Layout(
             domain="ball",
             reading="How far confidence is from accuracy (Guo et al., 2017). Confidence has 15 "
             "bins of equal width. The figure is |accuracy - mean confidence|, averaged over the "
-            "bins by their samples. Few samples make it too high. An attacked sample counts at "
-            "the first example that broke it, else at the last one tried.",
+            "bins by their samples. Few samples make it too high; with less than 30 it is empty. "
+            "An attacked sample counts at the first example that broke it, else at the last one "
+            "tried.",
         ),
         "seconds": seconds_column("Wall time."),
         "forwards": Column("forwards", "Forward passes, counted in samples.", format="d"),
@@ -360,15 +360,14 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     how["patch"] = options.choose_patch(net)
     spelled = any(trial.norm == "characters" for trial in trials)
     sources = tuple(map(note_source, options.transfer))
-    # Progress is counted in passes, of which the clean samples take one.
-    work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
+    ordered = sorted(trials, key=lambda trial: trial.radius.value)  # as in `evaluate_chunk`
+    plan = [(trial, a.estimate_cost(trial.radius)) for trial in ordered for a in trial.attacks]
     for batch in batches:
-        if batch.start % CHUNK or len(batch) > CHUNK:
-            raise UsageError(
-                f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
-                f"Split them with batch.split({CHUNK}). To limit memory, use the option "
-                "batch_size.",
-            )
+        text = f"samples do not come in chunks of {CHUNK} (one random stream per chunk)"
+        advice = (
+            f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size."
+        )
+        refuse(batch.start % CHUNK or len(batch) > CHUNK, text, advice, UsageError)
         y = check(net, batch, options)
         drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
@@ -378,7 +377,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(net.make_classifier(batch), chunk, trials, **how):
             outcomes.append(outcome)
-            base.report_progress(len(batch) * sum(work[: len(outcomes)]) / sum(work))
+            # A broken sample is not attacked at larger radii: those alive have most passes left.
+            alive = {o.trial and o.trial.attacks: int(o.robust.sum()) for o in outcomes}
+            left = sum(n * alive.get(t.attacks, alive[None]) for t, n in plan[len(outcomes) - 1 :])
+            run = zip(outcomes[1:], plan, strict=False)
+            done = len(batch) + sum(n * int(o.tried.sum()) for o, (_, n) in run)
+            base.report_progress(len(batch) * done / (done + left))
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
             outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
@@ -506,7 +510,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             columns[name] = sure[each].astype(float).round(6)
         tried = zip((None, *order), (columns["correct"][once], *flags.T), strict=True)
         errors = [calibration_error(sure[key][once], hits) for key, hits in tried]
-        rated = {"ece_clean": errors[0], "ece": errors[1:]}
+        rated = {"ece_clean": errors[0], "ece": errors[1:]} if once.sum() >= FEWEST_RATED else {}
         rated |= _find_worst_classes(columns["label"][once], flags, known)
     costs = np.array([cost[key] for key in order])
     rows = base.make_rows(
@@ -590,6 +594,9 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     flags, labels = (base.join_parts(parts, name)[once] for name in ("robust", "label"))
     box = parts[0].facts.get("box")  # a list if it was stored
     remarks += note_masking(trials, flags.astype(bool), labels, tuple(box) if box else None)
+    if once.sum() < FEWEST_RATED and "losses" not in parts[0].values:
+        text = f"a calibration error (ECE) needs {FEWEST_RATED} samples"
+        remarks += (Note.info("left-out", text),)
     planned = (note for trial in trials for note in trial.notes)
     remarks += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
     return tuple(dict.fromkeys(remarks + base.notes(parts)))

@@ -9,11 +9,12 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, read_checks, seconds_column, sum_checks
 from lipaudit.measures.base import Measure, Part, Values
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 # A lower limit of the truth, and an upper one.
 _proven_column = partial(Column, better="higher", domain="ball", status="certified")
 _found_column = partial(Column, better="higher", domain="ball", status="empirical")
+# Seconds of trial passes before the first sample of a run with several patches.
+TRIAL = 1.0
 # Differs from machine to machine, so no gate reads it.
 SECONDS = seconds_column("Wall time of the proofs.")
 
@@ -162,6 +165,9 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             texts = read_texts(reader, sample, characters=False) if reader else None
             how: dict[str, Any] = {"proof": proof, "trials": options.trials, "seed": seed}
             bracket = Bracket(net, sample, texts=texts, **how)
+            several = options.counted == "patch" and max(map(float, options.eps)) > 1
+            if several and sample.start == 0 and options.seconds is None:
+                _tell_choices(bracket, options)
             for done, _ in enumerate(bracket.settle(options.eps), 1):
                 base.report_progress(number + done / (len(options.eps) + options.radius))
             if options.radius:
@@ -177,6 +183,20 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             "proofs": {} if options.proofs is None else _encode_proofs(brackets),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
+
+
+def _tell_choices(bracket: Bracket, options: CertifyOptions) -> None:
+    """Tell how many choices of patches a sample has, and the seconds of a pass for each."""
+    from lipaudit.models.certificate import certificate
+
+    net, sample, patch = bracket.net, bracket.sample, bracket.proof.patch or (1, 1)
+    places = math.prod(net.input_shape[1:]) // math.prod(patch)
+    counts, begun = [int(float(radius)) for radius in options.eps], time.monotonic()
+    brief = replace(bracket.proof, nodes=1, deadline=begun + TRIAL)
+    passes = certificate(net, sample, bracket.wanted, max(counts), brief).nodes
+    seconds = (time.monotonic() - begun) / max(passes, 1)
+    unit = f"passes, one or more for each choice of {max(counts)} patches (limit: --seconds),"
+    base.report_cost(sum(math.comb(places, k) for k in counts), seconds, unit)
 
 
 def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float) -> Proof:
@@ -207,12 +227,11 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     from lipaudit.models.precision import devices
 
     base.require_decision(net, "Certify a classifier.")
-    if net.scored:
-        text = f"{net.architecture} scores continuations: certificates need a classifier"
-        raise InputError(text, "Use `lipaudit attack`, or certify a classifier.")
-    if len(set(devices(net.module))) > 1:
-        text = "certificates are computed on one device, but --device-map uses several"
-        raise UsageError(text, "Leave --device-map out, or name one device beside cpu and disk.")
+    text = f"{net.architecture} scores continuations: certificates need a classifier"
+    refuse(net.scored, text, "Use `lipaudit attack`, or certify a classifier.")
+    text = "certificates are computed on one device, but --device-map uses several"
+    advice = "Leave --device-map out, or name one device beside cpu and disk."
+    refuse(len(set(devices(net.module))) > 1, text, advice, UsageError)
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     # At one order the longest sample needs the most memory: check each order in use.

@@ -141,8 +141,9 @@ class Line(NamedTuple):
 def list_figures(report: Report) -> list[Line]:
     """Return the first figures of a report; empty if no section has one."""
     known = summary(report)
+    tried = [(), *(accuracy.attacks for accuracy in known.accuracy)]
     return [
-        *map(_write_accuracy, known.accuracy),
+        *map(_write_accuracy, known.accuracy, tried),
         *_list_norms(known, report),
         *_list_heads(known, report),
         *_list_bounds(known, report),
@@ -160,12 +161,14 @@ def show_scorecard(report: Report) -> list[Chapter]:
     return [Chapter("scorecard", "Scorecard", (Card(rows, "; ".join(notes)),))] if rows else []
 
 
-def _write_accuracy(accuracy: Accuracy) -> Line:
+def _write_accuracy(accuracy: Accuracy, before: tuple[str, ...]) -> Line:
+    """Write an accuracy; attacks that the line before names are not repeated, over many radii."""
     (name, measure, share), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
+    worst_of = "same attacks" if accuracy.attacks == before else f"worst of {tried}"
     column = layouts()[measure].fixed[share]
     texts = [
         _write_limits(accuracy, column),
-        f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
+        worst_of if len(accuracy.attacks) > 1 else tried,
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]

@@ -16,7 +16,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions, calibration_error, measure
-from lipaudit.measures.base import Part
+from lipaudit.measures.base import Part, listening
 from lipaudit.measures.examples import encode_examples
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.sections import list_classes
@@ -54,6 +54,33 @@ def test_rows_and_columns_agree(net):
     assert wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-6)
     worst, fgsm, pgd = (found.samples[f"robust@{n},linf,0.1"] for n in ("worst", "fgsm", "pgd"))
     assert worst == tuple(map(min, fgsm, pgd))
+
+
+@pytest.mark.parametrize(("samples", "shown"), [(29, False), (30, True)])
+def test_few_samples_have_no_calibration_error_but_a_note(net, samples, shown):
+    options = AttackOptions(attack="fgsm", eps=("0.05",))
+    parts = list(measure(net, digits(net, samples).split(CHUNK), options))
+    (found,) = load_measures()["attack"].summarise(parts, options)
+    for row in found.rows:
+        assert (row.ece is not None, row.ece_clean is not None) == (shown, shown)
+    noted = [note.text for note in found.notes if note.code == "left-out"]
+    assert noted == ["a calibration error (ECE) needs 30 samples"] * (not shown)
+
+
+def test_progress_counts_what_is_left_for_samples_that_are_not_broken(net):
+    """At a radius of 0 nothing is done; a broken sample takes no passes at larger radii."""
+    shares = []
+    options = AttackOptions(attack="pgd", eps=("1/2", "0", "0.05"), steps=4)
+    batch = digits(net, 30)
+    with listening(shares.append, lambda *_: None):
+        (part,) = measure(net, [batch], options)
+    flags = {t.radius.text: part.values["robust"][:, i] for i, t in enumerate(options.trials())}
+    right, alive = int(part.values["correct"].sum()), int(flags["0.05"].sum())
+    assert right == int(flags["0"].sum()) > alive > 0
+    cost = 12  # four gradients
+    spent = (30, 30, 30 + cost * right, 30 + cost * (right + alive))
+    left = (2 * cost * right, 2 * cost * right, cost * alive, 0)
+    assert shares == pytest.approx([30 * s / (s + n) for s, n in zip(spent, left, strict=True)])
 
 
 def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):

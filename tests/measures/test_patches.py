@@ -11,6 +11,7 @@ from torch import nn
 import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.data.batch import Batch
+from lipaudit.engine.execute import Observer
 from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
@@ -81,6 +82,29 @@ def test_no_value_of_a_pixel_breaks_what_is_certified(small):
                 proof = Proof(norm="patch", patch=(1, 1), nodes=64)
                 found = certificate(net, Batch(x[None], None, ("0",)), int(y), 1, proof)
             assert (found.certified, found.why) == (False, "broken")
+
+
+@pytest.mark.parametrize(
+    ("eps", "more", "says"),
+    [
+        ("1patch", {}, None),
+        ("2patches", {}, "28 passes, one or more for each choice of 2 patches"),
+        ("1patch,2patches", {}, "36 passes, one or more for each choice of 2 patches"),
+        ("2patches", {"seconds": 0.1}, None),
+    ],
+)
+def test_the_number_of_choices_is_told_before_the_first_sample_unless_time_is_limited(
+    small, eps, more, says
+):
+    model, data, _ = small
+    seen, observer = [], Observer()
+    observer.note = lambda note: seen.append(note.text) if note.code == "cost" else None
+    observer.advances = lambda *_: seen.append("done")
+    measured(model, data, eps=eps, nodes=1, samples=2, observer=observer, **more)
+    assert seen[-2:] == ["done", "done"]
+    assert len(seen) == 2 + bool(says)
+    if says:
+        assert seen[0].startswith(f"certify: a sample takes {says} (limit: --seconds), of ")
 
 
 def test_undecided_samples_say_which_share_of_places_is_proven(small):

@@ -20,7 +20,7 @@ from lipaudit.models.net import Net
 from lipaudit.tables import Note
 from lipaudit.theory.ascent import steepest_tokens
 from lipaudit.theory.head_norms import head_norms
-from lipaudit.theory.heads import Heads, are_affine
+from lipaudit.theory.heads import Heads, are_affine_everywhere
 from lipaudit.theory.worst_tokens import (
     Adversary,
     adversary,
@@ -236,7 +236,7 @@ def _fit_heads(layer: Layer) -> Heads | str:
         heads = layer.heads().row(0).to(torch.float64)
     except StructureError as error:
         return error.reason
-    if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
+    if not are_affine_everywhere(heads):
         return "it needs self-attention with affine projections"
     p = heads.attention()
     bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError, refuse
 from lipaudit.models.linearize import Linearization, require_finite
-from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]
@@ -72,11 +71,9 @@ def compute_jacobian_norms(
     linear: Linearization,
     *,
     norm: OutputNorm = "2",
-    tol: float = TOL,
-    max_steps: int = 300,
-    within: float = WITHIN,
     seeds: Sequence[int] | None = None,
     directions: bool = False,
+    **accuracy: Any,
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian.
 
@@ -87,12 +84,10 @@ def compute_jacobian_norms(
     Args:
         linear: the map, linearised at the samples; its graph may be dropped to save memory.
         norm: which operator norm.
-        tol: estimated relative accuracy at which lanczos ends a sample.
-        max_steps: largest number of products with J J^T per sample.
-        within: how far `upper` may be above a norm, relatively.
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
         directions: whether to return the leading right singular vectors for `2`, too, which may
             take one more product.
+        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`, for lanczos.
 
     Raises:
         UsageError: `inf` with more than `MOST_ROWS` outputs.
@@ -130,9 +125,7 @@ def compute_jacobian_norms(
         linear.release()
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
-    found = spectral_norms(
-        select, start, tol=tol, max_steps=max_steps, within=within, vectors=directions
-    )
+    found = spectral_norms(select, start, vectors=directions, **accuracy)
     require_range(linear, found.norm, torch.ones_like(linear.output))
     spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
     vector = found.vector

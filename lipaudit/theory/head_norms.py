@@ -52,13 +52,11 @@ from torch import Tensor
 
 from lipaudit.theory import products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
-from lipaudit.theory.policy import LAYER_WITHIN, TOL, WITHIN
+from lipaudit.theory.policy import LAYER_WITHIN
 from lipaudit.theory.spectral import Norms, random_starts, shift_exponent, spectral_norms
 
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
-_SCREEN = 6
-"""Products after which most heads are known to gain nothing from splitting tokens."""
 _PLAIN = "donot_use_mm_for_euclid_dist"
 """Products would cost distances half of their digits."""
 
@@ -76,14 +74,7 @@ class LayerNorms:
     out: Norms | None
 
 
-def head_norms(
-    heads: Heads,
-    *,
-    seeds: Sequence[int],
-    tol: float = TOL,
-    max_steps: int = 300,
-    within: float = WITHIN,
-) -> Norms:
+def head_norms(heads: Heads, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
     """Return ||J|| of every head at every batch row, shape (batch, heads).
 
     J is with respect to X, or to (X_q, X_kv) together if the heads read two inputs. Domain: at X;
@@ -92,9 +83,7 @@ def head_norms(
     Args:
         heads: the heads of one layer.
         seeds: one per sample; start vectors, and so results, depend on nothing else.
-        tol: relative accuracy of the norms, estimated.
-        max_steps: largest number of steps per head; after it `converged` is False.
-        within: proven relative error: how far `upper` may be above a norm.
+        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -104,34 +93,28 @@ def head_norms(
     >>> head_norms(affine_heads(x, eye, eye, 2 * eye), seeds=[0]).norm.round(decimals=4)
     tensor([[2.]], dtype=torch.float64)
     """
-    rule = {"tol": tol, "max_steps": max_steps, "within": within}
     parts = []
     for some in _split_problems(heads):
         unit, size = unit_values(some)
-        norms = _solve(some, unit, products.head_products, seeds, rule)
+        norms = _solve(some, unit, products.head_products, seeds, accuracy)
         parts.append(norms.times(size.repeat(len(some.q))))
-    return _join_norms(parts, heads.q.shape[:2])
+    return Norms.join(parts, lambda each: torch.cat(each).view(heads.q.shape[:2]))
 
 
 def layer_norms(
-    heads: Heads,
-    *,
-    seeds: Sequence[int],
-    tol: float = TOL,
-    max_steps: int = 300,
-    within: float = LAYER_WITHIN,
-    concat: bool = True,
+    heads: Heads, *, seeds: Sequence[int], concat: bool = True, **accuracy: Any
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
-    Without `concat`, the norm before W_O is left out if there is one after it.
+    `within` is `LAYER_WITHIN` by default. Without `concat`, the norm before W_O is left out if
+    there is one after it.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
     >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
     tensor([1.4142], dtype=torch.float64)
     """
-    rule = {"tol": tol, "max_steps": max_steps, "within": within}
+    accuracy = {"within": LAYER_WITHIN} | accuracy
     before: list[Norms] = []
     after: list[Norms] = []
     together = len(heads.row_blocks()) == 1
@@ -140,17 +123,16 @@ def layer_norms(
         if concat or heads.out is None:
             # All values have size about one: each head keeps its size relative to the largest.
             linearize = partial(products.layer_products, out=None, gains=size / size.amax())
-            norms = _solve(some, unit, linearize, seeds, rule)
+            norms = _solve(some, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(size.amax())))
         if heads.out is not None:
             out = heads.out.double() * size.to(heads.out.device)[:, None, None]
             exponent = torch.frexp(out.abs().amax().cpu()).exponent
             out = shift_exponent(out, -exponent)
             linearize = partial(products.layer_products, out=out, gains=size)
-            norms = _solve(some, unit, linearize, seeds, rule)
+            norms = _solve(some, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
-    rows = (len(heads.q),)
-    return LayerNorms(*(_join_norms(each, rows) if each else None for each in (before, after)))
+    return LayerNorms(*(Norms.join(each, torch.cat) if each else None for each in (before, after)))
 
 
 def _split_problems(heads: Heads) -> list[Heads]:
@@ -166,7 +148,7 @@ def _solve(
     unit: Heads,
     linearize: Callable[[Heads], products.HeadProducts | products.LayerProducts],
     seeds: Sequence[int],
-    rule: Mapping[str, Any],
+    accuracy: Mapping[str, Any],
 ) -> Norms:
     """Return norms of `unit`, never above the truth, apart from rounding in float64.
 
@@ -175,12 +157,12 @@ def _solve(
         unit: the same with values of size one.
         linearize: returns the products with J of heads like `unit`.
         seeds: one per sample.
-        rule: tol, max_steps and within of `spectral_norms`.
+        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
     family = linearize(unit)
     guess = family.guess()
     start = _draw_starts(heads, seeds, guess)
-    norms = spectral_norms(family.select, start, guess=guess, vectors=True, **rule)
+    norms = spectral_norms(family.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
     # The rescaled values are computed in float64, as for the bounds.
@@ -195,7 +177,7 @@ def _solve(
     again = ((rough - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
     if len(again):
         start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
-        repeats = spectral_norms(double.select(again).select, start, guess=guess, **rule)
+        repeats = spectral_norms(double.select(again).select, start, guess=guess, **accuracy)
         norms.products[again] += repeats.products
         for name in ("norm", "upper", "converged"):
             getattr(norms, name)[again] = getattr(repeats, name)
@@ -209,12 +191,6 @@ def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
         rows = start.view(len(start), heads.q.shape[2], -1)
         start = (rows * heads.valid[..., None]).flatten(1)
     return start.repeat_interleave(len(guess) // len(start), 0)
-
-
-def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
-    """Return the norms of the problems of several groups."""
-    names = ("norm", "upper", "products", "converged")
-    return Norms(*(torch.cat([getattr(p, name) for p in parts]).view(shape) for name in names))
 
 
 def splitting_gain(
@@ -256,14 +232,10 @@ def splitting_gain(
     for some, limit in zip(parts, exact.flatten().chunk(len(parts)), strict=True):
         family = products.head_products(some.with_same_map(to_k=None, to_v=None))
         start = _draw_starts(some, seeds, family.attend.o.flatten(1))
-        first = spectral_norms(family.select, start, tol=tol, max_steps=_SCREEN)
-        # A limit below ||J|| ends it: the gain is then 1, for any value of the block norm.
-        left = (~first.converged & (first.upper > limit)).nonzero()[:, 0]
-        norm = first.norm
-        if len(left):
-            more = spectral_norms(family.select(left).select, start[left], tol=tol)
-            norm = norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
-        blocks.append(norm)
+        norms = spectral_norms(family.select, start, tol=tol)
+        # Below ||J|| the gain is 1, for any value of the block norm.
+        known = norms.converged | (norms.upper <= limit)
+        blocks.append(torch.where(known, norms.norm, torch.nan))
     largest = torch.cat(blocks).view_as(exact)
     return torch.where(largest <= exact, 1.0, largest / exact)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
 _MIN_SUPPORT = 3  # g_1 of two visible keys does not show how attention is spread
-_ROUNDING = 1e-12
 _SECULAR_STEPS = 8  # three are enough from g_1, nearly always
 
 
@@ -28,24 +27,14 @@ def row_maxima(
 ) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
     """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of each map.
 
-    p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1), and
-    p_(2) <= ||M||. By these ends few rows can attain the maxima: the others are neither sorted nor
-    solved. A map with a NaN has no maxima: both are NaN.
+    A map with a NaN has no maxima: both are NaN.
 
     Examples:
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    first = p.amax(-1)
-    lower = first * (1 - first)
-    upper = torch.minimum(first, 2 * lower)
-    close = ~(upper < lower.amax(-1, keepdim=True) - _ROUNDING)  # negated, so that NaN stays in
-    strong = upper.topk(int(close.sum(-1).amax()), -1).indices  # equally many for every map
-    rows = _sort_rows(p.gather(-2, strong[..., None].expand(*strong.shape, p.shape[-1])))
-    norm = torch.maximum(rows.second, rows.first * rows.others)
-    left = ~(rows.g1 < norm.amax(-1, keepdim=True))
-    norm[left] = _secular_root(_Ordered(*(each[left] for each in rows)))
-    return rows.g1.amax(-1), norm.amax(-1)
+    rows = _sort_rows(p)
+    return rows.g1.amax(-1), _secular_root(rows).amax(-1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -64,8 +53,9 @@ class RowProfile(NamedTuple):
 
     Attributes:
         first, second: p_(1) and p_(2).
-        kth, following: p_(k) and p_(k+1).
-        others: 1 - p_(1).
+        g1: g_1.
+        gk: g_k for k > 1.
+        following: p_(k+1).
         norm: ||M||.
         entropy: in nats.
         keys: how many the query can see.
@@ -73,22 +63,12 @@ class RowProfile(NamedTuple):
 
     first: Float[Tensor, "*rows"]
     second: Float[Tensor, "*rows"]
-    kth: Float[Tensor, "*rows"]
+    g1: Float[Tensor, "*rows"]
+    gk: Float[Tensor, "*rows"]
     following: Float[Tensor, "*rows"]
-    others: Float[Tensor, "*rows"]
     norm: Float[Tensor, "*rows"]
     entropy: Float[Tensor, "*rows"]
     keys: Int[Tensor, "*rows"]
-
-    @property
-    def g1(self) -> Float[Tensor, "*rows"]:
-        """g_1."""
-        return _g(self.first, self.others, self.second)
-
-    @property
-    def gk(self) -> Float[Tensor, "*rows"]:
-        """g_k for k > 1, where p_(k) <= 1/2: its difference from 1 keeps its digits."""
-        return _g(self.kth, self.first + self.others - self.kth, self.following)
 
 
 def profile_rows(
@@ -108,9 +88,10 @@ def profile_rows(
     """
     rows = _sort_rows(p, k)
     kth, following = rows.p[..., -k], rows.p[..., -k - 1]
-    norm = _secular_root(rows)
+    # For k > 1 p_(k) <= 1/2: its difference from 1 keeps its digits.
+    gk, norm = _g(kth, rows.first + rows.others - kth, following), _secular_root(rows)
     keys = p.count_nonzero(-1) if keys is None else keys
-    return RowProfile(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), keys)
+    return RowProfile(rows.first, rows.second, rows.g1, gk, following, norm, entropy(p), keys)
 
 
 def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:

@@ -261,6 +261,12 @@ class Norms:
     converged: Bool[Tensor, "*problems"]
     vector: Float[Tensor, "problems size"] | None = None
 
+    @classmethod
+    def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
+        """Return the norms of several groups as one, without vectors."""
+        names = ("norm", "upper", "products", "converged")
+        return Norms(*(join([getattr(part, name) for part in parts]) for name in names))
+
     def times(self, factor: Tensor | float) -> Norms:
         """Return the norms times a factor, one or one per problem."""
         return replace(self, norm=self.norm * factor, upper=self.upper * factor)

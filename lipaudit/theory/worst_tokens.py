@@ -69,8 +69,7 @@ class Adversary:
 
     def tokens(self, n: int, radius: float) -> Float[Tensor, "1 n D"]:
         """Return all n tokens, the first point once and the second n - 1 times."""
-        points = self.points(radius)
-        return torch.cat([points[:, :1], points[:, 1:].expand(-1, n - 1, -1)], 1)
+        return self.points(radius)[:, torch.arange(n).clamp_max(1)]
 
 
 def adversary(heads: Heads) -> Adversary | None:

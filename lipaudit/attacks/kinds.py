@@ -105,10 +105,8 @@ class AttackKind:
         try:
             function: Callable[..., Any] = pkgutil.resolve_name(self.function)
         except Exception as error:
-            raise UsageError(
-                f"the attack {self.function} cannot be loaded: {type(error).__name__}: {error}",
-                f"Update {self.package}, or leave the attack out.",
-            ) from error
+            text = f"the attack {self.function} cannot be loaded: {type(error).__name__}: {error}"
+            raise UsageError(text, f"Update {self.package}, or leave the attack out.") from error
         return function
 
 
@@ -150,12 +148,10 @@ def attack_kinds() -> Mapping[str, AttackKind]:
     """
     plugins = entries(GROUP, AttackKind, taken=ATTACKS.keys() | RESERVED)
     for name, kind in plugins.items():
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UsageError(
-                f"the plug-in {name!r} ({GROUP}) of {kind.package} has an invalid name: only "
-                "letters, digits, dots and dashes are allowed in --attack",
-                f"Update {kind.package}, or uninstall it.",
-            )
+        text = f"the plug-in {name!r} ({GROUP}) of {kind.package} has an invalid name"
+        text += ": only letters, digits, dots and dashes are allowed in --attack"
+        advice = f"Update {kind.package}, or uninstall it."
+        refuse(not re.fullmatch(r"\w[\w.-]*", name), text, advice, UsageError)
     return ATTACKS | plugins
 
 
@@ -337,12 +333,11 @@ def _refuse_units(
     """Refuse a norm and radii that no attack would use."""
     lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
     if lost is not None:
-        raise UsageError(
-            f"no requested attack changes {lost.unit}, which is the unit of the radius "
-            f"{lost.text}",
-            f"Use --attack {','.join([*units, lost.unit])}. For balls of pixels or embeddings, "
-            "give a radius without a unit: --eps 2/255.",
+        text = (
+            f"no requested attack changes {lost.unit}, which is the unit of the radius {lost.text}"
         )
+        ball = "For balls of pixels or embeddings, give a radius without a unit: --eps 2/255."
+        raise UsageError(text, f"Use --attack {','.join([*units, lost.unit])}. {ball}")
     balls = [name for name, counted in units.items() if counted is None]
     text = f"{', '.join(balls or units)} cannot change {norm}"
     wrong = norm in WHOLE and (balls or norm not in units.values())

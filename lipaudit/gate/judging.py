@@ -182,9 +182,8 @@ def _contrast_reports(
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
     if new is None and old is None:
-        raise UsageError(
-            f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
-        )
+        text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+        raise UsageError(text)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
     if current.shard is not None:

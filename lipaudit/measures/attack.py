@@ -176,11 +176,11 @@ class AttackOptions(MeasureOptions):
         text = kind == "text"
         counted = next((radius for radius in self.eps if radius.unit in COUNTED), None)
         if counted is not None and not text:
-            raise UsageError(
-                f"the radius {counted.text} counts {counted.unit} of a text, but the model "
-                f"takes {'images' if kind == 'image' else 'sequences of vectors'}",
-                "Give a radius without a unit: --eps 2/255.",
+            taken = "images" if kind == "image" else "sequences of vectors"
+            says = (
+                f"the radius {counted.text} counts {counted.unit} of a text, but the model takes"
             )
+            raise UsageError(f"{says} {taken}", "Give a radius without a unit: --eps 2/255.")
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
         of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
         of_image = ",".join(dict.fromkeys(r.unit or self.usual for r in self.eps)) or self.usual

@@ -50,10 +50,8 @@ class Batch:
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
-        y = None if self.y is None else self.y[index]
-        start, limit = self.start + index.indices(len(self))[0], self.limit
-        picked, ids, texts = self.without_ids(index), self.ids[index], self.texts[index]
-        return replace(picked, y=y, ids=ids, start=start, texts=texts, limit=limit)
+        start = self.start + index.indices(len(self))[0]
+        return replace(self.rows(torch.arange(len(self))[index]), start=start)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
@@ -62,7 +60,7 @@ class Batch:
         texts = tuple(self.texts[i] for i in at) if self.texts else ()
         return replace(self.without_ids(index), y=y, ids=ids, texts=texts, limit=self.limit)
 
-    def without_ids(self, index: Tensor | slice) -> Batch:
+    def without_ids(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: no transfer to the host is needed."""
         return Batch(self.x[index], None, (), None if self.mask is None else self.mask[index])
 
@@ -227,39 +225,21 @@ def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
 
 
-def make_samples(
-    x: Sequence[Tensor],
-    net: Net,
-    y: Sequence[int] | None = None,
-    *,
-    texts: Sequence[tuple[str, ...]] = (),
-    limit: int = 0,
-    origins: Sequence[SampleOrigin] = (),
-    notes: tuple[Note, ...] = (),
-    task: Task | None = None,
-) -> Samples:
-    """Make the samples of a run; texts are padded, and ids do not depend on the padding.
+def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) -> Batch:
+    """Join the samples of a run; texts are padded, and ids do not depend on the padding.
 
     Args:
         x: samples in the form that the model takes; for texts, token ids of any length.
         net: the model.
         y: class numbers of the model, or None.
-        texts: the text or pair of texts of each sample; empty for other data.
-        limit: number of tokens after which texts are cut; 0 for other data.
-        origins: the place of each sample in the data; empty for random samples.
-        notes: notes on the data.
-        task: the question, for prompts with continuations.
     """
     ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
     if net.kind != "text":
-        batch = Batch(torch.stack(list(x)), labels, ids)
-    else:
-        padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
-        mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
-        # Without a mask, models take their faster path.
-        needed = None if bool(mask.all()) else mask
-        batch = Batch(padded, labels, ids, needed, texts=tuple(texts), limit=limit)
-    return Samples(batch, notes, None, tuple(origins), task)
+        return Batch(torch.stack(list(x)), labels, ids)
+    padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
+    mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
+    # Without a mask, models take their faster path.
+    return Batch(padded, labels, ids, None if bool(mask.all()) else mask)
 
 
 # Number of classes listed in a message.

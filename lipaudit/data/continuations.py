@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_samples
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_batch
 from lipaudit.data.tables import (
     LABELS,
     SampleTable,
@@ -170,14 +170,10 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         )
         notes += (Note.warn("text-cut", text),)
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
-    return make_samples(
-        [ids for _, (ids, _) in drawn],
-        net,
-        [asked[i].right for i, _ in drawn],
-        notes=skipped + notes,
-        origins=[SampleOrigin(table.name(i), shorten((asked[i].prompt,))) for i, _ in drawn],
-        task=Task(form.kind, names.get(form.kind, tuple(LETTERS[: usual[0][0]]))),
-    )
+    batch = make_batch([ids for _, (ids, _) in drawn], net, [asked[i].right for i, _ in drawn])
+    origins = (SampleOrigin(table.name(i), shorten((asked[i].prompt,))) for i, _ in drawn)
+    task = Task(form.kind, names.get(form.kind, tuple(LETTERS[: usual[0][0]])))
+    return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
 
 
 def _encode_pair(

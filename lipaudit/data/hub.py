@@ -6,11 +6,12 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from lipaudit.data.tables import SampleTable
 from lipaudit.errors import (
@@ -211,19 +212,15 @@ def silence_clients() -> Iterator[None]:
     """Silence progress bars and warnings of the Hub's clients inside the block."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with hub_bars(), warnings.catch_warnings(), redirect_stderr(StringIO()):
-            disable_progress_bars()
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    quiet = warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO())
+    with hub_bars() as undo, quiet[0], quiet[1]:
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        disable_progress_bars()
+        yield
 
 
-@contextmanager
-def hub_bars() -> Iterator[None]:
+def hub_bars() -> ExitStack:
     """Restore the setting of progress bars after the block: other libraries change it, too."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -231,24 +228,16 @@ def hub_bars() -> Iterator[None]:
         enable_progress_bars,
     )
 
-    restore = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
-    try:
-        yield
-    finally:
-        restore()
+    undo = ExitStack()
+    undo.callback(disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars)
+    return undo
 
 
-@contextmanager
-def hub_access(*, offline: bool) -> Iterator[None]:
+def hub_access(*, offline: bool) -> AbstractContextManager[Any]:
     """Inside the block, forbid connections to the Hub if the options say so."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or offline
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    return patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or offline)
 
 
 FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLIT]@REVISION"

@@ -26,7 +26,7 @@ from lipaudit.data.batch import (
     SampleOrigin,
     Samples,
     draw_indices,
-    make_samples,
+    make_batch,
     require_classes,
 )
 from lipaudit.errors import InputError, explain_failure, refuse
@@ -132,8 +132,7 @@ def explain_images(name: object) -> Iterator[None]:
     """
     advice = "Remove it, shrink it or copy it again, or leave such images out with --skip-bad."
     failure = explain_failure(f"{name} is not a readable image", advice, Exception)
-    with failure, warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+    with failure, warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         yield
 
 
@@ -247,7 +246,7 @@ def draw_arrays(
     samples = list(read(x[order], net, origin))
     if labels is not None and net.classes:
         require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
-    return make_samples(samples, net, labels, origins=[SampleOrigin(place) for place in places])
+    return Samples(make_batch(samples, net, labels), origins=tuple(map(SampleOrigin, places)))
 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:

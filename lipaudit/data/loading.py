@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import DataOptions as DataOptions
-from lipaudit.data.batch import SampleOrigin, make_samples
+from lipaudit.data.batch import SampleOrigin, make_batch
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
@@ -192,7 +192,8 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
         f"--data random: the samples are {what}. The results depend on the samples, so give "
         "real data with --data"
     )
-    return make_samples(x, net, notes=(Note.warn("random-data", text), *notes), origins=origins)
+    notes = (Note.warn("random-data", text), *notes)
+    return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from lipaudit.data.batch import (
     SampleOrigin,
     Samples,
     draw_indices,
-    make_samples,
+    make_batch,
     match_labels,
 )
 from lipaudit.data.images import SUFFIXES as PICTURES
@@ -50,7 +50,8 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
         f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
         "line, give a .jsonl, or a .csv with the header `text`"
     )
-    return make_samples(x, net, notes=(*notes, Note.info("one-stream", said)), origins=origins)
+    notes += (Note.info("one-stream", said),)
+    return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
 def cut_windows(
@@ -359,15 +360,12 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     if cut := sum(is_cut for _, (_, _, is_cut) in drawn):
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
         limited += (Note.warn("text-cut", text),)
-    return make_samples(
-        [x for _, (x, _, _) in drawn],
-        net,
-        [y[i] for i, _ in drawn] if label is not None else None,
-        texts=[texts for _, (_, texts, _) in drawn],
-        limit=limit,
-        origins=[SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts, _) in drawn],
-        notes=skipped + limited + notes,
-    )
+    classes = [y[i] for i, _ in drawn] if label is not None else None
+    batch = make_batch([x for _, (x, _, _) in drawn], net, classes)
+    if is_text:
+        batch = replace(batch, texts=tuple(texts for _, (_, texts, _) in drawn), limit=limit)
+    origins = (SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts, _) in drawn)
+    return Samples(batch, skipped + limited + notes, origins=tuple(origins))
 
 
 def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:

@@ -16,9 +16,8 @@ from lipaudit.errors import EvaluationError, StructureError, UsageError
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
-from lipaudit.models.sources.weights import few
+from lipaudit.models.sources.weights import HALF, few
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import Bound, load_bounds

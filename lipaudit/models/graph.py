@@ -185,20 +185,8 @@ class Probed:
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Index one axis by a tensor of any shape; a view of t if the index counts up by one."""
-    if index not in _FIRST:
-        flat = index.flatten()
-        start, steps = flat[0], flat.diff()
-        first, plain = torch.stack([start, steps.eq(1).all().to(start)]).tolist()
-        _FIRST[index] = int(first) if plain else None
-    first = _FIRST[index]
-    if first is not None:
-        return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
+    """Index one axis by a tensor of any shape."""
     return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
-
-
-_FIRST = WeakTensorKeyDictionary()
-"""First entries of indices that count up by one, else None: every query waits for the device."""
 
 
 def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

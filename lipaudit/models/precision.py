@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -101,12 +102,15 @@ def name_dtypes(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 @contextmanager
 def seed_device(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the CPU and one device inside the block, and restore their random states.
+    """Seed numpy, the CPU and one device inside the block, and restore their random states.
 
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
     seeded = [device] if device.type in SEEDED else []
-    with torch.random.fork_rng(devices=seeded, device_type=device.type if seeded else "cuda"):
+    forked = torch.random.fork_rng(seeded, device_type=device.type if seeded else "cuda")
+    with forked, ExitStack() as undo:
+        undo.callback(np.random.set_state, np.random.get_state())
+        np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
         for each in seeded:
             accelerator = torch.get_device_module(each)
@@ -115,17 +119,14 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def eager() -> Iterator[None]:
+def eager() -> AbstractContextManager[Any]:
     """Run compiled code as plain Python: compiled kernels cannot be observed.
 
     This covers modules that are wrapped or compiled in place, parts of them, and functions.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled: the import takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 # Copies with at least this many entries get separate memory pages.

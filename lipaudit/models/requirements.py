@@ -261,5 +261,4 @@ def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
     """Return the gradient; zeros if the value does not depend on the point."""
     if not value.requires_grad:
         return torch.zeros_like(point)
-    (gradient,) = torch.autograd.grad(value, point, allow_unused=True)
-    return torch.zeros_like(point) if gradient is None else gradient
+    return torch.autograd.grad(value, point, materialize_grads=True)[0]

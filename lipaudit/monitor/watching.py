@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -251,7 +250,7 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
     """
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     copies: dict[int, torch.Tensor | None] = {}
-    states = np.random.get_state(), random.getstate()
+    state = random.getstate()
     place = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
         for table, own in tables:
@@ -261,8 +260,7 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
         with seed_device(seed, place), exact_arithmetic(place):
             yield
     finally:
-        np.random.set_state(states[0])
-        random.setstate(states[1])
+        random.setstate(state)
         for table, own in tables:
             table.clear()
             table.update(own)

@@ -104,13 +104,8 @@ def train(
         for number in range(first, recipe.epochs):
             # Dropout draws from torch's random state, timm's mixing from numpy's. Each epoch has a
             # seed of its own, so that a resumed run draws the same numbers.
-            seed, kept = recipe.seed * 100_003 + number, np.random.get_state()
-            with seed_device(seed, net.device):
-                np.random.seed(seed % 2**32)
-                try:
-                    loss, penalty = run.epoch(data)
-                finally:
-                    np.random.set_state(kept)
+            with seed_device(recipe.seed * 100_003 + number, net.device):
+                loss, penalty = run.epoch(data)
             accuracy = None
             if held_out is not None:
                 right = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, ma
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
+from lipaudit.models.sources.loader import restore
 from lipaudit.theory.penalties import (
     Reduction,
     count_entries,
@@ -80,11 +82,8 @@ def attention_penalty(
         )
     watch = _Watch(k, reduction, None if mask is None else mask.bool(), entries)
     hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
-    try:
-        with AttentionMode(watch.attention):
-            yield watch.total
-    finally:
-        hook.remove()
+    with hook, AttentionMode(watch.attention):
+        yield watch.total
 
 
 @dataclass
@@ -181,19 +180,15 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Slices(NamedTuple):
-    """Columns of a parameter in the layout of the model's product: (channels in, channels out)."""
+def _read_heads(parameter: nn.Parameter, place: tuple[Any, ...], columns: Tensor) -> Tensor:
+    """Return W of every head, (heads, D, d), with its gradient.
 
-    parameter: nn.Parameter
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    columns: Tensor
-
-    def weight(self) -> Tensor:
-        """Return W of every head, (heads, D, d), with its gradient."""
-        whole = self.parameter.as_strided(self.size, self.stride, self.offset)
-        return whole[:, self.columns].transpose(0, 1)
+    Args:
+        parameter: holds the weight.
+        place: size, stride and offset of the weight in it, (channels in, channels out).
+        columns: columns of each head.
+    """
+    return parameter.as_strided(*place)[:, columns].transpose(0, 1)
 
 
 class SpecformerPenalty:
@@ -208,21 +203,21 @@ class SpecformerPenalty:
     """
 
     def __init__(self, net: Net, batch: Batch) -> None:
-        self._slices = list(_slices(net, batch))
+        self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
         # Where the power iteration starts; each call goes on from the vectors of the last one.
-        starts = [torch.randn(p.columns.shape, generator=generator) for p in self._slices]
+        starts = [torch.randn(read().shape[::2], generator=generator) for read in self._weights]
         self.vectors: Sequence[Tensor] = [start.to(net.device, net.dtype) for start in starts]
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
-        pairs = zip(self._slices, self.vectors, strict=True)
-        values, self.vectors = zip(*(specformer(p.weight(), v) for p, v in pairs), strict=True)
+        pairs = zip(self._weights, self.vectors, strict=True)
+        values, self.vectors = zip(*(specformer(read(), v) for read, v in pairs), strict=True)
         return torch.stack(values).sum()
 
 
-def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
-    sites = survey(net, batch).sites
+def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
+    """Yield functions that return the weights of q, k and v of each layer."""
     weights: dict[Address, Tensor] = {}  # of every linear map that an attention reads
 
     def note(call: AttentionCall, _address: Address) -> None:
@@ -230,7 +225,9 @@ def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
             if origin.linear is not None:
                 weights[origin.address] = origin.linear.weight
 
-    with trace.freeze(net.module):
+    with restore(net.module), trace.fork_random(net.module):  # the model may be in training
+        net.module.eval().requires_grad_(False)
+        sites = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(note))
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
@@ -250,15 +247,14 @@ def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
-                size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
+                place = weight.shape, weight.stride(), int(weight.storage_offset())
                 # Of several maps of one input, each has the heads of which all columns are its.
-                own = (form.columns >= first) & (form.columns < first + size[1])
+                own = (form.columns >= first) & (form.columns < first + weight.shape[1])
                 if bool((own.any(1) != own.all(1)).any()):
                     raise InputError(
                         f"layer {site.index} ({site.module}) adds several linear maps up in a "
                         "head, so it has no weight of its own",
                         "Merge adapters into the weights first.",
                     )
-                columns = form.columns[own.all(1)] - first
-                yield _Slices(parameter, tuple(size), stride, offset, columns)
-                first += size[1]
+                yield partial(_read_heads, parameter, place, form.columns[own.all(1)] - first)
+                first += weight.shape[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from lipaudit.data.batch import Batch, Task, make_samples
+from lipaudit.data.batch import Batch, Task, make_batch
 from lipaudit.data.continuations import pack
 from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
@@ -51,7 +51,7 @@ def language_model(name, attention="eager", dtype="float64", **options):
 
 def batch_of(net, rows):
     x = [pack(prompt, choices, VOCABULARY) for prompt, choices in rows]
-    return make_samples(x, net, [0] * len(rows)).batch
+    return make_batch(x, net, [0] * len(rows))
 
 
 @torch.no_grad()

@@ -266,3 +266,16 @@ def test_specformer_takes_heads_of_a_loop():
         value = read()
     exact = sum(torch.linalg.matrix_norm(w, 2).square().sum() for w in module.own.w)
     assert float(value) == pytest.approx(float(exact), rel=1e-3)
+
+
+def test_the_weights_of_a_model_in_training_are_found_and_its_flags_stay():
+    """Dropout is off meanwhile."""
+    module, x = own_modules.model("a loop over a ParameterList: three matrices per head")
+    net = own_net(torch.nn.Sequential(module, torch.nn.Dropout(0.5)), x.shape[1:], "float64")
+    net.module.train().requires_grad_(True)
+    net.module[0].eval()
+    modes, state = [m.training for m in net.module.modules()], torch.get_rng_state()
+    SpecformerPenalty(net, Batch(x, None, ("a", "b")))
+    assert [m.training for m in net.module.modules()] == modes
+    assert all(p.requires_grad and p.grad is None for p in net.module.parameters())
+    assert torch.equal(torch.get_rng_state(), state)

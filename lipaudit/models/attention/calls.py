@@ -149,8 +149,8 @@ class Origins:
 
         A constant with gradients enabled by the model does not count: it depends on nothing.
         """
-        found = (leaf for t in tensors for leaf in leaves(t)[0])
-        return [Leaf(leaf, self.by_leaf[leaf]) for leaf in found if leaf in self.by_leaf]
+        found = [leaf for t in tensors for leaf in leaves(t)[0] if leaf in self.by_leaf]
+        return [Leaf(leaf, self.by_leaf[leaf]) for leaf in found]
 
 
 @dataclass(frozen=True)

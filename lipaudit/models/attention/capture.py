@@ -21,7 +21,7 @@ from lipaudit.models.attention import projections
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
 from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
-from lipaudit.models.attention.trace import Frame, Tracer, freeze, observe
+from lipaudit.models.attention.trace import Frame, Tracer, fork_random, observe
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
 from lipaudit.models.requirements import AGREES
@@ -185,8 +185,8 @@ def capture(
 
     wanted = frozenset().union(*(site.sources for site in cut))
     tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
-    quiet = suppress(_AllRead)
-    with quiet, freeze(net.module), exact_arithmetic(net.device), observe(net, batch, tracer) as x:
+    settings = fork_random(net.module), exact_arithmetic(net.device)
+    with suppress(_AllRead), settings[0], settings[1], observe(net, batch, tracer) as x:
         net.call(x, batch.mask)
     for site in pending.values():
         raise EvaluationError(

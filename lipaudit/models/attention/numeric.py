@@ -64,9 +64,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
         require_range(linear, norms.norm, spread(torch.ones_like(start)))
         return norms
 
-    each = [of_head(head) for head in range(layer.site.heads)]
-    names = ("norm", "upper", "products", "converged")
-    return Norms(*(torch.stack([getattr(norms, name) for norms in each], 1) for name in names))
+    return Norms.join([*map(of_head, range(layer.site.heads))], partial(torch.stack, dim=1))
 
 
 def linearize_module(layer: Layer) -> Linearization | str:
@@ -197,7 +195,7 @@ def find_residuals(
     # Rows per token may be as many as the samples in one of the passes, not in both.
     for samples in (1, 2):
         place = trace.CallStack(on_leave=partial(leave, samples))
-        with trace.freeze(net.module):
+        with trace.fork_random(net.module):
             copies = batch[:1].rows(torch.zeros(samples, dtype=torch.long))
             trace.run(net, copies, trace.Tracer(partial(attention, place), place=place))
 
@@ -285,10 +283,10 @@ def compute_residual_norms(
             calls[residual] = frame.module, *tree_flatten(given)
 
     watched = trace.CallStack(on_enter=keep).following(net.module)
-    with trace.freeze(net.module), exact_arithmetic(net.device), torch.no_grad(), watched:
+    with trace.fork_random(net.module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
-        with trace.freeze(net.module):
+        with trace.fork_random(net.module):
             # Without a name here, the graph of a block is freed before that of the next is built.
             norms = compute_jacobian_norms(
                 _linearize_residual(residual, *calls.pop(residual), batch.mask), **how

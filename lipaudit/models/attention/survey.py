@@ -92,7 +92,7 @@ class Survey:
         net, pair, _ = make_generic(net, batch)
         loops = [site.loop for site in self.sites]
         tracer = trace.Tracer(lambda _, address: addresses.append(address), loops=loops)
-        with trace.freeze(net.module), exact_arithmetic(net.device):
+        with trace.fork_random(net.module), exact_arithmetic(net.device):
             trace.run(net, pair, tracer)
         return addresses == [site.address for site in self.sites]
 
@@ -130,7 +130,7 @@ def survey(net: Net, batch: Batch) -> Survey:
     place = trace.CallStack()
     uses = Uses(place.module)
     try:
-        with trace.freeze(net.module), exact_arithmetic(net.device):
+        with trace.fork_random(net.module), exact_arithmetic(net.device):
             # First unobserved, for the output and the places of the attention.
             if net.kind != "text":
                 uses.mark(pair.x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
 from lipaudit.models.precision import keep
 from lipaudit.models.requirements import agree
+from lipaudit.models.sources.weights import HALF
 from lipaudit.theory.head_norms import forward_error
 
 
@@ -39,10 +41,6 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
         if all(passed):
             return frozenset(address for maps in passed for address in maps[0])
     return frozenset()
-
-
-HALF = (torch.bfloat16, torch.float16)
-"""Dtypes in which a Jacobian has only two or three correct digits."""
 
 
 def analyse(
@@ -85,7 +83,7 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     """
     forms: list[ProjectionForm | None] = []
     problems, tensors = [], (call.q, call.k, call.v)
-    leaves = [call.origins.leaves(t) for t in tensors]
+    leaves = [*map(call.origins.leaves, tensors)]
     for name, t, behind in zip("qkv", tensors, leaves, strict=True):
         try:
             form = projections.decode(t, behind, len(batch))
@@ -165,8 +163,8 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     return capture.OutputMap(keep(linear.weight), order, gain) if single else None
 
 
-_Reads = dict[Address, tuple[Tensor, Tensor]]
-"""For linear maps: the tokens and the columns of the output that are read."""
+_Reads = tuple[set[tuple[Address, int]], set[tuple[Address, int]]]
+"""The rows (tokens) and the columns that are read of the outputs of linear maps."""
 
 
 @dataclass
@@ -239,8 +237,7 @@ class Surveyor(Tracer):
             if rows != wanted and not folded:
                 return
         origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
-        sources = frozenset(origin.address for part in origins for origin in part)
-        site = self._make_site(call, address, sources, *analyse(call, self.batch))
+        site = self._make_site(call, address)
         arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
             self.uncut |= find_inner_maps(origin for part in origins for origin in part)
@@ -277,17 +274,9 @@ class Surveyor(Tracer):
         reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
         return replace(site, reason=reason, inputs=())
 
-    def _make_site(
-        self,
-        call: AttentionCall,
-        address: Address,
-        sources: frozenset[Address],
-        layout: str,
-        kinds: tuple[str, ...],
-        structure: capture.Structure | None,
-        reason: str | None,
-    ) -> capture.Site:
-        frames = self.place.frames
+    def _make_site(self, call: AttentionCall, address: Address) -> capture.Site:
+        frames, behind = self.place.frames, call.origins.leaves(call.q, call.k, call.v)
+        layout, kinds, structure, reason = analyse(call, self.batch)
         # The innermost module call that contains the attention and its projections: everything
         # else that q, k, v and the logits depend on must enter it as an argument.
         scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
@@ -310,7 +299,7 @@ class Surveyor(Tracer):
             reason=reason,
             address=address,
             layout=layout,
-            sources=sources,
+            sources=frozenset(origin.address for _, origin in behind),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
             inputs=tuple(scope.inputs),
@@ -410,12 +399,13 @@ class Surveyor(Tracer):
 
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
     """Return the rows and columns of the linear maps that q, k or v depends on."""
-    found = {}
+    reads: _Reads = set(), set()
     for leaf, origin in call.origins.leaves(t):
         if origin.linear is not None:
             read = graph.Probed(t, (leaf,), origin.linear.outputs).read != 0
-            found[origin.address] = read.any(1).cpu(), read.any(0).cpu()
-    return found
+            for found, axis in zip(reads, (1, 0), strict=True):
+                found.update((origin.address, i) for i in read.any(axis).nonzero()[:, 0].tolist())
+    return reads
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
@@ -424,21 +414,29 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     if not form or any(layer.form != form for layer in group):
         return None
     shapes = [[t.shape for t in layer.first] for layer in group]
-    q, k, v = parts = [[layer.reads[i] for layer in group] for i in range(3)]
-    rows, columns = 0, 1
+    # Of q, k and v: what each call reads.
+    rows, columns = ([[layer.reads[i][k] for layer in group] for i in range(3)] for k in (0, 1))
     # Heads read columns of their own; chunks of queries read rows of their own.
-    split = [_are_apart(part, columns) for part in parts]
+    split = [*map(_are_apart, columns)]
     # Heads of several calls that share keys would repeat them in another order than groups do.
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
     whole = all(split) or (single and (split[0] or split[1]))
-    if whole and all(shape == shapes[0] for shape in shapes):
-        read = [[[r for r, _ in each.values()] for each in part] for part in parts]
-        if all(_are_equal(each, part[0]) for part in read for each in part):
-            return 1
-    shared = all(_are_same(part, axis) for part in (k, v) for axis in (rows, columns))
+    # The same tokens, of whichever maps.
+    tokens = [[sorted(i for _, i in each) for each in part] for part in rows]
+    if whole and _are_same(shapes) and all(map(_are_same, tokens)):
+        return 1
+    shared = all(map(_are_same, rows[1:] + columns[1:]))
     widths = {(shape[0][:2], shape[0][3]) for shape in shapes}
     causal = form[-1] is True
-    return 2 if shared and _are_apart(q, rows) and len(widths) == 1 and not causal else None
+    return 2 if shared and _are_apart(rows[0]) and len(widths) == 1 and not causal else None
+
+
+def _are_same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _are_apart(reads: Sequence[set[tuple[Address, int]]]) -> bool:
+    return len(set().union(*reads)) == sum(map(len, reads))
 
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
@@ -461,26 +459,6 @@ def _share_values(a: Surveyed, b: Surveyed) -> bool:
         return False
     pairs = zip(a.origins, b.origins, strict=True)
     return all(len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
-
-
-def _are_same(reads: Sequence[_Reads], axis: int) -> bool:
-    """Say whether all calls read the same rows (axis 0) or columns (axis 1)."""
-    masks = [[each[a][axis] for a in sorted(each)] for each in reads]
-    same = all(each.keys() == reads[0].keys() for each in reads)
-    return same and all(_are_equal(each, masks[0]) for each in masks)
-
-
-def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
-def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
-    """Say whether no two calls read the same row (axis 0) or column (axis 1)."""
-    for address in {address for each in reads for address in each}:
-        masks = [each[address][axis] for each in reads if address in each]
-        if torch.stack(masks).sum(0).amax() > 1:
-            return False
-    return True
 
 
 def _holds(frame: Frame, call: AttentionCall) -> bool:

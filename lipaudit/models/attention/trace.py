@@ -227,25 +227,10 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
         return net.read(net.call(x, batch.mask)).detach()
 
 
-@contextmanager
-def freeze(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode with frozen parameters; restore flags and random state afterwards."""
-    training = [part for part in module.modules() if part.training]
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    # What a model draws in this pass must not change what its user draws next.
+def fork_random(module: nn.Module) -> AbstractContextManager[None]:
+    """Undo, when the block ends, what a model drew: its user draws the same numbers next."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            if training:
-                module.eval()
-            for p in trainable:
-                p.requires_grad_(False)
-            yield
-        finally:
-            for part in training:
-                part.training = True
-            for p in trainable:
-                p.requires_grad_(True)
+    return torch.random.fork_rng(devices=list(devices))
 
 
 def watch_embeddings(

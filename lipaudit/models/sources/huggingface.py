@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -480,7 +480,7 @@ def silence_transformers() -> Iterator[None]:
     """Silence the tables and progress bars of transformers inside the block."""
     from transformers.utils import logging
 
-    with hub_bars(), ExitStack() as undo:
+    with hub_bars() as undo:
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         if logging.is_progress_bar_enabled():
             undo.callback(logging.enable_progress_bar)

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_trans
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import SUFFIXES, few, hash_weights, read_json
+from lipaudit.models.sources.weights import HALF, SUFFIXES, few, hash_weights, read_json
 from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
@@ -219,8 +219,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "Check num_classes and the labels of the model's configuration. Two classes need two "
         "logits: torch.cat([0 * z, z], 1).",
     )
-    described: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    described |= {
+    described = vars(spec) | {
         "call": call,
         "read": read,
         "entry": spec.entry or entry,
@@ -341,7 +340,7 @@ def _probe(
     with explained, watch_modules(parts, watch), eager(), torch.no_grad():
         result = call(x, None)
         output = read(result)
-    halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
+    halved = output.dtype in HALF and x.dtype == torch.float32
     refuse(
         halved or not output.is_floating_point(),
         f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",

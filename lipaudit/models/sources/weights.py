@@ -175,14 +175,9 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
         "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
     )
     takes = module.state_dict()
-    refuse_codes(
-        [k for k, v in state.items() if takes[k].is_floating_point() and _is_whole(v)], origin
-    )
+    stored = (k for k, v in state.items() if not v.is_floating_point() and not v.is_complex())
+    refuse_codes([k for k in stored if takes[k].is_floating_point()], origin)
     module.load_state_dict(dict(state))
-
-
-def _is_whole(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex())
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:

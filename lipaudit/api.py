@@ -25,6 +25,7 @@ from lipaudit.errors import (
     UsageError,
     find_user_error,
     of_machine,
+    refuse,
     suggestion,
     visible,
 )
@@ -180,13 +181,11 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places, old_places = other.samples.get("place"), first.samples.get("place")
         shared = one.suite_id == two.suite_id or (places and places == old_places)
-        if first.kind != other.kind or not shared:
-            raise InputError(
-                f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}, "
-                f"{two.spec}) do not read the same samples",
-                "Give --data that both can read: a folder of images, a table of texts. Random "
-                "samples depend on the model's input.",
-            )
+        pair = f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}"
+        advice = "Give --data that both can read: a folder of images, a table of texts. Random"
+        advice += " samples depend on the model's input."
+        other_samples = first.kind != other.kind or not shared
+        refuse(other_samples, f"{pair}, {two.spec}) do not read the same samples", advice)
         if reason := _compare_classes(first, other):
             advice = "Use class names in the data that both models know, or audit them separately."
             raise InputError(f"{reason}, so the labels of {one.spec} cannot fit both", advice)
@@ -391,10 +390,9 @@ def open_job(
     Raises:
         LipauditError: any failure, also inside the block, with a hint.
     """
-    if request.run.resume and not isinstance(model, str):
-        raise UsageError(
-            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
-        )
+    text = "resume needs a checkpoint with a name, and a module has no name"
+    nameless = request.run.resume and not isinstance(model, str)
+    refuse(nameless, text, "Leave resume out.", UsageError)
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None

@@ -67,6 +67,11 @@ def loads(text: str, *, name: str = "report") -> Report:
         raise InputError(text, "Write the report again.") from None
 
 
+def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON reads them, so that a fresh report equals a stored one."""
+    return json.loads(json.dumps(dict(values), default=str))
+
+
 def load(path: Path | str) -> Report:
     """Read a report from a file.
 

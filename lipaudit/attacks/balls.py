@@ -106,9 +106,8 @@ def check_inside(
         allowed *= (z != x).flatten(1).to(allowed).mean(1)
     if bad := int((excess > SLACK * ball.eps + allowed).sum()):
         far = float(excess.max())
-        raise blame_attack(
-            attack, f"left the ball or the box on {bad} samples, by up to {far:.3g}"
-        )
+        text = f"left the ball or the box on {bad} samples, by up to {far:.3g}"
+        raise blame_attack(attack, text)
     return near
 
 

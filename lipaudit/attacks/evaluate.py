@@ -123,7 +123,6 @@ class Outcome:
     """The result of one attack on one chunk.
 
     Attributes:
-        chunk: the chunk's number.
         trial: the trial of the plan; None for the clean samples, which come first.
         attack: name of the attack, `clean` for the clean samples.
         seed: seed of its random numbers, derived from (seed, attack, chunk).
@@ -143,7 +142,6 @@ class Outcome:
         drafts: the last texts, for an attack that changes texts.
     """
 
-    chunk: int
     trial: Trial | None
     attack: str
     seed: int
@@ -191,18 +189,15 @@ def evaluate_chunk(
         UsageError: the samples have half precision.
         EvaluationError: f returns no logits, or values that are not finite.
     """
-    if chunk.x.dtype not in (torch.float32, torch.float64):
-        raise UsageError(
-            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
-            "Use --dtype float32 or float64.",
-        )
+    half = chunk.x.dtype not in (torch.float32, torch.float64)
+    text = f"samples are {chunk.x.dtype}, which is too coarse for small radii"
+    refuse(half, text, "Use --dtype float32 or float64.", UsageError)
     meter, x, y = Meter(), chunk.x, chunk.y
     oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
     logits = _require_finite(oracle(x), "clean samples", chunk)
     # A second pass, with gradient, shows signs of trouble.
     again, gradient = logits_and_gradient(oracle, x, y)
     clean = Outcome(
-        chunk=chunk.number,
         trial=None,
         attack="clean",
         seed=seed,
@@ -224,7 +219,7 @@ def evaluate_chunk(
         for attack in trial.attacks:
             meter, part = Meter(), derive_seed(seed, attack.name, chunk.number)
             found = run(trial, attack, last, meter, torch.Generator().manual_seed(part))
-            last = Outcome(chunk.number, trial, attack.name, part, **found, **meter.read())
+            last = Outcome(trial, attack.name, part, **found, **meter.read())
             yield last
         ends[trial.norm, trial.attacks] = last
 
@@ -338,11 +333,9 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     bad = int((~logits.isfinite()).any(1).sum())
-    if bad:
-        raise EvaluationError(
-            f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",
-            "Try --dtype float64, or look for overflow in the model.",
-        )
+    text = f"the model's output is not finite on {bad} {what} of chunk {chunk.number}"
+    advice = "Try --dtype float64, or look for overflow in the model."
+    refuse(bad, text, advice, EvaluationError)
     return logits
 
 
@@ -371,12 +364,10 @@ def require_radius(
     entries = {"linf": 1, "l2": size, "l1": size**2, "token-l2": shape[-1]}[trial.norm]
     # The diameter of the box: in a larger ball the box alone would limit the attack.
     widest = (box[1] - box[0]) * math.sqrt(entries)
-    if float(trial.radius) > widest:
-        diagonal = f", whose diagonal is {widest:.4g}" * (entries > 1)
-        raise UsageError(
-            f"the radius {trial.radius.text} is larger than the range of the data {box}{diagonal}",
-            "Give radii for pixels in [0, 1]: 8/255, not 8.",
-        )
+    text = f"the radius {trial.radius.text} is larger than the range of the data {box}"
+    text += f", whose diagonal is {widest:.4g}" * (entries > 1)
+    advice = "Give radii for pixels in [0, 1]: 8/255, not 8."
+    refuse(float(trial.radius) > widest, text, advice, UsageError)
 
 
 def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:

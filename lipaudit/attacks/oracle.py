@@ -186,13 +186,12 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
     """
     logits = getattr(output, "logits", output)
     logits = logits[0] if isinstance(logits, tuple) else logits
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise EvaluationError(
-            f"the model returns {shape}, but an attack needs logits of shape (batch, classes)",
-            "Attack a classifier that returns one row of class scores per sample.",
-        )
-    return logits
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return logits
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    text = f"the model returns {shape}, but an attack needs logits of shape (batch, classes)"
+    advice = "Attack a classifier that returns one row of class scores per sample."
+    raise EvaluationError(text, advice)
 
 
 def logits_and_gradient(

@@ -346,15 +346,13 @@ def check_drafts(
         differing = {i for i, word in enumerate(old.words) if same and new.words[i] != word}
         silent = differing - set(new.changed)
         if not same or silent or any(lexicon.is_fixed(old.words[i]) for i in differing):
-            raise blame_attack(
-                attack, "changed something that is not a word, or did not report the change"
-            )
+            text = "changed something that is not a word, or did not report the change"
+            raise blame_attack(attack, text)
         if old.source is not new.source or {i for i, _ in new.spelled} - set(new.changed):
             raise blame_attack(attack, "changed characters and did not report it")
         if len(new.changed) > budget:
-            raise blame_attack(
-                attack, f"made {len(new.changed)} changes, but only {budget} are allowed"
-            )
+            text = f"made {len(new.changed)} changes, but only {budget} are allowed"
+            raise blame_attack(attack, text)
 
 
 # Number of substitutes considered for a token.
@@ -501,11 +499,9 @@ def rewrite_characters(
     reader, queries = oracle.reader, turn.attack.queries
     lexicon, tokenize = reader.lexicon, reader.lexicon.encode
     if lexicon.read is None or tokenize is None:
-        raise UsageError(
-            "the attack characters needs a tokenizer that spells its tokens, and this model "
-            "has none",
-            "Put the tokenizer's files beside config.json, or leave characters out.",
-        )
+        text = "the attack characters needs a tokenizer that spells its tokens, and this model has"
+        advice = "Put the tokenizer's files beside config.json, or leave characters out."
+        raise UsageError(f"{text} none", advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
     def list_errors(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:

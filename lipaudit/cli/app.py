@@ -18,7 +18,7 @@ import typer.core
 
 from lipaudit import __version__
 from lipaudit.cli.output import say
-from lipaudit.errors import UsageError, explain_error, suggestion, visible
+from lipaudit.errors import UsageError, explain_error, refuse, suggestion, visible
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, option
 from lipaudit.tables.columns import group_values
@@ -148,10 +148,9 @@ def read_config(path: Path | None) -> dict[str, Any]:
     table = document.get("tool", {})
     inner = isinstance(table, dict) and "lipaudit" in table
     values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
-    if not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict):
-        raise UsageError(
-            f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
-        )
+    plain = not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict)
+    text = f"tool.lipaudit and gate in {path} must be tables"
+    refuse(plain, text, "Write [tool.lipaudit] or [gate].", UsageError)
     return values
 
 

@@ -18,7 +18,7 @@ import typer
 
 from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit
-from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError
+from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError, refuse
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
@@ -43,10 +43,9 @@ def make_measure(name: str) -> Callable[..., None]:
         terminal: Terminal,
     ) -> None:
         given = [flag(each) for each in kind.alone if getattr(options, each) is not None]
-        if given and model is not None:
-            text = f"{given[0]} has models of its own, so the MODEL {model} has no effect"
-            raise UsageError(text, "Leave one of the two out.")
         if given:
+            text = f"{given[0]} has models of its own, so the MODEL {model} has no effect"
+            refuse(model is not None, text, "Leave one of the two out.", UsageError)
             (verify_report if given == ["--verify"] else print_results)(options, run, output)
             return
         if model is None:
@@ -257,9 +256,8 @@ def make_folder(folder: Path, flag: str) -> Path:
             # The folder of all runs ignores itself, so no report is committed by accident.
             (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
-        raise EvaluationError(
-            f"cannot write to {folder}: {error.strerror}", f"Choose another place with {flag}."
-        ) from None
+        text = f"cannot write to {folder}: {error.strerror}"
+        raise EvaluationError(text, f"Choose another place with {flag}.") from None
     return folder
 
 

@@ -17,7 +17,7 @@ import typer
 
 from lipaudit.cli.app import BY_MEASURE, ModelArgument, Output, Terminal
 from lipaudit.cli.output import check_outputs, emit_facts
-from lipaudit.errors import UsageError, suggestion
+from lipaudit.errors import UsageError, refuse, suggestion
 from lipaudit.measures import AuditOptions
 from lipaudit.settings import RunOptions
 from lipaudit.tables.columns import group_values
@@ -198,12 +198,12 @@ def init(
     """
     from lipaudit.engine.files import require_writable, write
 
-    if output.suffix != f".{kind}":
-        raise UsageError(
-            f"{output} is not the name of a {kind} file", f"Choose a name that ends in .{kind}."
-        )
-    if output.exists():
-        raise UsageError(f"{output} exists", "Choose another file.")
+    text, advice = (
+        f"{output} is not the name of a {kind} file",
+        f"Choose a name that ends in .{kind}.",
+    )
+    refuse(output.suffix != f".{kind}", text, advice, UsageError)
+    refuse(output.exists(), f"{output} exists", "Choose another file.", UsageError)
     require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())

@@ -110,9 +110,8 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     options, ids = CertifyOptions.parse(section.settings), section.ids
-    refuse(
-        options.counted, f"certificates of {options.counted} are not repeated", "Only balls are."
-    )
+    text = f"certificates of {options.counted} are not repeated"
+    refuse(options.counted, text, "Only balls are.")
     told: Mapping[str, Any] = section.samples
     count = {"certify": len(ids)}
     job = prepare(Request(before.model.spec, {"certify": options}, RunOptions.parse(run), count))
@@ -120,31 +119,26 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     batch, norm = job.samples.batch, options.norm or "linf"
     labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
     wanted = dict(zip(batch.ids, labels, strict=True))
+    stored = {n: -1 if y is None else y for n, y in zip(ids, told["label"], strict=True)}
     claimed = [(row.norm, row.eps_text, row.eps) for row in section.rows]
-    same = job.net.weights_sha256 == before.model.weights_sha256 and wanted == {
-        name: -1 if label is None else label
-        for name, label in zip(ids, told["label"], strict=True)
-    }
+    same = job.net.weights_sha256 == before.model.weights_sha256 and wanted == stored
     same = same and claimed == [(norm, r.text, float(r)) for r in options.eps]
     flags = [told[row.trial.column("certified")] for row in section.rows] if same else []
     shares = [sum(each[i] for i in once) / len(once) for each in flags]
-    refuse(
-        not same or shares != [row.certified for row in section.rows],
-        "the report does not fit its model, its samples or its own verdicts",
-        "Verify the report as it was written, where its model and data are.",
-    )
-    if proofs is not None and not zipfile.is_zipfile(proofs):
-        raise InputError(
-            f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
-        )
+    same = same and shares == [row.certified for row in section.rows]
+    text = "the report does not fit its model, its samples or its own verdicts"
+    advice = "Verify the report as it was written, where its model and data are."
+    refuse(not same, text, advice)
+    other = proofs is not None and not zipfile.is_zipfile(proofs)
+    refuse(other, f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz.")
     for batch in job.batches("certify")[1]:
         for sample in batch.to(job.net.device, job.net.dtype).split(1):
-            at = ids.index(sample.ids[0])
+            name = sample.ids[0]
+            at = ids.index(name)
             proven = [r for r, flag in zip(options.eps, flags, strict=True) if flag[at]]
             if not proven:
                 continue
             radius = max(proven, key=float)
-            name = sample.ids[0]
             label = told["predicted"][at] if wanted[name] < 0 else wanted[name]
             leaves = _read_leaves(proofs, name_proof(name, float(radius)), job.net.device)
             with eager(), exact_arithmetic(job.net.device):

@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError, UsageError, refuse
 
 
 def write(path: Path, content: bytes) -> None:
@@ -25,9 +25,8 @@ def write(path: Path, content: bytes) -> None:
         temporary.chmod(ordinary_mode())
         temporary.replace(path)
     except OSError as error:
-        raise EvaluationError(
-            f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
-        ) from None
+        text = f"cannot write {path}: {error.strerror}"
+        raise EvaluationError(text, "Free disk space, or choose another place.") from None
     finally:
         if temporary is not None:  # still there if the disk is full, or the run was stopped
             temporary.unlink(missing_ok=True)
@@ -40,14 +39,12 @@ def require_writable(path: Path) -> None:
         UsageError: the path is a folder, or its folder is missing or not writable.
     """
     folder = path.resolve().parent
-    if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder", "Give a file in that folder.")
-    if not folder.is_dir():
-        advice = f"Create it: mkdir {shlex.quote(str(path.parent))}"
-        raise UsageError(f"cannot write {path}: there is no folder {path.parent}", advice)
-    if not os.access(folder, os.W_OK):
-        text = f"cannot write {path}: the folder {path.parent} cannot be written to"
-        raise UsageError(text, "Choose a writable folder.")
+    text = f"cannot write {path}:"
+    refuse(path.is_dir(), f"{text} it is a folder", "Give a file in that folder.", UsageError)
+    advice = f"Create it: mkdir {shlex.quote(str(path.parent))}"
+    refuse(not folder.is_dir(), f"{text} there is no folder {path.parent}", advice, UsageError)
+    text = f"{text} the folder {path.parent} cannot be written to"
+    refuse(not os.access(folder, os.W_OK), text, "Choose a writable folder.", UsageError)
 
 
 def require_folder(path: Path) -> None:
@@ -59,12 +56,10 @@ def require_folder(path: Path) -> None:
     there = path.resolve()
     while not there.exists() and there != there.parent:
         there = there.parent
-    if not there.is_dir():
-        raise UsageError(f"cannot write to {path}: {there} is a file", "Give a directory.")
-    if not os.access(there, os.W_OK):
-        raise UsageError(
-            f"cannot write to {path}", "Choose a writable directory, for example with --run-dir."
-        )
+    text = f"cannot write to {path}"
+    refuse(not there.is_dir(), f"{text}: {there} is a file", "Give a directory.", UsageError)
+    advice = "Choose a writable directory, for example with --run-dir."
+    refuse(not os.access(there, os.W_OK), text, advice, UsageError)
 
 
 def ordinary_mode() -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lipaudit.errors import EvaluationError, UsageError, first_line
+from lipaudit.errors import EvaluationError, UsageError, first_line, refuse
 from lipaudit.settings import RunOptions
 
 # Longest time that a process waits for the other processes to start.
@@ -65,9 +65,9 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     else:
         return None
     host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
-    if not host or not port:
-        text = "several processes were started, but no address for their communication is set"
-        raise UsageError(text, "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.")
+    text = "several processes were started, but no address for their communication is set"
+    advice = "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT."
+    refuse(not host or not port, text, advice, UsageError)
     # torchrun always sets LOCAL_RANK; other launchers may not.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
@@ -81,17 +81,15 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
     """
     import torch
 
-    if run.shard:
-        text = "--shard and a launcher of several processes both split the samples"
-        raise UsageError(text, "Leave --shard out, or run one process.")
+    text = "--shard and a launcher of several processes both split the samples"
+    refuse(run.shard, text, "Leave --shard out, or run one process.", UsageError)
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
-        if Path(run.device_map).is_file():
-            return run
-        raise UsageError(
-            f"--device-map {run.device_map}: each process would spread its model over all devices",
-            "Run one process, or give a file that maps modules to devices.",
-        )
+        text = "each process would spread its model over all devices"
+        advice = "Run one process, or give a file that maps modules to devices."
+        spread = f"--device-map {run.device_map}: {text}"
+        refuse(not Path(run.device_map).is_file(), spread, advice, UsageError)
+        return run
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run
     return run.model_copy(update={"device": f"cuda:{place.local % torch.cuda.device_count()}"})

@@ -18,7 +18,7 @@ from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_da
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.engine.results import list_origins
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError, refuse
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.layers import note_unread
@@ -136,9 +136,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     net = net or load_net(request.model, load_options(run))
     for group in (run, *measures.values()):
         group.require_kind(net.kind)
-    if run.score is not None and net.next_logits is None:
-        text = f"{net.architecture} is not a language model, so it cannot score continuations"
-        raise UsageError(text, "Leave --score out.")
+    text = f"{net.architecture} is not a language model, so it cannot score continuations"
+    refuse(run.score and net.next_logits is None, text, "Leave --score out.", UsageError)
     # All measures share the samples, so texts get the largest length that any measure needs.
     if run.max_tokens is None and (needed := [o.tokens for o in measures.values() if o.tokens]):
         run = run.model_copy(update={"max_tokens": max(needed)})
@@ -155,11 +154,9 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     ready = net
     if run.score is not None:
         if samples.task is None:
-            raise InputError(
-                f"{samples.spec} has no continuations, choices or labels to score",
-                "Give a table with prompt and continuation; question, choices and answer; or "
-                "text and label.",
-            )
+            text = f"{samples.spec} has no continuations, choices or labels to score"
+            advice = "Give a table with prompt and continuation; question, choices and answer"
+            raise InputError(text, f"{advice}; or text and label.")
         ready = score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
@@ -208,9 +205,8 @@ def _suit_measure(
     """
     if score is None:
         return options.adapt(net.kind, net.changes, NEEDED)
-    if options.scores == "never":
-        text = f"{name} does not support scores"
-        raise UsageError(text, "Leave --score out, or use it with attack or jacobian.")
+    advice = "Leave --score out, or use it with attack or jacobian."
+    refuse(options.scores == "never", f"{name} does not support scores", advice, UsageError)
     # Word attacks change texts that a model reads alone, not prompts.
     return options.adapt(net.kind, (), "it scores continuations")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,10 +18,11 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.batch import Samples
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import pack_parts, unpack_parts
-from lipaudit.errors import InputError, explain_error
+from lipaudit.errors import InputError, explain_error, refuse
 from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts, load_measures
 from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
+from lipaudit.schema import to_json_values
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.report import Failure, Shard
@@ -92,6 +92,8 @@ def describe_run(job: Job) -> Run:
         {"revision": commit.repository.revision, "commit": commit.sha} if commit else {}
         for commit in (net.commit, samples.commit)
     )
+    names = ("source", "architecture", "parameters", "weights_sha256", "quantised")
+    of_net = {name: getattr(net, name) for name in names}
     device = net.device.type
     if device == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(net.device)})"
@@ -103,15 +105,7 @@ def describe_run(job: Job) -> Run:
         device=device,
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
-        model=Model(
-            spec=net.name,
-            source=net.source,
-            architecture=net.architecture,
-            parameters=net.parameters,
-            weights_sha256=net.weights_sha256,
-            quantised=net.quantised,
-            **of_model,
-        ),
+        model=Model(spec=net.name, **of_net, **of_model),
         data=Data(
             spec=samples.spec, samples=len(samples.batch), suite_id=samples.suite_id, **of_data
         ),
@@ -202,29 +196,22 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
     for report in reports:
-        if report.shard is None:
-            raise InputError(
-                f"the report of {report.run.model.spec} written by {report.run.command!r} is not "
-                "a shard",
-                "Give reports of commands with --shard.",
-            )
+        text = f"the report of {report.run.model.spec} written by {report.run.command!r} is not a"
+        refuse(report.shard is None, f"{text} shard", "Give reports of commands with --shard.")
     pairs = ((report.shard, report) for report in reports if report.shard)
     whole = sorted(pairs, key=lambda pair: pair[0].number)
-    if not whole or [shard.number for shard, _ in whole] != [*range(1, whole[0][0].of + 1)]:
-        names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
-        text = f"shards given: {names}; the shards of a run are needed once each"
-        raise InputError(text, "Measure a missing one with --shard, and name each once.")
+    names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
+    uneven = not whole or [s.number for s, _ in whole] != [*range(1, whole[0][0].of + 1)]
+    text = f"shards given: {names}; the shards of a run are needed once each"
+    refuse(uneven, text, "Measure a missing one with --shard, and name each once.")
     shard, first = whole[0]
     conditions = _list_conditions(*whole[0])
     for other, report in whole[1:]:
         others = _list_conditions(other, report)
         names = ", ".join(n for n in conditions | others if conditions.get(n) != others.get(n))
-        if names:
-            raise InputError(
-                f"shards {shard.number} and {other.number} are not from the same run: they differ "
-                f"in {names}",
-                "Measure both with the same command and software; only --shard may differ.",
-            )
+        text = f"shards {shard.number} and {other.number} are not from the same run"
+        advice = "Measure both with the same command and software; only --shard may differ."
+        refuse(names, f"{text}: they differ in {names}", advice)
     sections: list[Section] = []
     for name in (section.measure for section in first.sections if "." not in section.measure):
         failed = [s for _, r in whole if (s := r.section(name)) is not None and s.failure]
@@ -258,9 +245,7 @@ def _read_settings(shard: Shard, report: Report, measure: str) -> dict[str, Any]
     """Return the options of a measure as JSON: settings of its section, and others."""
     section = report.section(measure)
     settings = {} if section is None else section.settings
-    both = settings | shard.options.get(measure, {})
-    known: dict[str, Any] = json.loads(json.dumps(both, default=str))
-    return known
+    return to_json_values(settings | shard.options.get(measure, {}))
 
 
 def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]:
@@ -278,10 +263,7 @@ def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]
             raise InputError(text, "Copy the file again, or measure the shard again.") from error
     names, ids = sample_ids(parts), shards[0].ids[: shards[0].counts[measure]]
     # With another batch size a shard has other batches: samples are then repeated or missing.
-    if sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids):
-        raise InputError(
-            f"the shards of {measure} do not contain each sample exactly once: their batch "
-            "sizes differ",
-            "Measure all of them with the same --batch-size.",
-        )
+    uneven = sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids)
+    text = f"the shards of {measure} do not contain each sample exactly once: their batch sizes"
+    refuse(uneven, f"{text} differ", "Measure all of them with the same --batch-size.")
     return in_order(parts, ids)

@@ -223,8 +223,10 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     if isinstance(examined, Verdict) or section is None:
         return
     # Two-sided, and beyond the accuracy of norms: a head may move either way.
-    changes = {contrast.name: contrast.changes for contrast in examined if contrast.changes.size}
-    tests = {n: statistics.compute_two_sided(each, TOLERANCE) for n, each in changes.items()}
+    tests = {}
+    for contrast in (contrast for contrast in examined if contrast.changes.size):
+        sides = (statistics.judge_mean(way * contrast.changes) for way in (1, -1))
+        tests[contrast.name] = min(1.0, 2 * min(side.p(TOLERANCE) for side in sides))
     adjusted = statistics.correct_by_holm(tests, ALPHA)
     rows = pairing.index_rows(section)
     for contrast in examined:

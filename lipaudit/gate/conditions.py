@@ -5,10 +5,8 @@ A baseline is an ordinary report, reduced so that it fits into git.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
@@ -81,9 +79,8 @@ def promote(report: Report, reason: str) -> Report:
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
     if reasons := find_problems(report):
-        advice = (
-            "Merge all shards with lipaudit merge first." if report.shard else "Measure again."
-        )
+        merge = "Merge all shards with lipaudit merge first."
+        advice = merge if report.shard else "Measure again."
         raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
     sections = []
     for section in report.sections:
@@ -220,7 +217,7 @@ def _list_conditions(report: Report) -> dict[str, object]:
     return {
         **{"seed": run.seed, "device": run.device.split(":")[0], "dtype": run.dtype},
         "data": run.data.spec,
-        **{f"preprocess {k}": v for k, v in sorted(_to_json_values(run.preprocess).items())},
+        **{f"preprocess {k}": v for k, v in sorted(schema.to_json_values(run.preprocess).items())},
         **dict(sorted(run.options.items())),
         **dict(sorted(run.versions.items())),
         **{f"class {number}": repr(names[number]) for number in sorted(names)},
@@ -229,7 +226,7 @@ def _list_conditions(report: Report) -> dict[str, object]:
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:
     """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
-    new, old = _to_json_values(current.settings), _to_json_values(baseline.settings)
+    new, old = schema.to_json_values(current.settings), schema.to_json_values(baseline.settings)
     changes = []
     for key in sorted((new.keys() | old.keys()) - FREE):
         before, after = (each.get(key, "unset") for each in (old, new))
@@ -243,8 +240,3 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
             ends = (ABSENT if each is None else str(each) for each in (before, after))
             changes.append(f"{key} {' became '.join(ends)}")
     return "; ".join(changes)
-
-
-def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON reads them, so that a fresh report equals a stored one."""
-    return json.loads(json.dumps(dict(values), default=str))

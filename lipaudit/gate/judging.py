@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, EvaluationError, UsageError
+from lipaudit.errors import BaselineError, EvaluationError, UsageError, refuse
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.pairing import Key, RuleValues
 from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
@@ -181,9 +181,8 @@ def _contrast_reports(
         UsageError: the rule matches nothing, or does not suit its metric.
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
-    if new is None and old is None:
-        text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
-        raise UsageError(text)
+    text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+    refuse(new is None and old is None, text, kind=UsageError)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
     if current.shard is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import computed_field
 
-from lipaudit.errors import ExitCode, UsageError, suggestion
+from lipaudit.errors import ExitCode, UsageError, refuse, suggestion
 from lipaudit.measures import layouts
 from lipaudit.tables import Column, Layout, Section
 from lipaudit.tables.columns import Float, Frozen
@@ -179,17 +179,15 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
 
 
 def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
-    sampled = column in table.sample_columns
     if text is None:
-        return "each" if not sampled else "mean" if column in FLAGS else "median"
+        own = column in table.sample_columns
+        return "each" if not own else "mean" if column in FLAGS else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = table.columns.get(column)
-    if text == "each" and (row is None or row.format == "s" or column in FLAGS):
-        raise UsageError(
-            f"{column} has one value per sample, and `each` judges the rows of a table",
-            "Use median, mean, p95 or max.",
-        )
+    sampled = text == "each" and (row is None or row.format == "s" or column in FLAGS)
+    wrong = f"{column} has one value per sample, and `each` judges the rows of a table"
+    refuse(sampled, wrong, "Use median, mean, p95 or max.", UsageError)
     return text  # type: ignore[return-value]
 
 

@@ -232,11 +232,6 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     )
 
 
-def compute_two_sided(changes: Values, margin: float) -> float:
-    """Return the p-value of "the centre changed by at most the margin, either way"."""
-    return min(1.0, 2 * min(judge_mean(changes).p(margin), judge_mean(-changes).p(margin)))
-
-
 def correct_by_holm(
     p_values: Mapping[Name, float], alpha: float
 ) -> dict[Name, tuple[float, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -37,14 +37,13 @@ from lipaudit.tables.columns import (
     OUTCOMES,
     Column,
     accuracy_column,
+    key_column,
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lipaudit.attacks.evaluate import Checks, Chunk, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
@@ -119,7 +118,8 @@ class AttackOptions(MeasureOptions):
         None,
         "Side of the patches in pixels.",
         need=Need(
-            "--attack patch", lambda options: options.attack is None or "patch" in options.units
+            "--attack patch",
+            lambda options: not options.attack or any(t.norm == "patch" for t in options.trials()),
         ),
         kinds=("image",),
         usual="of the model's own patches",
@@ -216,11 +216,6 @@ class AttackOptions(MeasureOptions):
 
         return dict(self) | {"transfer": [hash_file(path) for path in self.transfer]}
 
-    @property
-    def units(self) -> set[str]:
-        """The norms of the trials."""
-        return {trial.norm for trial in self.trials()}
-
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
         """Return height and width of the patches that attacks fill; None if unknown."""
         return net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
@@ -300,13 +295,10 @@ ATTACK_TABLE = Layout(
         ),
     },
     fixed={
-        "attack": text_column(
-            "attack", "Name of the attack; worst = all attacks together.", needed=True
-        ),
-        "norm": text_column(
+        "attack": key_column("attack", "Name of the attack; worst = all attacks together."),
+        "norm": key_column(
             "norm",
             "Norm of the perturbation, or the unit that is changed (words, characters, patch).",
-            needed=True,
         ),
         "eps": eps_column(
             "Radius, for pixels in [0, 1] or token embeddings; or the number of changes."
@@ -344,38 +336,35 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
 
     Raises:
         UsageError: a batch is not a chunk of the run, so `logical_chunk` would be wrong.
-        InputError: a model without classes, samples without labels, or token ids whose embedding
-            nothing shows.
+        InputError: samples without labels, or token ids whose embedding nothing shows.
     """
     import torch
 
     from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
     from lipaudit.attacks.transfer import note_source, read_examples
     from lipaudit.measures import texts
-    from lipaudit.measures.texts import Continued
 
     trials = options.trials()
     reader = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
-    how["patch"] = options.choose_patch(net)
+    patch = options.choose_patch(net)
     spelled = any(trial.norm == "characters" for trial in trials)
     sources = tuple(map(note_source, options.transfer))
     ordered = sorted(trials, key=lambda trial: trial.radius.value)  # as in `evaluate_chunk`
     plan = [(trial, a.estimate_cost(trial.radius)) for trial in ordered for a in trial.attacks]
+    text = f"samples do not come in chunks of {CHUNK} (one random stream per chunk)"
+    advice = f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size."
     for batch in batches:
-        text = f"samples do not come in chunks of {CHUNK} (one random stream per chunk)"
-        advice = (
-            f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size."
-        )
         refuse(batch.start % CHUNK or len(batch) > CHUNK, text, advice, UsageError)
-        y = check(net, batch, options)
+        y = base.require_labels(batch, "an attack")
         drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
         each = [read_examples(path, batch.ids, point.shape[1:]) for path in options.transfer]
         saved = torch.cat([e.to(point) for e in each], 1) if each else None
         chunk = Chunk(number, point, y, net.free(batch), drafts, saved)
         outcomes: list[Outcome] = []
-        for outcome in evaluate_chunk(net.make_classifier(batch), chunk, trials, **how):
+        f = net.make_classifier(batch)
+        for outcome in evaluate_chunk(f, chunk, trials, patch=patch, **how):
             outcomes.append(outcome)
             # A broken sample is not attacked at larger radii: those alive have most passes left.
             alive = {o.trial and o.trial.attacks: int(o.robust.sum()) for o in outcomes}
@@ -384,14 +373,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             done = len(batch) + sum(n * int(o.tried.sum()) for o, (_, n) in run)
             base.report_progress(len(batch) * done / (done + left))
         if net.scored == "continuation":
-            further = Continued(net, batch, options.batch_size)
-            outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
-        part = _make_part(net, batch, chunk, trials, outcomes, options)
-        yield replace(part, notes=part.notes + sources)
+            outcomes += texts.raise_losses(net, batch, chunk, tuple(outcomes), **how)
+        yield _make_part(net, batch, chunk, outcomes, options, sources)
 
 
-def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
-    """Return the labels; refuse a model, samples or a radius that the attacks do not work with.
+def check(net: Net, batch: Batch, options: AttackOptions) -> None:
+    """Refuse a model, samples or a radius that the attacks do not work with.
 
     Raises:
         InputError: a model without classes, samples without labels, or token ids whose embedding
@@ -404,30 +391,29 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
 
     advice = "Attack a classifier with labels, or the scores of a language model (--score sum)."
     base.require_decision(net, advice)
-    y = base.require_labels(batch, "an attack")
+    base.require_labels(batch, "an attack")
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     for path in options.transfer:
         find_examples(path, batch.ids, batch.x.shape[1:])
-    return y
 
 
 def _make_part(
     net: Net,
     batch: Batch,
     chunk: Chunk,
-    trials: Sequence[Trial],
     outcomes: Sequence[Outcome],
     options: AttackOptions,
+    notes: tuple[Note, ...],
 ) -> Part:
     import torch
 
     from lipaudit.measures import texts
-    from lipaudit.measures.texts import Continued
 
-    clean, by_trial = outcomes[0], [[o for o in outcomes if o.trial is trial] for trial in trials]
+    clean, *attacked = outcomes
+    by_trial = [[o for o in attacked if o.trial == trial] for trial in options.trials()]
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
     with torch.no_grad():
@@ -442,7 +428,8 @@ def _make_part(
     }
     if net.scored == "continuation":
         points = [chunk.x, *(end.x_adv for end in ends)]
-        values["losses"] = Continued(net, batch, options.batch_size).compute_losses(points)
+        at = [texts.forward_pieces(net, batch, z, options.batch_size) for z in points]
+        values["losses"] = torch.stack([-scores[:, 0] for scores in at], 1)
     if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     # The samples robust before and after Square, if gradient attacks ran before it.
@@ -452,21 +439,19 @@ def _make_part(
         "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
         "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
         "box": net.box if chunk.mask is None else None,
-        "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
+        "nonfinite": sum(o.nonfinite for o in attacked),
     }
     if chunk.number * CHUNK < DRAWN:
-        facts["examples"] = describe_examples(
-            net, batch, chunk, [clean, *ends], options.batch_size
-        )
+        some = [clean, *ends]
+        facts["examples"] = describe_examples(net, batch, chunk, some, options.batch_size)
     if chunk.texts is not None:
         fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
-        sizes = {  # what can be changed of each text
+        facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
+        facts["sizes"] = {  # what can be changed of each text
             "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
             "characters": [sum(map(len, draft.texts)) for draft in drafts],
         }
-        facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
-        facts["sizes"] = sizes
-    remarks = tuple(note for o in outcomes for note in o.notes)
+    remarks = (*(note for o in outcomes for note in o.notes), *notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     return Part(batch.ids, arrays, facts, remarks)
@@ -479,8 +464,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     from lipaudit.measures import texts
 
     keys = [trial.key for trial in options.trials()]
-    columns: dict[str, Any] = {"ids": base.sample_ids(parts)}
-    columns |= {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
+    columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distance = dict(zip(keys, base.join_parts(parts, "distance").T, strict=True))
     robust = dict(zip(keys, base.join_parts(parts, "robust").T, strict=True))
     sure = dict(zip((None, *keys), base.join_parts(parts, "confidence").T, strict=True))
@@ -527,19 +511,10 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         forwards=costs[:, 1].astype(int),
         backwards=costs[:, 2].astype(int),
     )
-    # Flags are 0 and 1 in a report.
-    cells = {n: v * 1 if n != "ids" else v for n, v in (columns | raised).items()}
-    return [
-        ATTACK_TABLE.section(
-            settings=options.model_dump(),
-            rows=rows,
-            samples={name: tuple(np.asarray(v).tolist()) for name, v in cells.items()},
-            notes=_write_notes(parts, options.trials(), len(once))
-            + ((texts.note_losses(raised),) if raised else ()),
-            examples=base.join_facts(parts, "examples"),
-            classes=known,
-        )
-    ]
+    remarks = _write_notes(parts, options.trials(), len(once))
+    remarks += (texts.note_losses(raised),) if raised else ()
+    samples = columns | raised
+    return [base.make_section(ATTACK_TABLE, parts, options, rows, remarks, samples=samples)]
 
 
 def calibration_error(confidence: Values, correct: Values) -> float:

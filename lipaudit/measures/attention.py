@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lipaudit.errors import UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
-from lipaudit.tables import Array, Note, Section
-from lipaudit.tables.columns import HEAD, Column, Reduction, count_column
+from lipaudit.tables import Note, Section
+from lipaudit.tables.columns import HEAD, Column, Reduction, count_column, number_column
 from lipaudit.tables.report import Attended, Display, Layout
 from lipaudit.tables.summary import steepest
 
@@ -64,6 +65,7 @@ class AttentionOptions(MeasureOptions):
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
 OVER_SAMPLES = "mean over a sample's rows, then over samples"
+_share = partial(Column, format=".1%")
 
 
 ATTENTION_TABLE = Layout(
@@ -126,13 +128,11 @@ ATTENTION_TABLE = Layout(
             reading="Share of all attention that goes to one key. Sinks are normal in "
             "language models; a change of the sink token reaches every other token.",
         ),
-        "sink_token": Column(
-            "sink at",
-            "Position of the most attended key (in its window), in most samples.",
-            format="d",
+        "sink_token": number_column(
+            "sink at", "Position of the most attended key (in its window), in most samples."
         ),
-        "uniform": Column(
-            "uniform", "Share of the rows of all samples that are close to uniform.", format=".1%"
+        "uniform": _share(
+            "uniform", "Share of the rows of all samples that are close to uniform."
         ),
         "intermediate": Column(
             "intermediate",
@@ -144,10 +144,8 @@ ATTENTION_TABLE = Layout(
             "it is no vulnerability.",
             reduction=Reduction("mean", "intermediate", weights="long_rows"),
         ),
-        "categorical": Column(
-            "categorical",
-            "Share of the rows of all samples that are close to one-hot.",
-            format=".1%",
+        "categorical": _share(
+            "categorical", "Share of the rows of all samples that are close to one-hot."
         ),
         "short_rows": count_column(
             "short rows", "Rows with fewer than 3 keys; the shares leave them out."
@@ -329,23 +327,14 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     reductions = [column.reduction for column in ATTENTION_TABLE.columns.values()]
     kept = {how.values: of_samples[..., MEANS.index(how.values)] for how in reductions if how}
     kept |= {name: each for name, each in counts.items() if (each != each[:1]).any()}
-    stored = {name: Array.of(values.T) for name, values in kept.items()}
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
-        stored |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in MAP}
+        kept |= {f"{n}@{options.map}": first.values[n][0].T for n in MAP}
         if tokens := first.facts["tokens"]:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
-    return [
-        ATTENTION_TABLE.section(
-            settings=options.model_dump(),
-            rows=rows,
-            samples={"ids": base.sample_ids(parts)},
-            arrays=stored,
-            attended=attended,
-            notes=base.notes(parts),
-        )
-    ]
+    how = ATTENTION_TABLE, parts, options, rows, base.notes(parts)
+    return [base.make_section(*how, arrays=kept, attended=attended)]
 
 
 ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)

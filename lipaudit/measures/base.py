@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, refuse
 from lipaudit.settings.option import Layers, Settings, option
-from lipaudit.tables import Note, Row, Section
+from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
 from lipaudit.tables.report import Layout
-from lipaudit.tables.trials import COUNTED, Norm, is_repeat
+from lipaudit.tables.trials import COUNTED, Norm, is_repeat, parse_column
 from lipaudit.theory.policy import TOL
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
@@ -182,7 +183,9 @@ class Measure:
 
 Moved = Callable[[float], None]
 Told = Callable[[int, float, str], None]
-_LISTENER: ContextVar[tuple[Moved, Told] | None] = ContextVar("listener", default=None)
+_LISTENER: ContextVar[tuple[Moved, Told]] = ContextVar(
+    "listener", default=(lambda _samples: None, lambda *_cost: None)
+)
 
 
 @contextmanager
@@ -205,14 +208,12 @@ def report_progress(samples: float) -> None:
 
     Measures with long parts call this now and then.
     """
-    if (listener := _LISTENER.get()) is not None:
-        listener[0](samples)
+    _LISTENER.get()[0](samples)
 
 
-def report_cost(passes: int, seconds: float, unit: str = "passes") -> None:
-    """Report, before the work, how many passes (or `unit`) a sample takes, and seconds of each."""
-    if (listener := _LISTENER.get()) is not None:
-        listener[1](passes, seconds, unit)
+def report_cost(passes: int, seconds: float, unit: str) -> None:
+    """Report, before the work, how many passes a sample takes, seconds of each, and their name."""
+    _LISTENER.get()[1](passes, seconds, unit)
 
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:
@@ -246,6 +247,48 @@ def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
     cells = [[None if cell != cell else cell for cell in column] for column in whole]
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True))
     return tuple(make_row(known, row) for row in rows)
+
+
+def make_section(
+    layout: Layout,
+    parts: Sequence[Part],
+    options: MeasureOptions,
+    rows: Sequence[Row],
+    notes: Iterable[Note] = (),
+    *,
+    samples: Mapping[str, Values | Sequence[Any]] = MappingProxyType({}),
+    arrays: Mapping[str, Values] = MappingProxyType({}),
+    **others: Any,
+) -> Section:
+    """Return a section of a measure, with the facts of its parts that a report shows.
+
+    Args:
+        layout: its layout.
+        parts: the parts, which have the ids, and facts of samples: examples, gradients, classes.
+        options: the settings.
+        rows: the rows.
+        notes: the notes.
+        samples: columns of the samples. In an array NaN means not computed: it becomes None.
+        arrays: values behind rows, (samples, rows).
+        others: other attributes of the section.
+    """
+    columns: dict[str, tuple[Any, ...]] = {"ids": sample_ids(parts)}
+    for name, values in samples.items():
+        if hasattr(values, "tolist"):
+            # A column of whole numbers has truth values as 0 and 1.
+            kind = int if layout.sample_columns[parse_column(name)[0]].format == "d" else None
+            cells = (None if cell != cell else cell for cell in values.tolist())
+            values = [kind(cell) if kind and cell is not None else cell for cell in cells]
+        columns[name] = tuple(values)
+    return layout.section(
+        settings=options.model_dump(),
+        rows=tuple(rows),
+        notes=tuple(notes),
+        samples=columns,
+        arrays={name: Array.of(values.T) for name, values in arrays.items()},
+        **{name: join_facts(parts, name) for name in ("examples", "gradients", "classes")},
+        **others,
+    )
 
 
 def head_columns(heads: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -327,9 +370,10 @@ def lower_estimates(within: float) -> tuple[Note, ...]:
     return (Note.info("lower-estimates", text),) if within > 0 else ()
 
 
-def number_or_none(value: float) -> float | None:
-    """Return a plain float, None for NaN (not computed)."""
-    return None if value != value else float(value)
+def note_missed(count: int, what: str = "norms") -> tuple[Note, ...]:
+    """Warn of norms that did not converge; nothing if there are none."""
+    text = f"{count} {what} did not converge to tol, so they may be too low"
+    return (Note.warn("not-converged", text),) if count else ()
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
@@ -356,13 +400,9 @@ def require_decision(net: Net, advice: str) -> None:
     Raises:
         InputError: it has fewer than two classes, or its embedding table was not found.
     """
-    if (net.classes or 0) < 2:
-        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
-        raise InputError(
-            f"{lacks}, so no prediction is right or wrong",
-            f"{advice} A model with one logit z, (samples, 1), has to return "
-            "torch.cat([0 * z, z], 1).",
-        )
-    if net.kind == "text" and net.entry is None:
-        text = f"the embedding layer of {net.architecture} was not found"
-        raise InputError(text, "Write a py: factory that returns a ModelSpec with its `entry`.")
+    lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
+    advice += " A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
+    refuse((net.classes or 0) < 2, f"{lacks}, so no prediction is right or wrong", advice)
+    text = f"the embedding layer of {net.architecture} was not found"
+    advice = "Write a py: factory that returns a ModelSpec with its `entry`."
+    refuse(net.kind == "text" and net.entry is None, text, advice)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
-from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
     HEAD,
     HEAD_NORMS,
@@ -19,6 +19,7 @@ from lipaudit.tables.columns import (
     WITHIN_COLUMN,
     Column,
     Reduction,
+    describe_norm,
 )
 from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
@@ -115,6 +116,7 @@ BOUNDS_TABLE = Layout(
 )
 
 
+_limit = partial(Column, status="bound")
 LAYERS_TABLE = Layout(
     name="bounds.layers",
     title="How much do whole layers amplify?",
@@ -122,30 +124,25 @@ LAYERS_TABLE = Layout(
     fixed={
         "layer": HEAD["layer"],
         "module": HEAD["module"],
-        "exact": Column(
-            "exact",
-            "Norm with the heads concatenated, before W_O (--concat).",
-            better="lower",
+        "exact": describe_norm(
+            *(
+                "exact",
+                "Norm with the heads concatenated, before W_O (--concat).",
+                "median",
+                "exact",
+            ),
             reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
-            reduction=Reduction("median", "exact"),
         ),
-        "exact_out": Column(
-            "with W_O",
-            "Norm after the output projection.",
-            better="lower",
-            reduction=Reduction("median", "exact_out"),
+        "exact_out": describe_norm(
+            "with W_O", "Norm after the output projection.", "median", "exact_out"
         ),
         "within": WITHIN_COLUMN,
-        "sharp_sum": Column(
-            "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
+        "sharp_sum": _limit("||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds."),
+        "sharp_rss": _limit(
+            "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp."
         ),
-        "sharp_rss": Column(
-            "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp.", status="bound"
-        ),
-        "theorem3_sum": Column(
-            "theorem 3 sum",
-            "||W_O|| times the sum of the heads' Theorem 3 bounds.",
-            status="bound",
+        "theorem3_sum": _limit(
+            "theorem 3 sum", "||W_O|| times the sum of the heads' Theorem 3 bounds."
         ),
     },
 )
@@ -169,14 +166,13 @@ BALLS_TABLE = Layout(
             "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
         ),
         "exact": Column("exact", "||J|| at X.", reading=NEAR),
-        "ball_norm": Column(
+        "ball_norm": describe_norm(
             "norm found",
             "Largest ||J|| that gradient ascent finds in the ball.",
-            better="lower",
+            *("median", "ball_norm"),
             domain=BALL,
             status="empirical",
             reading=NEAR,
-            reduction=Reduction("median", "ball_norm"),
         ),
         "ball_sharp": Column(
             "ball sharp",
@@ -397,18 +393,13 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         converged=~measured["missed"].any(0),
     )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
-    heads = _name_heads(facts["heads"])
     limits = {name: measured[name] for name in load_bounds()}
-    of_heads = BOUNDS_TABLE.section(
-        settings=options.model_dump(),
-        rows=rows,
-        samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
-        arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
-        notes=[
-            *_write_notes(parts, measured, options),
-            *below_by_rounding(heads, ids, exact, limits),
-        ],
-    )
+    below = below_by_rounding(_name_heads(facts["heads"]), ids, exact, limits)
+    notes = [*_write_notes(parts, measured, options), *below]
+    largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
+    arrays = {name: measured[name] for name in ("exact", *stored)}
+    how = BOUNDS_TABLE, parts, options, rows, notes
+    of_heads = base.make_section(*how, samples=largest, arrays=arrays)
     sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
         sections.append(_make_ball_section(parts, measured, options))
@@ -450,13 +441,11 @@ def _make_layer_section(
         left_out = (Note.info("left-out", text),)
     places = [f"layer {layer} ({module})" for layer, module in layers]
     kept = {"exact": concat, "exact_out": out}
-    return LAYERS_TABLE.section(
-        settings=options.model_dump(),
-        rows=base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns)),
-        samples={"ids": ids},
-        arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
-        notes=left_out + below_by_rounding(places, ids, out, {"sharp_rss": columns["sharp_rss"]}),
-    )
+    arrays = {name: v for name, v in kept.items() if not np.isnan(v).all()}
+    rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
+    rss = {"sharp_rss": columns["sharp_rss"]}
+    notes = left_out + below_by_rounding(places, ids, out, rss)
+    return base.make_section(LAYERS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 
 def _write_notes(
@@ -482,10 +471,7 @@ def _write_notes(
         )
         yield Note.info("inputs-apart", text)
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
-        missed = int(measured[name].sum())
-        if missed:
-            text = f"{missed} {what} norms did not converge to tol, so they may be too low"
-            yield Note.warn("not-converged", text)
+        yield from base.note_missed(int(measured[name].sum()), f"{what} norms")
     error = measured["forward_error"].max(0)
     if (error > NOTABLE).any():
         text = (
@@ -536,16 +522,10 @@ def _make_ball_section(
     heads = _name_heads(names)
     places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
-    return BALLS_TABLE.section(
-        settings=options.model_dump(),
-        rows=rows,
-        samples={"ids": ids},
-        arrays={name: Array.of(columns[name].T) for name in ("ball_norm", "ball_sharp")},
-        notes=[
-            *_note_balls(rows, options),
-            *below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found"),
-        ],
-    )
+    below = below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found")
+    arrays = {name: columns[name] for name in ("ball_norm", "ball_sharp")}
+    notes = [*_note_balls(rows, options), *below]
+    return base.make_section(BALLS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 
 def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from lipaudit.tables.columns import (
     OUTCOMES,
     Column,
     count_column,
-    limit_column,
+    limit_columns,
+    number_column,
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
@@ -94,8 +95,7 @@ CERTIFY_TABLE = Layout(
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **ACCURACY,
         "certified": CERTIFIED_SHARE,
-        "certified_low": limit_column("low"),
-        "certified_high": limit_column("high"),
+        **limit_columns("certified"),
         "undecided": count_column("undecided", "Samples neither broken nor certified."),
         "places": _proven_column(
             "places",
@@ -105,8 +105,8 @@ CERTIFY_TABLE = Layout(
         "order": count_column(
             "order", "Proof method: 1 is affine, 2 quadratic (tighter and slower).", default=1
         ),
-        "nodes": Column(
-            "nodes", "Number of parts of balls that branch and bound examined.", format="d"
+        "nodes": number_column(
+            "nodes", "Number of parts of balls that branch and bound examined."
         ),
         "seconds": SECONDS,
     },
@@ -133,12 +133,8 @@ RADII_TABLE = Layout(
             reading="Proven share of the way to the nearest adversarial example found. At 1 the "
             "radius is known exactly; below 1, the proof or the attack could be stronger.",
         ),
-        "smallest": Column(
-            "smallest", "Smallest certified radius.", status="certified", domain="ball"
-        ),
-        "largest": Column(
-            "largest", "Largest certified radius.", status="certified", domain="ball"
-        ),
+        "smallest": _proven_column("smallest", "Smallest certified radius.", better=None),
+        "largest": _proven_column("largest", "Largest certified radius.", better=None),
         "passes": Column("passes", "Number of radii that were tried.", format="d"),
         "seconds": SECONDS,
     },
@@ -179,8 +175,8 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             "checks": read_checks(*(bracket.clean for bracket in brackets)),
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
-            "exported": {} if options.export is None else _export(net, brackets, options),
-            "proofs": {} if options.proofs is None else _encode_proofs(brackets),
+            "exported": _to_text(_export(net, brackets, options) if options.export else {}),
+            "proofs": _to_text(_encode_proofs(brackets) if options.proofs else {}),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
@@ -281,8 +277,13 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     }
 
 
-def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> dict[str, str]:
-    """Return the model and the balls around correct samples as files by name, in base64."""
+def _to_text(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return files by name as facts of a part: in base64."""
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> dict[str, bytes]:
+    """Return the model and the balls around correct samples as files by name."""
     from lipaudit.data.vnnlib import write_property
     from lipaudit.models.onnx_graph import export_onnx
 
@@ -301,25 +302,7 @@ def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> d
             title = f"sample {sample.ids[0]}, class {bracket.wanted}, L-inf radius {eps.text}"
             text = write_property(low, high, net.classes or 0, bracket.wanted, title)
             files[f"{sample.ids[0]}_eps_{float(eps)}.vnnlib"] = text.encode()
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
-
-
-def encode_export(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
-    """Return the files of `--export`: models, properties, and the list of the instances."""
-    from lipaudit.data.vnnlib import TIMEOUT
-
-    if options.export is None:
-        return {}
-    files = {n: base64.b64decode(t) for n, t in base.join_facts(parts, "exported").items()}
-    rows = []
-    for name in files:
-        own = f"{name.partition('_')[0]}.onnx"
-        if name.endswith(".vnnlib"):
-            model = own if own in files else "model.onnx"
-            rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
-    return {options.export / name: content for name, content in files.items()} | {
-        options.export / "instances.csv": "".join(rows).encode()
-    }
+    return files
 
 
 def name_proof(sample: str, radius: float) -> str:
@@ -327,8 +310,8 @@ def name_proof(sample: str, radius: float) -> str:
     return f"{sample}@{radius}"
 
 
-def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, str]:
-    """Return the proven parts of split balls as .npz files by name, in base64."""
+def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
+    """Return the proven parts of split balls as .npz files by name."""
     import numpy as np
 
     files = {}
@@ -337,20 +320,33 @@ def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, str]:
             if proof.certified and proof.leaves is not None:
                 arrays = {name: part.cpu().numpy() for name, part in vars(proof.leaves).items()}
                 np.savez(file := io.BytesIO(), **arrays)
-                text = base64.b64encode(file.getvalue()).decode()
-                files[name_proof(each.sample.ids[0], radius)] = text
+                files[name_proof(each.sample.ids[0], radius)] = file.getvalue()
     return files
 
 
-def encode_proofs(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
-    """Return the file of `--proofs`: a file for every split ball, by its name."""
-    if options.proofs is None:
-        return {}
-    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
-        for name, text in base.join_facts(parts, "proofs").items():
-            info = zipfile.ZipInfo(name)
-            archive.writestr(info, base64.b64decode(text), zipfile.ZIP_DEFLATED)
-    return {options.proofs: file.getvalue()}
+def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
+    """Return the files of `--export` (models, properties, a list of instances) and `--proofs`."""
+    from lipaudit.data.vnnlib import TIMEOUT
+
+    exported, proofs = (
+        {n: base64.b64decode(text) for n, text in base.join_facts(parts, fact).items()}
+        for fact in ("exported", "proofs")
+    )
+    files: dict[Path, bytes] = {}
+    if options.export is not None:
+        files = {options.export / name: content for name, content in exported.items()}
+        rows = []
+        for name in (name for name in exported if name.endswith(".vnnlib")):
+            own = f"{name.partition('_')[0]}.onnx"
+            model = own if own in exported else "model.onnx"
+            rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
+        files[options.export / "instances.csv"] = "".join(rows).encode()
+    if options.proofs is not None:
+        with zipfile.ZipFile(archive := io.BytesIO(), "w") as file:
+            for name, content in proofs.items():
+                file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+        files[options.proofs] = archive.getvalue()
+    return files
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
@@ -361,7 +357,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     # A repeated sample counts once in every row.
     once = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
     robust, certified, correct = once["robust"], once["certified"], once["correct"]
-    settings, norm = options.model_dump(), options.norm or "linf"
+    norm = options.norm or "linf"
     rows = base.make_rows(
         CERTIFY_TABLE,
         norm=norm,
@@ -377,13 +373,8 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         nodes=once["nodes"].sum(0),
         seconds=once["seconds"].sum(0).round(3),
     )
-    first = CERTIFY_TABLE.section(
-        settings=settings,
-        rows=rows,
-        samples={"ids": base.sample_ids(parts), **_make_columns(arrays, rows)},
-        notes=tuple(_write_notes(parts, arrays, options)),
-        classes=base.join_facts(parts, "classes"),
-    )
+    notes, columns = _write_notes(parts, arrays, options), _make_columns(arrays, rows)
+    first = base.make_section(CERTIFY_TABLE, parts, options, rows, notes, samples=columns)
     if not options.radius:
         return [first]
     radius, nearest = once["radius"][correct], once["radius_adversarial"][correct]
@@ -399,17 +390,17 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         passes=int(once["passes"].sum()),
         seconds=round(float(once["searching"].sum()), 3),
     )
-    return [first, RADII_TABLE.section(settings=settings, rows=(row,))]
+    return [first, RADII_TABLE.section(settings=options.model_dump(), rows=(row,))]
 
 
-def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
+def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
     import numpy as np
 
-    label, correct = arrays["label"].tolist(), arrays["correct"]
-    columns: dict[str, Any] = {
-        "label": [y if y >= 0 else None for y in label],
-        "predicted": arrays["predicted"].tolist(),
-        "correct": [int(c) if y >= 0 else None for y, c in zip(label, correct, strict=True)],
+    known, correct = arrays["label"] >= 0, arrays["correct"]
+    columns = {
+        "label": np.where(known, arrays["label"], np.nan),
+        "predicted": arrays["predicted"],
+        "correct": np.where(known, correct, np.nan),
     }
     for i, row in enumerate(rows):
         robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
@@ -417,21 +408,15 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
         verdict = np.select(
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"
         )
-        each = {
-            "verdict": verdict,
-            "why": np.where(verdict == "undecided", arrays["why"][:, i], ""),
-            "robust": robust.astype(int),
-            "certified": certified.astype(int),
-        }
-        columns |= {row.trial.column(name): values.tolist() for name, values in each.items()}
-        if row.norm == "patch":
-            places = [base.number_or_none(share) for share in arrays["places"][:, i]]
-            columns[row.trial.column("places")] = places
+        why = np.where(verdict == "undecided", arrays["why"][:, i], "")
+        each = {"verdict": verdict, "why": why, "robust": robust, "certified": certified}
+        each |= {"places": arrays["places"][:, i]} if row.norm == "patch" else {}
+        columns |= {row.trial.column(name): values for name, values in each.items()}
     if "radius" in arrays:
-        columns["radius"] = [base.number_or_none(r) for r in arrays["radius"]]
         found = arrays["radius_adversarial"]
-        columns["radius_adversarial"] = [float(r) if math.isfinite(r) else None for r in found]
-    return {name: tuple(values) for name, values in columns.items()}
+        columns["radius"] = arrays["radius"]
+        columns["radius_adversarial"] = np.where(np.isfinite(found), found, np.nan)
+    return columns
 
 
 def _write_notes(
@@ -467,8 +452,6 @@ CERTIFY = Measure(
     measure,
     summarise,
     batch=1,
-    encode_files=lambda parts, options: (
-        encode_export(parts, options) | encode_proofs(parts, options)
-    ),
+    encode_files=encode_files,
     check=check,
 )

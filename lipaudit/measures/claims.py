@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, refuse
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.smoothing import SmoothingOptions
@@ -81,13 +81,10 @@ class CertifyOptions(MeasureOptions):
     norm: Literal[BallNorm, "patch", "words"] | None = option(
         None, "linf (default for images), l2 (default for text), patch or words."
     )
-    patch_size: int | None = option(
-        None,
-        "Side of the patches in pixels.",
+    patch_size: int | None = repeat_option(
+        AttackOptions,
+        "patch_size",
         need=Need("--norm patch", lambda options: options.counted == "patch"),
-        kinds=("image",),
-        usual="of the model's own patches",
-        ge=1,
     )
     smooth: float | None = _of_smoothing("smooth", need=None)
     noise_samples: TwoCounts = _of_smoothing("noise_samples")
@@ -205,10 +202,8 @@ class CertifyOptions(MeasureOptions):
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
         if self.counted:
             eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE,)
-        if not eps and not self.radius:
-            raise UsageError(
-                "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
-            )
+        advice = "Add one, as in --eps 1/255, or search for it: --radius."
+        refuse(not eps and not self.radius, "no radius was given", advice, UsageError)
         if self.export is not None and norm != "linf":
             text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
             raise UsageError(text, "Add --norm linf.")
@@ -260,10 +255,7 @@ class CertifyOptions(MeasureOptions):
                 text = f"--attack {attack} cannot change {self.counted}"
                 raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
             if kind is not None and kind.counts != self.counted:
-                raise UsageError(
-                    f"--attack {attack}: certificates hold for balls, not for changed "
-                    f"{kind.counts}",
-                    "Use --attack pgd.",
-                )
+                text = f"certificates hold for balls, not for changed {kind.counts}"
+                raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
         planned = read_plan(attack, norm=self.norm, radii=radii)
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))

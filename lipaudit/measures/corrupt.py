@@ -16,13 +16,13 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import option, read_list
-from lipaudit.tables import Array, Note, Section
+from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import (
     OUTCOMES,
     Reduction,
     accuracy_column,
     count_column,
-    limit_column,
+    limit_columns,
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
@@ -138,8 +138,7 @@ CORRUPT_TABLE = Layout(
             "is. The limits count a sample with all of its copies as one observation.",
             reduction=Reduction("mean", "accuracy"),
         ),
-        "accuracy_low": limit_column("low"),
-        "accuracy_high": limit_column("high"),
+        **limit_columns("accuracy"),
         "drop": rate_column("drop", "Share of the clean accuracy that is lost.", better="lower"),
         "worst": rate_column(
             "worst",
@@ -230,16 +229,9 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
         drop=1 - cells["accuracy"] / (cells["accuracy"][0] or np.nan),
         samples=int(once.sum()),
     )
-    correct = tuple(right[:, 0, 0].astype(int).tolist())
-    return [
-        CORRUPT_TABLE.section(
-            settings=options.model_dump(),
-            rows=rows,
-            samples={"ids": base.sample_ids(parts), "correct": correct},
-            arrays={name: Array.of(values.T) for name, values in figures.items()},
-            notes=[*base.repeat_notes(parts), *base.notes(parts)],
-        )
-    ]
+    notes = [*base.repeat_notes(parts), *base.notes(parts)]
+    how = CORRUPT_TABLE, parts, options, rows, notes
+    return [base.make_section(*how, samples={"correct": right[:, 0, 0]}, arrays=figures)]
 
 
 CORRUPT = Measure(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, refuse
 from lipaudit.measures.base import Values
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
@@ -101,12 +101,10 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
     Raises:
         UsageError: the layer has no such head.
     """
-    count = layer.attention.q.shape[1]
-    if head >= count:
-        raise UsageError(
-            f"there is no head {layer.site.index}.{head}: the layer has {count}",
-            f"Give a head from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
-        )
+    count, index = layer.attention.q.shape[1], layer.site.index
+    text = f"there is no head {index}.{head}: the layer has {count}"
+    advice = f"Give a head from {index}.0 to {index}.{count - 1}."
+    refuse(head >= count, text, advice, UsageError)
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     every = torch.arange(queries)

@@ -48,8 +48,7 @@ def describe_examples(
     broken = batch.rows(which.to(batch.x.device))
     with torch.no_grad():
         before = torch.cat([net.output(part).softmax(1) for part in broken.split(size)])
-        rows = torch.split(torch.arange(len(broken), device=x_adv.device), size)
-        after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
+        after = texts.forward_pieces(net, broken, x_adv, size).softmax(1)
         for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
             if end.drafts is not None and chunk.texts is not None:
                 reader = chunk.texts.reader

@@ -57,11 +57,9 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
         modules = () if net.entry is None else net.entry.modules()
         patch = next((int(m.stride[0]) for m in modules if isinstance(m, nn.Conv2d)), None)
         if patch is None:
-            raise InputError(
-                f"the patch size of {net.architecture} was not found",
-                "Write a py: factory that names its patch embedding: "
-                "ModelSpec(..., entry=MODULE).",
-            )
+            text = f"the patch size of {net.architecture} was not found"
+            advice = "Write a py: factory that names its patch embedding"
+            raise InputError(text, f"{advice}: ModelSpec(..., entry=MODULE).")
         side = math.isqrt(n) * patch
         x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
         return Batch(x, None, batch.ids), torch.arange(len(batch))
@@ -194,9 +192,8 @@ def worst_case(
     known = {f"{site.index}.{head}" for site in sites for head in range(site.heads)}
     wanted = set(options.heads or ())
     if surplus := wanted - known - {"all"}:
-        raise UsageError(
-            f"there is no head {min(surplus)}", "Give heads as LAYER.HEAD, counted from 0, or all."
-        )
+        advice = "Give heads as LAYER.HEAD, counted from 0, or all."
+        raise UsageError(f"there is no head {min(surplus)}", advice)
     if set(options.modes) == {"real"}:
         return [], ()
     rows: list[Cells] = []

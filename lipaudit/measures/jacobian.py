@@ -11,7 +11,7 @@ from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Need, needs, option
-from lipaudit.tables import Array, Note, Section
+from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import (
     CONVERGED,
     NORM,
@@ -19,8 +19,9 @@ from lipaudit.tables.columns import (
     UPPER,
     WITHIN_COLUMN,
     Column,
-    Reduction,
     count_column,
+    describe_norm,
+    number_column,
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
@@ -140,9 +141,7 @@ JACOBIAN_TABLE = Layout(
             reading="Distance to the nearest class if the model were linear. An attack may "
             "succeed within it, or fail beyond it.",
         ),
-        "rivals": Column(
-            "rivals", "Number of other classes j considered for the radius.", format="d"
-        ),
+        "rivals": number_column("rivals", "Number of other classes j considered for the radius."),
         "complete": Column(
             "complete",
             "Whether no other class can be nearer.",
@@ -161,14 +160,10 @@ JACOBIAN_TABLE = Layout(
         ),
         "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
         "samples": count_column("samples", "Number of samples."),
-        "mean": Column("mean", "Mean norm.", better="lower", reduction=Reduction("mean", "norm")),
-        "median": Column(
-            "median", "Median norm.", better="lower", reduction=Reduction("median", "norm")
-        ),
-        "p95": Column(
-            "p95", "95th percentile.", better="lower", reduction=Reduction("p95", "norm")
-        ),
-        "max": Column("max", "Largest norm.", better="lower", reduction=Reduction("max", "norm")),
+        "mean": describe_norm("mean", "Mean norm.", "mean", "norm"),
+        "median": describe_norm("median", "Median norm.", "median", "norm"),
+        "p95": describe_norm("p95", "95th percentile.", "p95", "norm"),
+        "max": describe_norm("max", "Largest norm.", "max", "norm"),
         "method": text_column("method", "Method of the norm: dense VJPs or Lanczos."),
         "tol": Column("tol", "Requested relative accuracy (estimated).", domain=""),
         "within": WITHIN_COLUMN,
@@ -237,16 +232,15 @@ def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     from lipaudit.models.sources.weights import few
 
     layer = find_layer(options.start)
-    if layer is None and options.start != "layers" and not options.per_layer:
+    from_layers = layer is not None or options.start == "layers"
+    if not (from_layers or options.per_layer):
         return Blocks({}, (), ())
     sites = find_layers(net, batch)
     cuts: dict[str, Residual] = {}
     alone: dict[str, list[int]] = {}
     chosen = choose_layers(sites, None if layer is None else (layer,))
-    from_layers = layer is not None or options.start == "layers"
-    around = inside = find_residuals(net, batch, sites)
-    if from_layers:
-        around = find_residuals(net, batch, sites, entire=True)
+    inside = find_residuals(net, batch, sites)
+    around = find_residuals(net, batch, sites, entire=True) if from_layers else inside
     for site in chosen:
         block = around[site.index]
         if block is None or not block.by_sample:
@@ -364,14 +358,11 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
         for name in names
     }
-    columns: dict[str, tuple[Any, ...]] = {}
-    for name, values in arrays.items():
-        if name != "within" and not name.startswith("block_"):
-            cells: list[Any] = values.tolist()
-            # None means not computed; the NaN of a failed norm stays NaN.
-            if values.dtype.kind == "f" and name not in ("norm", "upper"):
-                cells = [base.number_or_none(cell) for cell in cells]
-            columns[name] = tuple(cells)
+    columns: dict[str, Any] = {
+        n: v for n, v in arrays.items() if n in JACOBIAN_TABLE.sample_columns
+    }
+    # The NaN of a failed norm stays NaN: it is not a value that was not computed.
+    columns |= {name: columns[name].tolist() for name in ("norm", "upper")}
     several = "block_norm" in arrays
     of_blocks = {n: arrays[f"block_{n}"].T if several else () for n in OF_BLOCKS}
     # Arrays (samples, maps): of the model, then of its blocks.
@@ -394,16 +385,9 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             converged=int(converged.sum()),
         )
         rows.append(row)
-    return [
-        JACOBIAN_TABLE.section(
-            settings=options.model_dump(),
-            rows=tuple(rows),
-            samples={"ids": base.sample_ids(parts), **columns},
-            arrays={"norm": Array.of(of_maps["norm"].T)} if several else {},
-            notes=[*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)],
-            gradients=base.join_facts(parts, "gradients"),
-        )
-    ]
+    notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
+    kept, how = {"norm": of_maps["norm"]} if several else {}, (parts, options, rows, notes)
+    return [base.make_section(JACOBIAN_TABLE, *how, samples=columns, arrays=kept)]
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:
@@ -435,9 +419,7 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
             yield Note.warn("radius-incomplete", text)
     for name in [name for name in CONVERGENCE if name in arrays]:
         known = ~np.isnan(arrays[name.replace("converged", "norm")])
-        if count := int((~arrays[name] & known).sum()):
-            text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
-            yield Note.warn("not-converged", text)
+        yield from base.note_missed(int((~arrays[name] & known).sum()), CONVERGENCE[name])
     if undefined := int(np.isnan(arrays["norm"]).sum()):
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
         yield Note.warn("not-finite", text)
@@ -448,20 +430,17 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     from lipaudit.models.endpoints import resolve_target
 
     layered = f"--from {options.start}" if (options.start or "").startswith("layer") else ""
-    if net.scored and (option := "--per-layer" if options.per_layer else layered):
-        raise UsageError(
-            f"{option} does not work with --score: every continuation of a prompt has its "
-            "own hidden states",
-            f"Leave out {option} or --score.",
-        )
+    option = "--per-layer" if options.per_layer else layered
+    text = "does not work with --score: every continuation of a prompt has its own hidden states"
+    advice = f"Leave out {option} or --score."
+    refuse(net.scored and option, f"{option} {text}", advice, UsageError)
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
     place = _find_place(net, batch, end)
-    if place is not None and (short := int((place < 0).sum())):
-        raise InputError(
-            f"{short} of {len(batch)} texts are too short for --to {end.text}",
-            "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
-        )
+    short = 0 if place is None else int((place < 0).sum())
+    text = f"{short} of {len(batch)} texts are too short for --to {end.text}"
+    advice = "Give longer texts, or an existing position (counted from 0, or from the end: -1)."
+    refuse(short, text, advice)
 
 
 JACOBIAN = Measure(

@@ -19,6 +19,7 @@ from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.models.sources.weights import HALF, few
 from lipaudit.tables import Note
+from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
@@ -102,11 +103,9 @@ def by_layer(
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
     """Note what a reader must know of the selected layers, and which attention is left out."""
-    reasons: dict[str, list[Site]] = {}
+    reasons = group_values((site.reason, site) for site in selected if site.reason is not None)
     inputs: dict[tuple[bool, str], list[Site]] = {}
     for site in selected:
-        if site.reason is not None:
-            reasons.setdefault(site.reason, []).append(site)
         measured = site.closed_form or site.inputs
         within = f"{site.module}." if site.module else ""
         inside = all(f"{name}.".startswith(within) for name in site.reads)

@@ -13,17 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lipaudit.errors import InputError
+from lipaudit.errors import refuse
 from lipaudit.measures import base, bounds, jacobian
-from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
+from lipaudit.measures.base import Measure, MeasureOptions, NormOptions, Part, Values
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.settings.option import Layers, Lengths, Names, Need, option, read_list
+from lipaudit.settings.option import (
+    Layers,
+    Lengths,
+    Names,
+    Need,
+    option,
+    read_list,
+    repeat_option,
+)
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import NORM, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.record import Bound, load_bounds
-from lipaudit.theory.policy import TOL
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -82,9 +89,7 @@ class ScalingOptions(MeasureOptions):
     mask: Literal["own", "none", "causal", "both"] = option(
         "own", "Mask of the worst case: own (the model's), none, causal or both.", need=WORST
     )
-    tol: float = option(
-        TOL, "Relative accuracy at which the iteration stops (estimated, not proven).", gt=0, lt=1
-    )
+    tol: float = repeat_option(NormOptions, "tol")
 
     @property
     def tokens(self) -> int | None:
@@ -225,11 +230,8 @@ def _measure_lengths(
     # The longest first: the model may be surveyed there.
     cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
     cuts = [(i, part, which) for i, part, which in cuts if len(part)]
-    if not cuts:
-        raise InputError(
-            f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
-            "Start --lengths lower, or give longer texts.",
-        )
+    text = f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens"
+    refuse(not cuts, text, "Start --lengths lower, or give longer texts.")
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
@@ -254,11 +256,7 @@ def _measure_lengths(
     # Layers without a norm have NaN.
     most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
     facts |= {"within": float(most), "kind": net.kind}
-    remarks = base.notes(parts)
-    if missed:
-        text = f"{missed} norms did not converge to tol, so they may be too low"
-        remarks += (Note.warn("not-converged", text),)
-    return arrays, facts, remarks
+    return arrays, facts, base.notes(parts) + base.note_missed(missed)
 
 
 @dataclass(frozen=True)
@@ -390,7 +388,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
     row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
-        **{n: base.number_or_none(getattr(law, n)) for n in ("exponent", "exponent_se", "r2")},
+        **{n: float(v) for n, v in vars(law).items() if n != "constant" and v == v},
     )
     return law, row
 

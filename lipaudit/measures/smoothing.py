@@ -24,7 +24,7 @@ from lipaudit.tables.columns import (
     Reduction,
     accuracy_column,
     count_column,
-    limit_column,
+    limit_columns,
     text_column,
 )
 from lipaudit.tables.report import Display, Layout
@@ -140,8 +140,7 @@ SMOOTHING_TABLE = Layout(
             reduction=Reduction("mean", "correct"),
         ),
         "certified": CERTIFIED,
-        "certified_low": limit_column("low"),
-        "certified_high": limit_column("high"),
+        **limit_columns("certified"),
         "abstained": count_column("abstained", "Samples without a proven majority of the votes."),
         "seconds": seconds_column("Wall time."),
     },
@@ -271,23 +270,15 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
         abstained=int((radius[once] == 0).sum()),
         seconds=arrays["seconds"][once].sum().round(3),
     )
-    columns = {"label": label, "correct": correct.astype(int), "votes": votes}
-    columns |= {"share": share, "radius": radius}
-    for each, flags in zip(rows, certified.T.astype(int), strict=True):
+    columns = {"label": label, "correct": correct, "votes": votes, "share": share}
+    columns["radius"] = radius
+    for each, flags in zip(rows, certified.T, strict=True):
         columns[each.trial.column("certified")] = flags
-    samples = {name: tuple(values.tolist()) for name, values in columns.items()}
-    pairs = zip(chosen.tolist(), samples["radius"], strict=True)
-    samples["predicted"] = tuple(number if size else None for number, size in pairs)
+    columns["predicted"] = np.where(radius > 0, chosen, np.nan)
     # With every vote for one class, the limit p has p^N = alpha.
     (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
-    section = SMOOTHING_TABLE.section(
-        settings=options.model_dump(),
-        rows=rows,
-        samples={"ids": base.sample_ids(parts), **samples},
-        notes=[*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)],
-        classes=base.join_facts(parts, "classes"),
-    )
-    return [section]
+    notes = [*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)]
+    return [base.make_section(SMOOTHING_TABLE, parts, options, rows, notes, samples=columns)]
 
 
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:

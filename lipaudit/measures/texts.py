@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median_low
 from typing import Any
 
@@ -17,7 +17,7 @@ from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, escape_controls
+from lipaudit.errors import InputError, escape_controls, refuse
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
@@ -42,10 +42,10 @@ def make_reader(net: Net) -> Reader:
     """
     table = getattr(net.entry, "weight", None)
     if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
-        raise InputError(
-            f"{net.architecture} has no embedding table, which the search for similar words needs",
-            "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
+        text = (
+            f"{net.architecture} has no embedding table, which the search for similar words needs"
         )
+        raise InputError(text, "Attack its embeddings: --attack fgsm,pgd --eps 0.1.")
     if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
         kinds = torch.full((net.vocabulary,), BEGINS)
         for special in {net.pad_id, net.end_id} - {None}:
@@ -97,13 +97,10 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     pairs = zip(rows, written, strict=True)
     drafts = [how.lexicon.draft(row.tolist(), text, how.most) for row, text in pairs]
     lost = sum(draft.source is None for draft in drafts)
-    if lost and (batch.texts or characters):
-        raise InputError(
-            f"the token ids of {lost} samples do not match their text, so words and "
-            "characters cannot be changed",
-            "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings: --attack "
-            "fgsm,pgd --eps 0.1.",
-        )
+    advice = "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings"
+    advice += ": --attack fgsm,pgd --eps 0.1."
+    wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
+    refuse(lost and (batch.texts or characters), f"{wrong} cannot be changed", advice)
     return Texts(how, drafts)
 
 
@@ -178,71 +175,59 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
 SMALL = 1e-3
 
 
-@dataclass(frozen=True)
-class Continued:
-    """The scored continuations of a chunk; the first score is log p.
+@torch.no_grad()
+def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
+    """Return the logits or the scores at a point per sample, `size` samples at a time."""
+    rows = torch.split(torch.arange(len(z), device=z.device), size)
+    return torch.cat([net.forward(z[i], batch.without_ids(i)) for i in rows])
 
-    Attributes:
-        net: the model that scores them (see `models.scoring`).
+
+def raise_losses(
+    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], **how: Any
+) -> Iterator[Outcome]:
+    """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
+
+    The attacks maximise softplus(c - log p) with c just below log p at the sample; its gradient
+    has the direction of the gradient of the loss -log p. The iterate with the highest loss counts.
+    A sample is robust if it is right there, too. Each trial gets one more outcome: at the point
+    that broke the sample, else at the point with the higher loss.
+
+    Args:
+        net: the model, which scores continuations (see `models.scoring`): the first is log p.
         batch: the samples.
-        size: number of samples on the device at a time.
+        chunk: the samples, to be attacked.
+        outcomes: outcomes of the attacks before, the clean samples first.
+        how: box, seed and batch size of the attacks.
     """
 
-    net: Net
-    batch: Batch
-    size: int
+    def score(z: Tensor) -> Tensor:
+        return forward_pieces(net, batch, z, how["batch_size"])
 
-    @torch.no_grad()
-    def compute_scores(self, z: Tensor) -> Tensor:
-        """Return the scores of every sample, with its input replaced by z."""
-        rows = torch.split(torch.arange(len(z), device=z.device), self.size)
-        return torch.cat([self.net.forward(z[i], self.batch.without_ids(i)) for i in rows])
+    floor = score(chunk.x)[:, 0]
+    floor = floor - SMALL * (1 + floor.abs())
 
-    def raise_losses(
-        self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int
-    ) -> Iterator[Outcome]:
-        """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
+    def loss(z: Tensor, rows: Tensor) -> Tensor:
+        own = net.forward(z, batch.without_ids(rows))[:, 0]
+        return torch.stack([own, floor[rows]], 1)
 
-        The attacks maximise softplus(c - log p) with c just below log p at the sample; its
-        gradient has the direction of the gradient of the loss -log p. The iterate with the highest
-        loss counts. A sample is robust if it is right there, too. Each trial gets one more
-        outcome: at the point that broke the sample, else at the point with the higher loss.
-
-        Args:
-            chunk: the samples.
-            outcomes: outcomes of the attacks before, the clean samples first.
-            seed: seed of the attacks.
-        """
-        floor = self.compute_scores(chunk.x)[:, 0]
-        floor = floor - SMALL * (1 + floor.abs())
-
-        def loss(z: Tensor, rows: Tensor) -> Tensor:
-            own = self.net.forward(z, self.batch.without_ids(rows))[:, 0]
-            return torch.stack([own, floor[rows]], 1)
-
-        correct = outcomes[0].robust
-        how: dict[str, Any] = {"box": self.net.box, "seed": seed, "batch_size": self.size}
-        for trial, end in {o.trial: o for o in outcomes if o.trial is not None}.items():
-            _, *climbs = evaluate_chunk(ByRow(loss), chunk, [trial], **how)
-            # The climb's point replaces the end point if it broke the sample or went higher.
-            top = climbs[-1].x_adv
-            own, other = self.compute_scores(end.x_adv), self.compute_scores(top)
-            right = other.argmax(1) == chunk.y
-            further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
-            further |= end.robust & ~right
-            x_adv = torch.where(further[:, None, None], top, end.x_adv)
-            yield replace(
-                end,
-                robust=end.robust & right,
-                x_adv=x_adv,
-                distance=distance(x_adv, chunk.x, trial.norm),
-                notes=(),
-                **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
-            )
-
-    def compute_losses(self, points: Sequence[Tensor]) -> Tensor:
-        """Return the loss -log p of every sample at some points, (batch, points)."""
-        return torch.stack([-self.compute_scores(z)[:, 0] for z in points], 1)
+    correct = outcomes[0].robust
+    for trial, end in {o.trial: o for o in outcomes if o.trial is not None}.items():
+        _, *climbs = evaluate_chunk(ByRow(loss), chunk, [trial], **how)
+        # The climb's point replaces the end point if it broke the sample or went higher.
+        top = climbs[-1].x_adv
+        own, other = score(end.x_adv), score(top)
+        right = other.argmax(1) == chunk.y
+        further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
+        further |= end.robust & ~right
+        x_adv = torch.where(further[:, None, None], top, end.x_adv)
+        yield replace(
+            end,
+            robust=end.robust & right,
+            x_adv=x_adv,
+            distance=distance(x_adv, chunk.x, trial.norm),
+            notes=(),
+            **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
+        )
 
 
 def note_losses(losses: dict[str, Values]) -> Note:

@@ -12,7 +12,7 @@ from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
 from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import HEAD, Column, count_column, text_column
+from lipaudit.tables.columns import HEAD, Column, count_column, key_column, text_column
 from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ GAINS = Layout(
     title="Which channels do normalisations amplify?",
     display=Display(about=f"Outliers: gains {OUTLIER:g} standard deviations off.", by="gain"),
     fixed={
-        "module": text_column(
-            "module", "LayerNorm or RMSNorm; without a gain if it is a variant.", needed=True
-        ),
+        "module": key_column("module", "LayerNorm or RMSNorm; without a gain if it is a variant."),
         "gain": _norm_column("gain", "Largest absolute gain of a channel."),
         "outliers": count_column("outliers", "Number of outlier channels [Kovaleva et al. 2021]."),
         "channels": text_column("channels", "The farthest outliers, with their gains."),

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.errors import UsageError, suggestion
+from lipaudit.errors import UsageError, refuse, suggestion
 from lipaudit.tables.trials import Radius, parse_radius, parse_range
 
 # Attributes of `Option` that a field declares; the others follow from the field.
@@ -184,12 +184,9 @@ class Settings(BaseModel):
         """
         for known in self.options().values():
             given = known.name not in self._configured and self._differs(known)
-            if known.kinds and given and kind not in known.kinds:
-                raise UsageError(
-                    f"{known.flags[0]} works only for models that take "
-                    f"{' or '.join(known.kinds)}; this one takes {kind}",
-                    "Leave it out.",
-                )
+            text = f"{known.flags[0]} works only for models that take {' or '.join(known.kinds)}"
+            wrong = known.kinds and given and kind not in known.kinds
+            refuse(wrong, f"{text}; this one takes {kind}", "Leave it out.", UsageError)
 
     @classmethod
     def parse(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, islice, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -32,6 +33,7 @@ Group = TypeVar("Group")
 T = TypeVar("T")
 Status = Literal["certified", "exact", "bound", "estimate", "empirical"]
 Better = Literal["lower", "higher"]
+Statistic = Literal["median", "mean", "p95", "max"]
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
 _CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": "integer"}, {"type": "string"}, {"type": "null"}]}
@@ -75,7 +77,7 @@ class Reduction:
             weights are equal.
     """
 
-    stat: Literal["median", "mean", "p95", "max"]
+    stat: Statistic
     values: str
     per: str = ""
     weights: str = ""
@@ -151,9 +153,16 @@ class Column:
         return value
 
 
-# Columns of text, and of whole numbers that are never null.
+# Columns of text, which may name a row, and of whole numbers, which may be missing.
 text_column = partial(Column, format="s", default="")
+key_column = partial(text_column, needed=True)
 count_column = partial(Column, format="d", default=0)
+number_column = partial(Column, format="d")
+
+
+def describe_norm(label: str, meaning: str, stat: Statistic, values: str, **how: Any) -> Column:
+    """Return the column of a statistic of norms, which are better lower."""
+    return Column(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
 
 def naming(columns: Mapping[str, Column]) -> list[str]:
@@ -251,16 +260,14 @@ class Array(Frozen):
         return np.array(self.data, dtype=np.float64).reshape(self.shape)
 
 
-def _write_column(column: Column) -> dict[str, Any]:
-    """Return the fields of a column that differ from the defaults."""
-    plain = asdict(Column("", ""))
-    given = {n: v for n, v in asdict(column).items() if v != plain[n] or n in ("label", "meaning")}
-    if column.reduction:
-        given["reduction"] = {n: v for n, v in given["reduction"].items() if v}
-    return given
+@cache
+def _adapt_column() -> TypeAdapter[Column]:
+    return TypeAdapter(Column)
 
 
-Columns = dict[str, Annotated[Column, PlainSerializer(_write_column)]]
+# Only the fields of a column that differ from the defaults are written.
+write_column = PlainSerializer(lambda c: _adapt_column().dump_python(c, exclude_defaults=True))
+Columns = dict[str, Annotated[Column, write_column]]
 Rows = tuple[
     Annotated[
         Row,
@@ -479,19 +486,11 @@ HEAD_NORMS = {
         "`lipaudit bounds --input module` computes every norm that way.",
     ),
     "tokens": count_column("tokens", "Tokens of the longest sample."),
-    "exact": Column(
-        "exact",
-        "||J||, the norm of the head's Jacobian.",
-        better="lower",
+    "exact": describe_norm(
+        *("exact", "||J||, the norm of the head's Jacobian.", "median", "exact"),
         reading=NORM_OF.format("the layer's input", "the head's output"),
-        reduction=Reduction("median", "exact"),
     ),
-    "exact_max": Column(
-        "exact max",
-        "Largest ||J|| over the samples.",
-        better="lower",
-        reduction=Reduction("max", "exact"),
-    ),
+    "exact_max": describe_norm("exact max", "Largest ||J|| over the samples.", "max", "exact"),
     "sharp_ratio_max": Column(
         "sharp/exact",
         "Largest sharp / exact over samples.",
@@ -529,9 +528,15 @@ HEAD_NORMS = {
 
 
 accuracy_column = partial(Column, format=".1%", better="higher")
-# One end of the interval of a share.
+
+
+def limit_columns(name: str) -> dict[str, Column]:
+    """Return the columns of the ends of the interval of a share."""
+    how: dict[str, Any] = {"format": ".1%", "status": "estimate"}
+    return {f"{name}_{end}": Column(end, LIMIT, **how) for end in ("low", "high")}
+
+
 LIMIT = "95 % confidence limit (Wilson)."
-limit_column = partial(Column, meaning=LIMIT, format=".1%", status="estimate")
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
     "eps_text": text_column("eps", "The radius as it was typed."),
@@ -550,8 +555,7 @@ ACCURACY = {
         reading=ROBUST,
         reduction=Reduction("mean", "robust"),
     ),
-    "robust_low": limit_column("low"),
-    "robust_high": limit_column("high"),
+    **limit_columns("robust"),
 }
 
 CERTIFIED_SHARE = accuracy_column(

@@ -230,28 +230,27 @@ def _list_accuracies(report: Report) -> Iterator[Accuracy]:
     The first is that of the attacked samples, if there are any. Robust accuracy comes from
     certificates only if no attack section has the ball.
     """
-    names = "attack", "jacobian", "certify", "corrupt", "smoothing"
-    attack, jacobian, certify, corrupt, smoothing = map(report.section, names)
-    for section in filter(None, (attack, jacobian, certify, corrupt)):
+    for section in filter(None, map(report.section, ("attack", "jacobian", "certify", "corrupt"))):
         cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
         if flags := finite(flag for name, flag in cells if not is_repeat(name)):
             right, n = sum(flag > 0 for flag in flags), len(flags)
             low, high = wilson(right, n)
             yield Accuracy(kind="clean", share=right / n, low=low, high=high, samples=n)
             break
-    balls = group_values(((r.norm, r.eps), r) for r in (attack.rows if attack else ()))
+    rows = {section.measure: section.rows for section in report.sections}
+    balls = group_values(((row.norm, row.eps), row) for row in rows.get("attack", ()))
     found: list[tuple[str, str, Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
         found += [("attacked", "robust", row, {"attacks": tried}) for row in worst]
-    for row in certify.rows if certify else ():
+    for row in rows.get("certify", ()):
         if (row.norm, row.eps) not in balls:
             found.append(("attacked", "robust", row, {}))
         found.append(("certified", "certified", row, {"undecided": row.undecided}))
-    found += [("smoothed", "certified", row, {}) for row in (smoothing.rows if smoothing else ())]
-    rows = corrupt.rows if corrupt else ()
-    found += [("corrupted", "accuracy", row, {}) for row in rows if row.corruption == "mean"]
+    found += [("smoothed", "certified", row, {}) for row in rows.get("smoothing", ())]
+    means = [row for row in rows.get("corrupt", ()) if row.corruption == "mean"]
+    found += [("corrupted", "accuracy", row, {}) for row in means]
     for kind, name, row, more in found:
         if row[name] is not None:
             if row.key is not None:

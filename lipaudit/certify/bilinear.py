@@ -4,9 +4,13 @@ What is off beside the first three terms is dx dy and slack. With dx = L_x + R_x
 input, order 2 puts L_x L_y into the quadratic part; what is left are L_x R_y, R_x L_y and R_x R_y.
 Each is bounded by the product of the radii, summed over what is contracted, or by that of the
 lengths of the contracted vectors (Cauchy-Schwarz, `lengths`), whichever is less: where many
-errors add up, entries of a vector are not at their largest all at once.
+errors add up, entries of a vector are not at their largest all at once. At order 2, c_x and c_y
+are the `middle` of the forms, about which the R reach least. Where the rest is a share of what
+moves, sums of L times errors count every pair of symbols once, with its sign (`_cancel`), and
+products of entries (of a normalisation's numerator, often mostly errors, and its inverse) are
+polarised.
 
-Order 1, polarisation: with u = dx / a and v = dy / b for any a, b > 0,
+Polarisation, also of matrices at order 1: with u = dx / a and v = dy / b for any a, b > 0,
 
     dx dy = a b ((u + v)^2 - (u - v)^2) / 4
 
@@ -63,13 +67,16 @@ _STILL = 1e-15
 """Radius below which an entry counts as one that moves by this much."""
 
 
-def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bound ||w L||_2 and ||w R||_2 of x = c + L + R, L being linear in the input.
+def lengths(
+    x: Form, axis: int, weight: Tensor | None = None, around: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Bound ||w L||_2 and ||w R||_2 of x = c + around + L + R, L being linear in the input.
 
     Args:
         x: a form; its blocks are dissolved if their symbols do not act on whole vectors.
         axis: axis of the vectors; it has length 1 in the result.
         weight: w >= 0, (*shape), by default 1.
+        around: by default 0.
     """
     symbols, axis = x.symbols, axis % x.ndim
     if any(bool((b.group != b.group.narrow(axis, 0, 1)).any()) for b in x.blocks):
@@ -83,9 +90,10 @@ def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, T
         norms = up(torch.linalg.vector_norm(rows, dim=axis + 1, keepdim=True), x.shape[axis] + 8)
         linear = torch.minimum(linear, symbols.sum_groups(norms))
     low, high = x.quadratic_range
+    around = torch.zeros_like(low) if around is None else around
     pairs = (
         (linear, x.sizes.linear),
-        (quadratic, torch.maximum(-low, high)),
+        (quadratic + _euclid(around, axis, weight), torch.maximum(high - around, around - low)),
         (errors, x.sizes.errors),
     )
     linear, quadratic, errors = (
@@ -168,7 +176,7 @@ def div(x: Any, y: Any) -> Form:
 def _product(x: Form, y: Form, f: Bilinear) -> Form:
     """Return f(x, y) of two forms, f being torch.matmul or torch.mul."""
     symbols, dtype, matrices = x.symbols, x.symbols.dtype, f is torch.matmul
-    x_centre, y_centre = x.centre.to(dtype), y.centre.to(dtype)
+    x_centre, y_centre = x.middle.to(dtype), y.middle.to(dtype)
     # c_y dx + c_x dy.
     if matrices:
         y.whole()
@@ -189,35 +197,92 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
         dense = long[0] * long[1]
         dense[: len(short[0])].addcmul_(*short)
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
-    x_size, y_size = x.centre.abs(), y.centre.abs()
-    # dx dy, at order 2 without the product of the linear parts.
-    parts = (x.sizes.linear, x.nonlinear), (y.sizes.linear, y.nonlinear)
-    longest = (lengths(x, -1), lengths(y, -2)) if matrices else None
-    remainder = torch.zeros((), dtype=DOUBLE, device=x.device)
-    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[symbols.order - 1 :]:
-        radius = f(parts[0][i], parts[1][j])
-        if longest:
-            radius = torch.minimum(radius, longest[0][i] * longest[1][j])
-        remainder = remainder + radius
+    x_size, y_size = x.middle.abs(), y.middle.abs()
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
-    shift = torch.zeros_like(moving)
-    if matrices and symbols.order == 1 and remainder.sum() > _WORTH * moving.sum():
-        least, most = _polarise(x, y)
-        better = least + most < 2 * remainder
-        shift = torch.where(better, (most - least) / 2, 0.0)
-        remainder = torch.where(better, up((most + least) / 2), remainder)
+    shift, remainder, kept = _remainder(x, y, f, _WORTH * moving.sum())
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
+        left = x.dense[: symbols.n] if kept is None else x.dense[: symbols.n] * kept
         rows = _rows_matmul if matrices else f
-        symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
+        symbols.add_products(dense, left, y.dense[: symbols.n], rows)
     # What rounding and underflow take from sums of so many products.
     terms = x.shape[-1] if matrices else 1
-    lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
+    lost = gamma((2 * terms + 8) * symbols.order, dtype) * moving
+    lost = lost + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     # Underflow: every product of every generator may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
     under = 8 * count * terms * tiny(dtype) * (1 + x_size.sum() + y_size.sum())
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
     slack = up(slack + lost + under + gamma(4, DOUBLE) * shift.abs(), terms + 16)
-    return Form(f(x.centre, y.centre) + shift, dense, slack, symbols, blocks=blocks)
+    centre = f(x.centre, y.centre) - f(x.aside, y.aside)
+    return Form(centre + shift, dense, slack, symbols, blocks=blocks)
+
+
+def _remainder(
+    x: Form, y: Form, f: Bilinear, worth: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Bound dx dy around the middles, at order 2 without the product of the linear parts.
+
+    Returns the middle and the radius of its range, and a mask of the entries whose product of the
+    linear parts was left out (None for all). Radii below `worth` in sum get no further work.
+    """
+    order, matrices, ends = x.symbols.order, f is torch.matmul, zip((x, y), (-1, -2), strict=True)
+    parts = (x.sizes.linear, x.rest), (y.sizes.linear, y.rest)
+    longest = [lengths(z, axis, around=z.aside) for z, axis in ends] if matrices else None
+    radius = none = torch.zeros((), dtype=DOUBLE, device=x.device)
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
+        part = f(parts[0][i], parts[1][j])
+        part = torch.minimum(part, longest[0][i] * longest[1][j]) if longest else part
+        radius = radius + part
+    if not (radius.sum() > worth and (matrices or order == 2)):
+        return none, radius, None
+    if matrices and order == 2:
+        return none, torch.minimum(radius, _cancel(x, y)), None
+    least, most = _polarise(x, y) if matrices else _polarise_entries(x, y)
+    better = least + most < 2 * radius
+    radius = torch.where(better, up((most + least) / 2), radius)
+    return torch.where(better, (most - least) / 2, 0.0), radius, ~better
+
+
+def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
+    """Return l, m >= 0: dx dy around the middles lies in [-l, m], entry by entry; order 2."""
+    s, t = ((z.sizes.linear + z.rest).clamp_min(_STILL).reciprocal() for z in (x, y))
+    moves = (z.slack + gamma(4, DOUBLE) * z.aside.abs() for z in (x, y))
+    u, v = (
+        affine.scale(Form(-z.aside, z.dense, move, z.symbols, blocks=z.blocks), gain)
+        for z, move, gain in zip((x, y), moves, (s, t), strict=True)
+    )
+    ends = affine.add(u, v).range(), affine.sub(u, v).range()
+    most, least = (up(torch.maximum(-low, high).square() / (4 * s * t)) for low, high in ends)
+    return least, most
+
+
+def _cancel(x: Form, y: Form) -> Tensor:
+    """Bound what order 2 leaves of x @ y, with the signs of errors times linear parts.
+
+    With h_k the coefficients of errors in x and g_l those of the input in y,
+    sum_j E_j L_j = sum_kl (sum_j h_kj g_lj) eps_k e_l: what several j add may cancel.
+    """
+    symbols, dtype, terms = x.symbols, x.symbols.dtype, x.shape[-1]
+    n, first, power = symbols.n, symbols.first_error, 2.0 if symbols.norm == "l2" else 1.0
+
+    def bound(errors: list[Tensor], moves: Tensor, linear: Tensor, reach: Tensor) -> Tensor:
+        rows, whole = sum(map(len, errors)), moves @ reach
+        total, columns = torch.zeros_like(whole), linear.movedim(0, -2).flatten(-2)
+        for part in (part for stack in errors for part in stack.split(_ROWS)):  # type: ignore[no-untyped-call]
+            products = _rows_times(part, columns)
+            products = torch.unflatten(products, -1, (len(linear), whole.shape[-1]))
+            total += torch.linalg.vector_norm(products, power, -2).sum(0, dtype=DOUBLE)
+        under = rows * (n * terms * tiny(dtype) + (n * tiny(dtype)) ** 0.5)
+        total = up(total * (1 + gamma(n + 8, dtype)) + under, rows + 8)
+        return torch.minimum(whole, total + gamma(terms + 4, dtype) * whole)
+
+    errors = [x.dense[first:], *(block.rows for block in x.blocks)]
+    others = [y.dense[first:].mT]
+    left = bound(errors, x.sizes.errors, y.dense[:n], y.sizes.linear)
+    right = bound(others, y.sizes.errors.mT, x.dense[:n].mT, x.sizes.linear.mT).mT
+    fixed = (x.rest - x.sizes.errors) @ y.sizes.linear
+    fixed = fixed + x.sizes.linear @ (y.rest - y.sizes.errors)
+    return left + right + fixed + x.rest @ y.rest
 
 
 def _polarise(x: Form, y: Form) -> tuple[Tensor, Tensor]:

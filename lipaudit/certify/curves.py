@@ -1,16 +1,17 @@
 """Smooth functions entry by entry: a parabola plus a bounded remainder.
 
 On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
-the centre of the form. d is evaluated at `NODES` points. Between two of them, h apart, d'' is at
-most s = sup |f'' - 2b|, and d leaves its chord by at most h^2 s / 8: so all d lie between the
-least and the largest at the nodes, widened by that.
+the `middle` of the form, about which the rest R of x - c = L + R reaches least. d is evaluated at
+`NODES` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|, and d leaves its
+chord by at most h^2 s / 8: so all d lie between the least and the largest at the nodes, widened by
+that.
 
 Order 1: b = 0 and a is the slope of the chord, best for a function that bends one way. Order 2:
-with w = (u - l) / 2, the best b for powers up to the fourth is the second difference
-(f(u) - 2 f(m) + f(l)) / 2 w^2 (x^4 is w^2 x^2 - w^4/8 +- w^4/8), and the best slope there is
-f'(m) + 3/4 (chord - f'(m)) (x^3 is 3/4 w^2 x +- w^3/4). With x - c = L + R, L linear in the input
-and |R| <= rest, b L^2 goes into the quadratic part and b (2 L R + R^2) stays within
-b [-2 lin rest, 2 lin rest + rest^2]. Where that is wider than order 1 is, b is 0.
+with w = (u - l) / 2, the best b for powers up to the fourth is the second difference (f(u) - 2
+f(m) + f(l)) / 2 w^2 (x^4 is w^2 x^2 - w^4/8 +- w^4/8), and the best slope there is f'(m) + 3/4
+(chord - f'(m)) (x^3 is 3/4 w^2 x +- w^3/4). With L linear in the input and |R| <= rest, b L^2 goes
+into the quadratic part and b (2 L R + R^2) stays within b [-2 lin rest, 2 lin rest + rest^2].
+Where that is wider than order 1 is, b is 0.
 
 All of this is float64. a and b are rounded first to what multiplies the generators, d is what
 they leave.
@@ -107,7 +108,7 @@ def relax(
     ):
         raise UnboundedError
     # The parabola; its coefficients are rounded to the precision of the generators.
-    c, m, w = z.centre, (low + high) / 2, (high - low) / 2
+    c, m, w = z.middle, (low + high) / 2, (high - low) / 2
     wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
     slope, curve = f.slopes(m)
     chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
@@ -144,15 +145,17 @@ def relax(
 
 
 def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
-    """Return a (z - c) + b (z - c)^2 + middle +- radius."""
+    """Return a (z - c) + b (z - c)^2 + middle +- radius, c being the middle of z."""
     (a, b), symbols = parabola, z.symbols
     dense, blocks = z.map_rows(lambda t: t * a.to(symbols.dtype))
     slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
     slack = radius + slack + z.count * tiny(symbols.dtype)
     if symbols.order == 2:
-        first, second = square_remainder(z.sizes.linear, z.nonlinear)
-        middle = middle + b * second / 2
-        slack = slack + b.abs() * (first + second / 2) + gamma(4, DOUBLE) * middle.abs()
+        first, second = square_remainder(z.sizes.linear, z.rest)
+        aside = a * z.aside  # what the linear part, which is around the centre, has too much
+        middle = middle + b * second / 2 - aside
+        slack = slack + b.abs() * (first + second / 2)
+        slack = slack + gamma(8, DOUBLE) * (middle.abs() + aside.abs())
         symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
         slack = slack + gamma(8, symbols.dtype) * b.abs() * z.sizes.linear.square()
         slack = slack + gamma(1, symbols.dtype) * a.abs() * z.sizes.quadratic
@@ -165,7 +168,7 @@ def worth_squaring(z: Form) -> Tensor:
 
     Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
     """
-    return z.sizes.linear > 2 * z.nonlinear
+    return z.sizes.linear > 2 * z.rest
 
 
 def square_remainder(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +222,7 @@ def silu(input: Form, inplace: bool = False) -> Form:
 
 def square(input: Form) -> Form:
     """x^2 = c^2 + 2 c (x - c) + (x - c)^2, the last of which order 2 keeps."""
-    symbols, c = input.symbols, input.centre
+    symbols, c = input.symbols, input.middle
     a = (2 * c).to(symbols.dtype).to(DOUBLE)
     b = torch.full_like(c, float(symbols.order == 2))
     move = up(input.mass + input.slack)
@@ -228,7 +231,8 @@ def square(input: Form) -> Form:
     else:
         middle, radius = c.square() + move.square() / 2, up(move.square() / 2)
     # a is 2c up to its rounding, which acts on x - c.
-    lost = (2 * c - a).abs() * move + gamma(4, DOUBLE) * (middle.abs() + c.square())
+    lost = (2 * c - a).abs() * (move + input.aside.abs())
+    lost = lost + gamma(4, DOUBLE) * (middle.abs() + c.square())
     return _assemble(input, (a, b), middle, up(radius + lost))
 
 

@@ -245,6 +245,24 @@ class Form(Tensor):
         low, high = self.quadratic_range
         return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)
 
+    @property
+    def middle(self) -> Tensor:
+        """Return the centre plus the middle of the quadratic part's range."""
+        low, high = self.quadratic_range
+        return self.centre + (low + high) / 2
+
+    @property
+    def aside(self) -> Tensor:
+        """Return the middle minus the centre: 0 at order 1."""
+        return self.middle - self.centre
+
+    @property
+    def rest(self) -> Tensor:
+        """Return a radius of everything not linear in the input, around the middle; float64."""
+        low, high = self.quadratic_range
+        ends = torch.maximum(high - self.aside, self.aside - low)
+        return up(ends + self.sizes.errors + self.slack)
+
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of a range that holds every value, (*shape) each, float64."""
         # The linear and the quadratic part share e, but their ranges add up to a valid one.

@@ -216,6 +216,9 @@ SETTLE = 5e-5
 _AT_ONCE = 2**18
 """Number of values summed at once: 1 MB in single precision."""
 
+_SHIFT = 0.25
+"""Share of its Frobenius norm that is added to a quadratic form to tell its ends apart."""
+
 _SQUARINGS = 2
 """Number of squarings of a quadratic form when its norm is bounded through a power of it."""
 
@@ -350,8 +353,11 @@ class Symbols:
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Return the least and the largest value of the quadratic part, outwards.
 
-        e^T Q e lies in [-r, r] with r = ||Q|| |e|^2, |e|^2 <= 1 or n; on the box also between the
-        sums of its coefficients' own ends, e_i^2 in [0, 1] and e_i e_j in [-1, 1].
+        For any w_i > 0, e^T Q e is at most the largest eigenvalue of Q_ij / (w_i w_j), if
+        positive, times sum w_i^2 e_i^2. On the box w_i^2 are row sums of |Q|: no eigenvalue is
+        then above 1, so that the bound is no worse than the sum of |Q|, which is exact for a
+        square. For any m > 0 that eigenvalue is at most ||Q + m|| - m. The sum of the
+        coefficients' own ends, e_i^2 in [0, 1] and e_i e_j in [-1, 1], is valid as well.
         """
         q = g[self.n : self.first_error]
         if not len(q):
@@ -364,14 +370,28 @@ class Symbols:
         some = max(1, _AT_ONCE // self.n**2)
         for part in q.reshape(len(q), -1).split(some, 1):  # type: ignore[no-untyped-call]
             full = (part * halves).mT.contiguous().index_select(1, self._full.to(q.device))
-            parts.append(bound_norms(full.view(-1, self.n, self.n), _SQUARINGS))
-        radius = torch.cat(parts).view(q.shape[1:])
+            parts.append(self._bound_ends(full.view(-1, self.n, self.n)))
+        high, low = torch.cat(parts, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
-            return -radius, radius
+            return -low, high
         mixed, diagonal = _one_norm(q[~squares]), q[squares]
-        high = torch.minimum(mixed + _one_norm(diagonal.clamp_min(0)), self.n * radius)
-        low = torch.minimum(mixed + _one_norm(diagonal.clamp_max(0)), self.n * radius)
+        high = torch.minimum(mixed + _one_norm(diagonal.clamp_min(0)), high)
+        low = torch.minimum(mixed + _one_norm(diagonal.clamp_max(0)), low)
         return -low, high
+
+    def _bound_ends(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
+        """Bound the largest and minus the least value of e^T Q e, from above."""
+        dtype, total = q.dtype, torch.ones(len(q), dtype=DOUBLE, device=q.device)
+        if self.norm != "l2":
+            gain = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
+            q = q * gain[:, :, None] * gain[:, None, :]
+            total = up(gain.to(DOUBLE).square().reciprocal().sum(1), self.n + 8)
+        m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
+        move = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
+        ends = bound_norms(torch.cat((q + move, move - q)), _SQUARINGS).view(2, -1)
+        # What gains and shifts are rounded by is a share of the Frobenius norm, m / _SHIFT.
+        lost = gamma(8 + self.n, dtype) * 8 * m.to(DOUBLE) + self.n * tiny(dtype) ** 0.5
+        return up(((ends - m.to(DOUBLE)).clamp_min(0) + lost) * total)
 
     def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
         """Return the coefficients of e_i e_j, i <= j, of sum_ij form_ij e_i e_j."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lipaudit.certify.bilinear import lengths, matmul
+from lipaudit.certify.bilinear import lengths, matmul, mul
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import ball, run
 
@@ -61,6 +61,18 @@ def test_no_vector_is_longer_and_the_bound_is_near(norm, dtype, axis, scale):
     assert (rest >= torch.maximum(quadratic, errors - slack)).all()
     assert (long <= (1.5 if norm == "linf" else 1.1) * linear).all()
     assert (rest <= 2.2 * (quadratic + errors)).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_lengths_around_another_point(norm):
+    """Far from the form, about its distance; at its centre, as without a point."""
+    form = _form(norm, torch.float64)
+    far = torch.full_like(form.centre, 1e3)
+    _, rest = lengths(form, 1, around=far)
+    distance = torch.linalg.vector_norm(far, dim=1, keepdim=True)
+    assert (rest >= distance).all()
+    assert (rest <= 1.1 * distance).all()
+    assert torch.equal(lengths(form, 1, around=0 * far)[1], lengths(form, 1)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
@@ -178,3 +190,90 @@ def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
     low, high = matmul(weights, still).range()
     least = off * (values - 0.75).abs().sum()
     torch.testing.assert_close((high - low) / 2, least.view(1, 1), rtol=1e-9, atol=0)
+
+
+def _pair(norm, dtype, seed, shapes):
+    """Two forms of the same symbols with random rows of every kind; squares mostly positive."""
+    symbols = ball(
+        torch.zeros(1, N), 1.0, norm=norm, order=2, dtype=dtype, settle=math.inf
+    ).symbols
+    symbols.birth(torch.ones(ERRORS))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape):
+        rows = torch.randn(symbols.first_error + ERRORS, *shape, generator=generator)
+        rows[N : symbols.first_error] += 1
+        centre, slack = torch.rand(2, *shape, generator=generator, dtype=torch.float64)
+        return Form(centre, rows.to(dtype), 0.1 * slack, symbols)
+
+    return [draw(shape) for shape in shapes]
+
+
+def _at(form, e, errors):
+    """The values without slack of a form of many points, (points, *shape)."""
+    i, j = form.symbols.pairs
+    symbols = torch.cat([e, e[:, i] * e[:, j], errors], 1)
+    return form.centre + torch.einsum("bs,s...->b...", symbols, form.generators.double())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(
+    ("plain", "shapes"),
+    [
+        (torch.matmul, [(2, 3, K), (2, K, 2)]),
+        (torch.mul, [(2, K), (2, K)]),
+        (lambda x, y: torch.square(x) + y, [(2, K), (2, K)]),
+        (lambda x, y: F.gelu(x) + y, [(2, K), (2, K)]),
+    ],
+    ids=["matmul", "mul", "square", "gelu"],
+)
+def test_no_function_at_order_two_leaves_its_form(plain, shapes, norm, dtype, seed):
+    """All corners of errors at points of the ball, slack of either sign."""
+    x, y = _pair(norm, dtype, seed, shapes)
+    form, e, errors = plain(x, y), _inputs(norm)[::40], _corners(ERRORS)
+    e, errors = e.repeat_interleave(len(errors), 0), errors.repeat(len(e), 1)
+    signs = torch.randn(len(e), 2, generator=torch.Generator().manual_seed(seed)).sign()
+    factors = (
+        _at(z, e, errors) + sign.view(-1, *[1] * z.ndim) * z.slack
+        for z, sign in zip((x, y), signs.mT.double(), strict=True)
+    )
+    assert ((plain(*factors) - _at(form, e, errors)).abs() <= form.slack).all()
+
+
+LINEAR, SQUARE, ERROR = 0, 1, 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(
+    ("product", "x", "y", "ends"),
+    [
+        # Several places of a sum: eps (1, -2) times e (2, 1) cancels, times e (2, -1) adds up.
+        (matmul, {ERROR: [1, -2]}, {LINEAR: [2, 1]}, (0, 0)),
+        (matmul, {ERROR: [1, -2]}, {LINEAR: [2, -1]}, (-4, 4)),
+        (matmul, {LINEAR: [1, 3]}, {ERROR: [3, -2]}, (-3, 3)),
+        # Entries: eps^2, -2 eps^2, e eps and 2 e^2 eps.
+        (mul, {ERROR: [1]}, {ERROR: [1]}, (0, 1)),
+        (mul, {ERROR: [1]}, {ERROR: [-2]}, (-2, 0)),
+        (mul, {LINEAR: [1]}, {ERROR: [1]}, (-1, 1)),
+        (mul, {SQUARE: [2]}, {ERROR: [1]}, (-2, 2)),
+    ],
+)
+def test_products_at_order_two_that_are_known(product, x, y, ends, norm, dtype):
+    """Of forms in one input e and one error eps, centre 0."""
+    symbols = ball(torch.zeros(1, 1), 1.0, norm=norm, order=2, dtype=dtype).symbols
+    symbols.birth(torch.ones(1))
+
+    def make(rows, shape):
+        stack = torch.zeros(3, *shape, dtype=dtype)
+        for place, row in rows.items():
+            stack[place] = torch.tensor(row).view(shape)
+        return Form(torch.zeros(shape).double(), stack, torch.zeros(shape).double(), symbols)
+
+    places = len(next(iter(x.values())))
+    low, high = product(make(x, (1, places)), make(y, (places, 1))).range()
+    near = 1e-4 if dtype is torch.float32 else 1e-9
+    assert ends[0] - near <= float(low) <= ends[0]
+    assert ends[1] <= float(high) <= ends[1] + near

@@ -1,6 +1,7 @@
 """Commands as they are typed, run in this process, and measures that do what a test needs."""
 
 import json
+import os
 import re
 import sys
 from copy import copy
@@ -101,3 +102,10 @@ def write_package(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
     sys.modules.pop(module, None)
+
+
+class Harmful:
+    """Makes a folder "harm" when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harm",)

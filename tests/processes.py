@@ -199,3 +199,10 @@ def run(commands: list[list[str]]) -> None:
 
 if __name__ == "__main__":  # what a launcher starts
     run(json.loads(Path(sys.argv[1]).read_text()))
+
+
+def pose(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
+    """Be one of two processes of a launcher, which have not met."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": f"{rank}", "WORLD_SIZE": "2", **meeting}.items():
+        monkeypatch.setenv(name, value)

@@ -60,9 +60,7 @@ def test_the_ensemble_is_exact_on_a_linear_model(linear, radius, norm, classes):
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 9, 10, 1000])
 @EACH
-def test_each_attack_runs_with_any_number_of_classes_or_says_why_not(
-    linear, radius, name, classes
-):
+def test_each_attack_runs_with_any_number_of_classes_or_says_why(linear, radius, name, classes):
     model, x, y = linear(classes)
     eps = float(model.reach(x, y, "linf").max()) * 4
     plan, (clean, outcome) = run(model, x, y, name, radius, eps, box=None, steps=20, queries=200)
@@ -96,9 +94,7 @@ def test_any_shape_of_sample_is_attacked_inside_its_ball(linear, radius, name, n
 
 
 @EACH
-def test_other_boxes_give_the_same_attack_in_other_units_and_double_precision_stays(
-    linear, radius, name
-):
+def test_other_boxes_give_the_same_attack_and_double_precision_stays(linear, radius, name):
     model, x, y = linear(4, dtype=torch.float64)
     how = {"steps": 10, "queries": 80}
     reach = model.reach(x, y, "linf")
@@ -167,9 +163,7 @@ def run_package(f, x, y, name, ball, how):
 @BALLS
 @EACH
 @pytest.mark.rounding
-def test_leaving_out_broken_samples_changes_no_verdict_of_the_package(
-    digits, radius, name, norm, eps
-):
+def test_leaving_out_broken_samples_changes_no_verdict(digits, radius, name, norm, eps):
     """At one target; what is left out is known: passes on broken samples, repeated queries."""
     how = {"steps": 40, "queries": 300}
     right = digits.attention(digits.x).argmax(1) == digits.y

@@ -93,9 +93,7 @@ def test_a_sample_does_not_notice_its_neighbours(linear, radius):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_radius_zero_changes_nothing_and_what_is_misclassified_is_left_alone(
-    digits, everything, wrong
-):
+def test_radius_zero_and_what_is_misclassified_change_nothing(digits, everything, wrong):
     logits = digits.conv(digits.x)
     y, plan = logits.argmin(1) if wrong else digits.y, everything("l2", None if wrong else "0")
     clean, *outcomes = evaluate(digits.conv, digits.x, y, plan)

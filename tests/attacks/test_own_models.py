@@ -449,44 +449,25 @@ def test_pixels_that_are_clipped_by_the_model():
 # Samples that repeat, and the gate.
 
 
-def reports(spread: float, seed: int, copies: int = 1, eps: str = "0.05") -> tuple[Any, Any]:
-    """Measure a linear model (new) and one that is another on the same samples (baseline)."""
-    w, b, x, y = linear(n=32)
-    x, y = x.repeat(copies, 1, 1, 1), y.repeat(copies)
-    other = w + spread * torch.randn(w.shape, generator=draw(seed))
-    return tuple(measure(Lin(v, b), x, y, eps=eps, attack="pgd") for v in (w, other))
-
-
-def status(now: Any, before: Any) -> str:
-    return judge(now, before, (parse_rule("attack.robust@linf >= -2pp"),)).verdicts[0].status
-
-
-def test_the_gate_counts_samples_that_repeat_once():
-    """By 5 of 32 samples the baseline is more robust; four copies of each tell no more.
-
-    Certificates count them once, too.
-    """
+@pytest.mark.parametrize("name", ["attack", "certify"])
+def test_samples_that_repeat_count_once(name):
+    """In the gate, too: see `test_a_share_is_the_same_in_every_command`."""
     w, b, x, y = linear(n=4)
-    twice = measure(
-        Lin(w, b), x.repeat(2, 1, 1, 1), y.repeat(2), "certify", eps="0.01", attack="fgsm"
-    )
-    assert twice.section("certify").rows[0].samples == 4
-    once, four = reports(0.12, 1), reports(0.12, 1, copies=4)
-    assert four[0].section("attack").rows[0].samples == 32
-    assert status(*once) == status(*four) == "inconclusive"
-
-    def number_samples(report: Any) -> Any:
-        section = report.section("attack")
-        ids = tuple(f"{i:016x}" for i in range(len(section.samples["ids"])))
-        section = section.model_copy(update={"samples": {**section.samples, "ids": ids}})
-        return report.model_copy(update={"sections": (section,)})
-
-    assert status(*map(number_samples, four)) == "regressed"
+    x, y = x.repeat(2, 1, 1, 1), y.repeat(2)
+    report = measure(Lin(w, b), x, y, name, eps="0.01", attack="fgsm")
+    assert report.section(name).rows[0].samples == 4
 
 
 def test_the_gate_reads_radii_by_their_value_and_refuses_flags_that_are_none():
-    now, before = reports(0.25, 0)
-    assert status(reports(0.25, 0, eps="1/20")[0], before) == status(now, before)
+    w, b, x, y = linear(n=32)
+    other = w + 0.25 * torch.randn(w.shape, generator=draw(0))
+    now, written, before = (
+        measure(Lin(v, b), x, y, eps=eps, attack="pgd")
+        for v, eps in ((w, "0.05"), (w, "1/20"), (other, "0.05"))
+    )
+    rule = (parse_rule("attack.robust@linf >= -2pp"),)
+    first, second = (judge(each, before, rule).verdicts[0].status for each in (now, written))
+    assert first == second
     section = now.section("attack")
     name = next(n for n in section.samples if n.startswith("robust@worst"))
     flags = list(section.samples[name])

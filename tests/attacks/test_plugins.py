@@ -155,9 +155,7 @@ def test_success_is_our_own_judgement_of_samples_that_an_attack_cannot_move(bad)
         ("lipaudit.attacks.oracle:nothing", "cannot be loaded: AttributeError"),
     ],
 )
-def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
-    monkeypatch, radius, function, reason
-):
+def test_an_attack_without_its_function_is_refused_first(monkeypatch, radius, function, reason):
     kind = replace(ATTACKS["fgsm"], function=function)
     monkeypatch.setitem(ATTACKS, "fgsm", kind)
     attack_kinds.cache_clear()

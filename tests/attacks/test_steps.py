@@ -144,9 +144,7 @@ def test_gradients_through_the_pieces_are_those_of_autograd(model, x, size):
 
 
 @pytest.mark.parametrize(("size", "calls"), [(1, [1] * 9), (4, [4, 4, 1]), (64, [9])])
-def test_passes_are_counted_in_samples_and_no_call_is_larger_than_the_device_batch(
-    model, x, size, calls
-):
+def test_passes_count_samples_and_calls_keep_to_the_device_batch(model, x, size, calls):
     sizes, meter = [], Meter()
 
     def f(z):

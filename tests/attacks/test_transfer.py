@@ -72,9 +72,7 @@ def read_signs(section: dict) -> str:
         pytest.param("square", 5000, marks=pytest.mark.ci),
     ],
 )
-def test_masked_gradients_are_named_by_each_sign_and_honest_ones_by_none(
-    model, other, sign, queries
-):
+def test_each_sign_names_masked_gradients_and_no_honest_ones(model, other, sign, queries):
     eps = "0.5" if sign == "survive" else "0.1"
     given = ("--attack", "pgd,square" if queries else "pgd", "--eps", eps, "--steps", 5)
     more = ("--transfer", save_examples(other)) if sign == "transfer" else ()

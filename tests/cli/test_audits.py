@@ -73,28 +73,33 @@ def test_the_last_hope_ends_the_run_with_its_own_error_and_a_stop_keeps_what_the
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "code", "says"),
     [
-        ("--only bounds,atention", "no measure 'atention'"),
-        ("--skip scaling", "--skip scaling: an audit does not run it"),
-        ("--skip bounds,attention,jacobian,attack", "no measure is left"),
-        ("--only bounds --attack pgd", "--attack needs a measure attack"),
-        ("--only bounds,bounds", "bounds is named twice"),
-        ("--attack nope", "unknown attack"),
-        ("--norm l3", "--norm"),
-        ("--norm token-l2 --attack pgd", "token-l2 is a norm for token embeddings"),
-        ("--eps 2", "larger than the range of the data"),
-        ("--attack pgd --data random", "attack needs labelled samples"),
-        ("--attack pgd --data random", "name the label column with --label-column"),
-        ("--run-dir file", "file is a file"),
-        ("--run-dir file/inside", "file is a file"),
+        ("demo --only bounds,atention", 2, "no measure 'atention'"),
+        ("demo --skip scaling", 2, "--skip scaling: an audit does not run it"),
+        ("demo --skip bounds,attention,jacobian,attack", 2, "no measure is left"),
+        ("demo --only bounds --attack pgd", 2, "--attack needs a measure attack"),
+        ("demo --only bounds,bounds", 2, "bounds is named twice"),
+        ("demo --attack nope", 2, "unknown attack"),
+        ("demo --norm l3", 2, "--norm"),
+        ("demo --norm token-l2 --attack pgd", 2, "token-l2 is a norm for token embeddings"),
+        ("demo --eps 2", 2, "larger than the range of the data"),
+        ("demo --attack pgd --data random", 2, "attack needs labelled samples"),
+        ("demo --attack pgd --data random", 2, "name the label column with --label-column"),
+        ("demo --run-dir file", 2, "file is a file"),
+        ("demo --run-dir file/inside", 2, "file is a file"),
+        ("demo --rank-by jacobian.norm:p95", 2, "--rank-by needs several models"),
+        ("demo demo", 2, "demo is named twice"),
+        ("demo demo:nonsense", 4, "demo:nonsense: "),
+        ("demo demo:robust -o map.png", 2, "cannot tell the format of map.png"),
+        ("demo demo:robust --rank-by bounds.exact", 2, "has one value per row"),
     ],
 )
-def test_what_can_be_checked_is_checked_before_the_first_measurement(monkeypatch, line, says):
+def test_what_can_be_checked_is_checked_before_anything_is_measured(monkeypatch, line, code, says):
     Path("file").touch()
     for name in load_measures():
         break_measure(monkeypatch, name, AssertionError("something was measured"))
-    refuse(2, says, *AUDIT, *line.split())
+    refuse(code, says, "audit", *line.split(), "-n", "1")
     assert sorted(p.name for p in Path().iterdir()) == ["file"]
     Path("file").rename("lipaudit-runs")  # the folder of runs
     refuse(2, "lipaudit-runs is a file", "audit", "demo", "-n", "1")
@@ -234,23 +239,6 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
     assert tuple(written()) == PLACES
     assert written()[PLACES[0]].sections == first.sections
     assert not list(Path("cache").rglob("*.npz"))
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "says"),
-    [
-        ("demo demo", 2, "demo is named twice"),
-        ("demo demo:nonsense", 4, "demo:nonsense: "),
-        ("demo demo:robust -o map.png", 2, "cannot tell the format of map.png"),
-        ("demo demo:robust --rank-by bounds.exact", 2, "has one value per row"),
-        ("demo --rank-by jacobian.norm:p95", 2, "--rank-by needs several models"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_measured(monkeypatch, line, code, says):
-    seen = break_measure(monkeypatch, "jacobian", EvaluationError(""), "")
-    refuse(code, says, "audit", *line.split())
-    assert seen == []
-    assert not Path("lipaudit-runs").exists()
 
 
 def test_quiet_says_nothing_but_the_result():

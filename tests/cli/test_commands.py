@@ -166,6 +166,7 @@ def test_a_comparison_shows_the_change_of_every_head_in_every_format(folder):
         ("explain jacobian", "jacobian.norm"),
         ("explain max-tokens", "--max-tokens of every measure: Cut texts"),
         ("explain within", "--within of bounds"),
+        ("--version", lipaudit.__version__),
         ("env", "torch"),
         ("models", "demo:robust"),
         ("schema", '"properties"'),

@@ -114,9 +114,7 @@ class Constant(Weighted):
     ],
     ids=["sparse", "quantised", "constant"],
 )
-def test_weights_that_are_not_dense_and_outputs_without_inputs_are_refused(
-    model, measure, says, advice
-):
+def test_sparse_weights_and_constant_outputs_are_refused(model, measure, says, advice):
     asked = {"eps": "0.1"} if measure == "certify" else {}
     with pytest.raises(InputError, match=says) as refused:
         lipaudit.measure(model, measure, data=torch.randn(2, 3, 4), **asked)

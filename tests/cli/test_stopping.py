@@ -114,13 +114,6 @@ def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
     assert read_figures("a.json") == read_figures("b.json")
 
 
-def launched(monkeypatch, *, rank: int, size: int) -> None:
-    """Be one of several processes, which have not met."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", **meeting}.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_the_first_of_two_processes_compares_and_judges(tmp_path, monkeypatch):
     invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
     compare = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
@@ -133,7 +126,7 @@ def test_the_first_of_two_processes_compares_and_judges(tmp_path, monkeypatch):
     assert [each.stdout.read_text() for each in both] == [one, ""]
     sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
     assert sections[0] == sections[1]
-    launched(monkeypatch, rank=1, size=2)
+    processes.pose(monkeypatch, rank=1)
     several = invoke("compare", "base.json", "demo:jasmin", "demo:robust", code=2)
     assert "one MODEL is measured, not for comparing several" in several.stderr
 
@@ -143,7 +136,7 @@ def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
     def terminated(_):
         raise KeyboardInterrupt("terminated")
 
-    launched(monkeypatch, rank=rank, size=2)
+    processes.pose(monkeypatch, rank=rank)
     monkeypatch.setattr("lipaudit.schema.load", terminated)
     ended = invoke("report", "a.json", code=None)
     assert (ended.exit_code, ended.stderr) == (143, said)

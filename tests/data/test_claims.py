@@ -129,9 +129,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_that_claim_more_than_they_hold_are_refused(
-    tmp_path, case, image_taker, text_taker, refused
-):
+def test_files_that_claim_too_much_are_refused(tmp_path, case, image_taker, text_taker, refused):
     name, write, message = FILES[case]
     write(tmp_path / name)
     taker = text_taker() if name.endswith("jsonl") else image_taker((1, 60, 60))

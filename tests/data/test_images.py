@@ -32,9 +32,7 @@ def shades(samples):
     return (samples.batch.x[:, 0, 0, 0] * 255).round().int().tolist()
 
 
-def test_a_flat_folder_has_no_labels_and_pixels_of_the_right_size_are_untouched(
-    tmp_path, image_taker
-):
+def test_a_flat_folder_has_no_labels_and_pixels_that_fit_are_untouched(tmp_path, image_taker):
     draw = np.random.default_rng(0)
     pixels = {i: draw.integers(0, 256, (8, 8, 3), dtype=np.uint8) for i in range(3)}
     for i, array in pixels.items():
@@ -73,9 +71,7 @@ def test_classes_are_matched_by_order_where_counts_agree_and_a_note_says_so(anim
     assert "'cat' is class 0" in samples.notes[0].text
 
 
-def test_classes_that_cannot_be_matched_are_an_error_but_for_models_of_features(
-    animals, image_taker, refused
-):
+def test_classes_without_a_match_are_an_error_but_for_features(animals, image_taker, refused):
     assert "class 'cat'" in refused(animals, image_taker(classes=5))
     labels = ("ant", "bee", "elk", "fox", "gnu", "hen", "ibis")
     said = refused(animals, image_taker(classes=7, labels=labels))
@@ -186,9 +182,7 @@ def test_bytes_become_pixels_with_their_labels(tmp_path, image_taker, name, arra
     assert batch.y.tolist() == ORDER.tolist()
 
 
-def test_safetensors_read_as_npz_sequences_have_no_range_and_ids_no_mask(
-    tmp_path, image_taker, token_taker, text_taker
-):
+def test_safetensors_sequences_and_ids_are_read(tmp_path, image_taker, token_taker, text_taker):
     arrays = {"x": torch.from_numpy(BYTES), "y": torch.arange(6)}
     save_file(arrays, tmp_path / "a.safetensors")
     path = saved(tmp_path / "a.npz", x=BYTES, y=np.arange(6))

@@ -129,9 +129,7 @@ def test_a_row_of_a_table_by_its_line_its_id_and_its_text(tmp_path, text_taker, 
         assert x.tolist() == text_taker().tokenize(origin.text, 128)
 
 
-def test_a_window_of_a_text_by_its_first_character_and_long_texts_cut_to_one_line(
-    read, text_taker
-):
+def test_a_window_goes_by_its_first_character_and_long_texts_are_cut(read, text_taker):
     text = " ".join(TEXTS)
     samples = read("t.txt", text, samples=4, max_tokens=5)
     for origin, x in zip(samples.origins, samples.batch.x, strict=True):

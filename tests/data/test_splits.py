@@ -161,9 +161,7 @@ def test_unknown_splits_and_configurations(sets, read, says):
     assert sets.downloads() == ["README.md", "test.csv"]
 
 
-def test_a_model_without_names_takes_the_order_of_the_data_set_or_scores_its_names(
-    sets, text_taker
-):
+def test_a_model_without_names_takes_the_order_of_the_set_or_scores_its_names(sets, text_taker):
     sets.add("datasets/org/two", FILES)
     spec, few = "hf:org/two/plain[train]", DataOptions(samples=4)
     samples = load_data(spec, text_taker(classes=2), few)
@@ -236,9 +234,7 @@ def tiny(hub, tmp_path) -> str:
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_the_report_says_which_commits_it_is_of_and_quiet_silences_clients(
-    tiny, sets, capfd, elsewhere, quiet
-):
+def test_reports_name_their_commits_and_quiet_hushes_clients(tiny, sets, capfd, elsewhere, quiet):
     """Bars and complaints go past what a runner catches: to the file descriptor."""
     data = sets.add("datasets/org/two", FILES)
     sets.repositories["org/tiny"].cut = 1

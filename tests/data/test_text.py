@@ -81,9 +81,7 @@ def test_classes_are_counted_over_the_whole_table(read, text_taker):
         assert samples.batch.y.tolist() == [1 if text == ord("a") % 97 else 0]
 
 
-def test_long_texts_are_cut_with_a_note_and_so_are_more_tokens_than_the_model_takes(
-    read, text_taker
-):
+def test_long_texts_are_cut_with_a_note_to_what_is_asked_or_the_model_takes(read, text_taker):
     samples = read("t.csv", "text\na b c d e f\na b c\n", samples=2, max_tokens=5)
     assert samples.batch.x.shape == (2, 5)
     assert samples.batch.x[:, -1].tolist() == [2, 2]
@@ -112,8 +110,6 @@ def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
         ("t.csv", "", "has no rows"),
         ("t.csv", "body\nx\n", "has no text column (columns: body)"),
         ("t.csv", 'text\n"open', "not a readable .csv"),
-        ("t.jsonl", "{", "line 1 is not JSON (Expecting property name"),
-        ("t.jsonl", "[1]", "line 1 is not a {...} object"),
         ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
         ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
@@ -148,9 +144,7 @@ BAD_LINES = ['{"text": "a", "label": 0}', "", "{broken", '{"text": "b"}']
 BAD_LINES += ['{"text": "", "label": 1}', '{"text": "c d", "label": 1}', "[1]"]
 
 
-def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(
-    read, tmp_path, text_taker, refused
-):
+def test_rows_that_cannot_be_read_are_left_out_if_asked(read, tmp_path, text_taker, refused):
     net = text_taker(classes=2)
     samples = read("t.jsonl", "\n".join(BAD_LINES), net, samples=9, skip_bad=True)
     good = read("good.jsonl", "\n".join([BAD_LINES[0], BAD_LINES[5]]), net, samples=9)
@@ -245,9 +239,7 @@ def loaded(path, net, labels, suffix=".jsonl"):
         (None, ["1.0", "0.0"], [1, 0]),
     ],
 )
-def test_labels_are_names_first_and_numbers_second(
-    tmp_path, text_taker, names, labels, truth, suffix
-):
+def test_labels_are_names_before_numbers(tmp_path, text_taker, names, labels, truth, suffix):
     net = text_taker(classes=len(names or labels), labels=names)
     assert loaded(tmp_path, net, labels, suffix) == (truth, ())
 
@@ -269,7 +261,6 @@ def test_an_order_lists_the_whole_map_and_puts_two_digits_behind_one(tmp_path, t
     [
         (("blame", "praise"), ["blame", "bad"], "line 2: the class 'bad' is not one of"),
         (STARS, ["1", "2", "0"], "line 3: the class '0' is not one of"),
-        (("no", "yes"), ["yes", "no", "perhaps"], "line 3: the class 'perhaps' is not"),
         (None, [0, 1, 2], "line 3: the class '2' is not one of the model's 2 classes"),
         (None, [1, 0, -1], "line 3: the class '-1' is not one of the model's 2 classes"),
         (("no", "yes"), ["yes", "", "no"], "line 2 has no 'label'"),
@@ -278,9 +269,7 @@ def test_an_order_lists_the_whole_map_and_puts_two_digits_behind_one(tmp_path, t
         (("no", "yes"), [[0, 1], [1]], "line 1 has a list in 'label', and a sample has only one"),
     ],
 )
-def test_labels_that_are_missing_or_unknown_are_errors_with_their_line(
-    tmp_path, text_taker, names, labels, message
-):
+def test_missing_or_unknown_labels_name_their_line(tmp_path, text_taker, names, labels, message):
     net = text_taker(classes=len(names or (0, 1)), labels=names)
     with pytest.raises(InputError) as error:
         loaded(tmp_path, net, labels)
@@ -301,12 +290,14 @@ def test_labels_that_are_missing_or_unknown_are_errors_with_their_line(
         ("t.jsonl", '{"text": "a", "label": 0}\n\n{"text": "b"}\n[1]', "line 4 is not a {...}"),
         ("t.csv", "label,text\n1\n0,a\n", "line 2 has no 'text'"),
         ("t.csv", 'text,label\n"two\nlines",1\n\nx\ny,0\n', "line 5 has no 'label'"),
-        ("t.jsonl", '{"text": "a", "label": 0}\n\n{broken', "line 3 is not JSON"),
+        (
+            "t.jsonl",
+            '{"text": "a", "label": 0}\n\n{broken',
+            "line 3 is not JSON (Expecting property name",
+        ),
     ],
 )
-def test_rows_that_are_not_what_they_seem_are_errors_with_their_line(
-    tmp_path, text_taker, refused, name, content, message
-):
+def test_rows_that_mislead_name_their_line(tmp_path, text_taker, refused, name, content, message):
     (tmp_path / name).write_text(content)
     assert message in refused(tmp_path / name, text_taker(classes=2))
     # Labels and rows are checked before the draw; texts only of the rows that are drawn.

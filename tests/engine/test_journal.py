@@ -33,7 +33,7 @@ from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 from tests import processes
-from tests.commands import invoke, read_figures, replace_parts
+from tests.commands import Harmful, invoke, read_figures, replace_parts
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "1")
@@ -118,11 +118,6 @@ def test_a_part_comes_back_with_its_types_and_facts():
     for name, array in values.items():
         np.testing.assert_array_equal(found.values[name], array)
         assert found.values[name].dtype == array.dtype
-
-
-class Harmful:
-    def __reduce__(self):
-        return os.mkdir, ("harm",)
 
 
 def numbered(count: int) -> list[Part]:

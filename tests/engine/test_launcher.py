@@ -162,15 +162,6 @@ def test_the_time_limit_of_several_processes_ends_all(elsewhere, tmp_path):
     assert (cut.status, cut.unmeasured) == ("partial", {"jacobian": 8})
 
 
-def test_what_is_made_of_all_samples_is_refused(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **MEETING}.items():
-        monkeypatch.setenv(name, value)
-    attack = ["attack", "demo", "-n", "4", "--eps", "0.1", "-q"]
-    for more in (["--save-adv", "adv.npz"], ["--shard", "1/2", "-o", "a.json"]):
-        invoke(*attack, *more, code=2)
-
-
 ATTACKED = ("--eps", "0.05", "--attack", "pgd", "--steps", "2")
 AUDITED = ("-n", "3", "--batch-size", "1", "--eps", "0.05", "--attack", "fgsm")
 CASES: dict[str, tuple[str, ...]] = {

@@ -1,6 +1,5 @@
 """Shards of a run: merged, they are what one process writes; what does not fit is refused."""
 
-import os
 import pickle
 from base64 import b64encode
 from pathlib import Path
@@ -23,7 +22,15 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.tables import Report
-from tests.commands import break_measure, invoke, read_figures, read_without_maps, replace_parts
+from tests import processes
+from tests.commands import (
+    Harmful,
+    break_measure,
+    invoke,
+    read_figures,
+    read_without_maps,
+    replace_parts,
+)
 from tests.simulated.conftest import MODELS, samples
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
@@ -164,11 +171,6 @@ def test_other_weights_versions_or_devices_are_refused(three):
     assert lipaudit.merge(cards).run.device == "cuda (A), cuda (B)"
 
 
-class Harmful:
-    def __reduce__(self):
-        return os.mkdir, ("harm",)
-
-
 def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = three[1].shard.parts["jacobian"]
@@ -234,11 +236,14 @@ def test_what_one_process_does_is_not_shared_out_and_a_shard_is_written(command,
     for args in several:
         said = command(*args, "--shard", "1/2", code=2)
         assert "--shard: only when one MODEL is measured" in said
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    for args in several:
-        assert "several processes: only when one MODEL" in command(*args, code=2)
+    processes.pose(monkeypatch, rank=0)
+    attack = ("attack", "demo", "-n", "4", "--eps", "0.1")
+    for args, says in (
+        *((args, "several processes: only when one MODEL") for args in several),
+        ((*attack, "--save-adv", "a.safetensors"), "a.safetensors needs all samples"),
+        ((*attack, "--shard", "1/2", "-o", "b.json"), "both split the samples"),
+    ):
+        assert says in " ".join(command(*args, code=2).split())
 
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):

@@ -92,17 +92,10 @@ def attack(robust, *, correct=None, eps=("2/255",), attacks=("apgd-ce",), **more
     for text, line in zip(eps, lines, strict=True):
         for name in (*attacks, "worst"):
             columns[f"robust@{name},linf,{text}"] = tuple(line.tolist())
-            rows.append(
-                ATTACK_TABLE.row(
-                    attack=name,
-                    norm="linf",
-                    eps=float(parse_radius(text)),
-                    eps_text=text,
-                    samples=count,
-                    robust=float(line.mean()) if count else None,
-                    seconds=1.25,
-                )
-            )
+            ball = {"norm": "linf", "eps": float(parse_radius(text)), "eps_text": text}
+            share = float(line.mean()) if count else None
+            row = ATTACK_TABLE.row(attack=name, samples=count, robust=share, seconds=1.25, **ball)
+            rows.append(row)
     return layouts()["attack"].section(
         settings={"seed": 0, "steps": 100, "eps": list(eps), **more},
         rows=rows,
@@ -132,6 +125,7 @@ def certify(verdicts):
 
 def report(*sections, weights="a", spec="demo", status="complete", **run):
     """A report out of sections."""
+    model = {"source": "demo", "architecture": "ViT", "parameters": 10}
     values = {
         "lipaudit": "0.1.0",
         "command": "lipaudit audit demo",
@@ -140,13 +134,7 @@ def report(*sections, weights="a", spec="demo", status="complete", **run):
         "device": "cpu",
         "dtype": "float32",
         "versions": {"torch": "2.6.0", "lipaudit": "0.1.0"},
-        "model": Model(
-            spec=spec,
-            source="demo",
-            architecture="ViT",
-            parameters=10,
-            weights_sha256=weights * 64,
-        ),
+        "model": Model(spec=spec, weights_sha256=weights * 64, **model),
         "data": Data(spec="demo", samples=8, suite_id="s" * 64),
         "preprocess": {"mean": [0.5], "std": [0.5]},
     }

@@ -122,6 +122,14 @@ def test_heads_and_their_median_have_one_word_and_one_interval(metric, change):
         assert [(v.name, v.old, v.new) for v in rows] == [(h.name, h.old, h.new) for h in heads]
 
 
+def test_means_over_tokens_count_the_tokens_of_each_shared_sample():
+    old, current = (attention(np.array([[1.0, 3.0, 9.0][:count]])) for count in (2, 3))
+    tokens = Array.of(np.array([[1.0, 3.0, 5.0]]))
+    current = current.model_copy(update={"arrays": current.arrays | {"rows": tokens}})
+    judged = judge(new(current), report(old), rules("attention.softmax_norm:max <= +50%"))
+    assert judged.verdicts[0].new == (1.0 + 3 * 3.0) / 4
+
+
 def test_a_share_is_the_same_in_every_command():
     rng = np.random.default_rng(9)
     robust = np.stack([rng.random(40) < 0.5, rng.random(40) < 0.7]).astype(int)
@@ -219,9 +227,7 @@ def recomputed(verdict, report):
         ("some of them and others", "not comparable", "not comparable"),
     ],
 )
-def test_every_rule_finds_the_same_weights_unchanged(
-    audit, every_rule, name, status, of_whole_rows
-):
+def test_every_rule_finds_equal_weights_unchanged(audit, every_rule, name, status, of_whole_rows):
     """The gate wants most samples of the baseline, and values per sample if there are more."""
     other, statuses = audit(OTHER[name]), {True: set(), False: set()}
     for verdict in judge(other, audit(BASE), every_rule).verdicts:

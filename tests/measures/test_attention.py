@@ -29,6 +29,7 @@ from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live
 from tests.measures.cases import run_measure
+from tests.models.conftest import batch_for, build
 from tests.nets import TEXT, hf_net
 
 
@@ -172,17 +173,6 @@ def swin_maps(net, batch):
     return [list(p.chunk(len(batch))) for p in found]  # windows of a sample follow each other
 
 
-def swin():
-    kwargs = {"pretrained": False, "img_size": 64, "window_size": 4, "depths": (2, 2, 1, 1)}
-    net = load_net(
-        "timm:swin_tiny_patch4_window7_224", LoadOptions(dtype="float64", model_kwargs=kwargs)
-    )
-    for name, p in net.module.named_parameters():
-        if name.endswith("qkv.weight"):
-            p.data.mul_(3.0)  # spread the attention
-    return net
-
-
 def text_maps(net, batch):
     """P of every layer as transformers returns it: (1, heads, n, n), without padding."""
     mask = batch.mask
@@ -195,8 +185,8 @@ def text_maps(net, batch):
 def test_every_statistic_is_that_of_the_models_own_maps(kind):
     torch.manual_seed(3)
     if kind == "swin":
-        net = swin()
-        batch = Batch(torch.rand(2, *net.input_shape, dtype=torch.float64), None, ("aa", "bb"))
+        net = build("timm-swin", "float64")
+        batch = batch_for(net)
         layers = swin_maps(net, batch)
     else:
         grouped = {"num_key_value_heads": 2} if kind == "Llama" else {}

@@ -40,11 +40,8 @@ def measured(model, data, **options):
 def small():
     model = Small().eval()
     data = samples(model, 5, wrong=1)
-    return (
-        model,
-        data,
-        measured(model, data, eps=",".join(EPS), radius=True, tol=0.3, attack="pgd"),
-    )
+    how = {"eps": ",".join(EPS), "radius": True, "tol": 0.3, "attack": "pgd"}
+    return model, data, measured(model, data, **how)
 
 
 def test_verdicts_are_nested_and_add_up(small):

@@ -73,9 +73,7 @@ def test_a_bound_below_the_norm_ends_the_run(demo, norms, monkeypatch, name):
         (spoil_layer, 1e-14, 1e-9, "sharp_rss of layer 0 (blocks.0.attn)"),
     ],
 )
-def test_rounding_excuses_what_it_can_do_and_no_more(
-    demo, norms, monkeypatch, fault, excused, refused, says
-):
+def test_what_rounding_excuses(demo, norms, monkeypatch, fault, excused, refused, says):
     """The slack of a trained head is some 1e-12, and the report names what was excused."""
     options = BALLS if fault is spoil_ball else PLAIN
     with monkeypatch.context() as patch:

@@ -47,8 +47,8 @@ def test_blocks_are_measured_beside_the_model():
         assert row.converged == row.samples == 3
 
 
-def dense_after(net, batch, module, call, read):
-    """||J|| from the output of a call of a module to `read`, of one sample, by plain autograd."""
+def dense_after(net, batch, module, call=0):
+    """||J|| of each sample from the output of a call of a module, by plain autograd."""
     calls = []
 
     def change(_module, _args, output, z=None):
@@ -58,15 +58,18 @@ def dense_after(net, batch, module, call, read):
             return output
         return z.clone() if isinstance(output, torch.Tensor) else (z.clone(), *output[1:])
 
-    def run(z=None):
-        calls.clear()
-        part = net.module.get_submodule(module)
-        with part.register_forward_hook(lambda *args: change(*args, z=z)):
-            return read(net.output(batch))
+    def norm(sample):
+        def run(z=None):
+            calls.clear()
+            part = net.module.get_submodule(module)
+            with part.register_forward_hook(lambda *args: change(*args, z=z)):
+                return net.output(sample)
 
-    with torch.no_grad():
-        run()
-    return dense_norm(run, calls[call])
+        with torch.no_grad():
+            run()
+        return dense_norm(run, calls[call])
+
+    return [norm(batch[i : i + 1].trim()) for i in range(len(batch))]
 
 
 DEPTHS = {
@@ -80,13 +83,12 @@ DEPTHS = {
 
 @pytest.mark.parametrize(("name", "path", "count"), [(k, *v) for k, v in DEPTHS.items()])
 def test_norms_over_depth_are_those_of_plain_autograd(name, path, count):
-    net = (
-        load_net("demo", LoadOptions(dtype="float64"))
-        if name == "demo"
-        else build(name, "float64")
-    )
-    demo = DataOptions(samples=3)
-    batch = load_data("demo", net, demo).batch if name == "demo" else batch_for(net)
+    if name == "demo":
+        net = load_net("demo", LoadOptions(dtype="float64"))
+        batch = load_data("demo", net, DataOptions(samples=3)).batch
+    else:
+        net = build(name, "float64")
+        batch = batch_for(net)
     batch = batch.to(net.device, net.dtype)
     how = {"tol": 1e-9, "target": None if net.classes else "features"}
     (section,) = run_measure("jacobian", net, batch, start="layers", **how)
@@ -96,9 +98,7 @@ def test_norms_over_depth_are_those_of_plain_autograd(name, path, count):
     assert [row.from_ for row in section.rows[1:]][:count] == [f"layer:{i}" for i in range(count)]
     for layer, row in enumerate(section.rows[1 : count + 1]):
         assert row.module == path.format(layer)
-        parts = (batch[i : i + 1].trim() for i in range(len(batch)))
-        call = 0 if "{}" in path else layer
-        truth = [dense_after(net, part, row.module, call, lambda y: y) for part in parts]
+        truth = dense_after(net, batch, row.module, call=0 if "{}" in path else layer)
         assert section.arrays["norm"].numpy()[layer + 1] == pytest.approx(truth, rel=1e-5)
         assert row.max == pytest.approx(max(truth), rel=1e-8)
         (alone,) = run_measure("jacobian", net, batch, start=f"layer:{layer}", **how)
@@ -210,8 +210,7 @@ def test_blocks_of_two_layers_have_one_row_and_may_be_written_into():
     (section,) = run_measure("jacobian", net, batch, start="layers", tol=1e-9)
     assert [row.from_ for row in section.rows] == ["tokens", "layer:0", "layer:2"]
     for row in section.rows[1:]:
-        truth = [dense_after(net, batch[i : i + 1], row.module, 0, lambda y: y) for i in range(3)]
-        assert row.max == pytest.approx(max(truth), rel=1e-8)
+        assert row.max == pytest.approx(max(dense_after(net, batch, row.module)), rel=1e-8)
     # The output of the first block reaches the model's output around the second, too.
     assert [note.text.split(" (")[0] for note in section.notes if note.code == "paths-fixed"] == [
         "the input also reaches the output around layer:2"
@@ -239,8 +238,7 @@ def test_encoder_and_decoder_are_two_curves():
     paths = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
     assert [row.module for row in section.rows[1:]] == paths
     for row in section.rows[1:]:
-        truth = [dense_after(net, batch[i : i + 1], row.module, 0, lambda y: y) for i in (0, 1)]
-        assert row.max == pytest.approx(max(truth), rel=1e-8)
+        assert row.max == pytest.approx(max(dense_after(net, batch, row.module)), rel=1e-8)
     (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
     labels = [f"{stack} {name}" for stack in ("encoder", "decoder") for name in ("mean", "p95")]
     assert [series.label for series in curve.series] == labels
@@ -274,8 +272,7 @@ def test_norms_over_depth_of_minilm():
     assert [row.from_ for row in section.rows] == ["embeddings", *(f"layer:{i}" for i in range(6))]
     for layer, row in enumerate(section.rows[1:]):
         assert row.module == f"encoder.layer.{layer}"
-        truth = dense_after(net, batch, row.module, 0, lambda y: y)
-        assert row.mean == pytest.approx(truth, rel=1e-6)
+        assert [row.mean] == pytest.approx(dense_after(net, batch, row.module), rel=1e-6)
 
 
 def test_a_norm_that_is_not_a_number_says_so():

@@ -121,10 +121,7 @@ def test_words_that_a_tokenizer_joins_when_both_change_are_not_certified(text, k
     ("options", "says"),
     [
         ({"eps": "1word", "order": "2"}, "no rule for words"),
-        ({"eps": "1word", "radius": True}, "--radius needs a ball"),
-        ({"eps": "1word", "attack": "pgd"}, "pgd cannot change words"),
         ({"eps": "1patch"}, "patch cannot attack text"),
-        ({"eps": "1word,0.1"}, "units of --eps differ"),
     ],
 )
 def test_what_makes_no_sense_for_words_is_refused(options, says):

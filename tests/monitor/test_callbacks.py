@@ -89,17 +89,12 @@ def test_lightning_is_watched(data, tmp_path):
         library.seed_everything(0, verbose=False)
         module = Module()
         loggers = import_module("lightning.pytorch.loggers")
-        trainer = library.Trainer(
-            max_steps=5,
-            accelerator="cpu",
-            callbacks=list(callbacks),
-            default_root_dir=folder,
-            logger=loggers.CSVLogger(folder, name="", version=""),
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        how = {
+            f"enable_{name}": False for name in ("progress_bar", "model_summary", "checkpointing")
+        }
+        how |= {"max_steps": 5, "accelerator": "cpu", "log_every_n_steps": 1}
+        how |= {"default_root_dir": folder, "callbacks": list(callbacks)}
+        trainer = library.Trainer(logger=loggers.CSVLogger(folder, name="", version=""), **how)
         trainer.fit(module, DataLoader(TensorDataset(*data), batch_size=4, shuffle=True))
         return module
 

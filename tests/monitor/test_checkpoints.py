@@ -35,7 +35,6 @@ ARGS = ("--data", "demo", "-n", "2", "--only", "jacobian", "-f", "table")
         ("epoch_3.pt", 3),
         ("global_step1200", 1200),
         ("best.ckpt", None),
-        ("last.ckpt", None),
         ("acc=0.91.pt", None),
         ("optimizer_5.pt", None),
         ("rng_state_0.pth", None),

@@ -16,6 +16,7 @@ from lipaudit.monitor.watching import collect_figures
 from lipaudit.tables.summary import summary
 from tests.commands import break_measure
 from tests.monitor.conftest import median, reports, trained
+from tests.nets import own_net
 from tests.report.conftest import keep, make_report
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
@@ -42,11 +43,14 @@ def test_a_training_is_the_same_to_the_last_bit(module, data, tmp_path, how):
 
 
 def test_compiled_and_distributed_models_are_measured_themselves(module, watch):
+    net = own_net(copy.deepcopy(module), (3, 4, 4), kind="image")
     wrapped = nn.DataParallel(torch.compile(module))
-    ours, theirs = (watch(each, strict=True) for each in (wrapped, module))
-    for monitor in (ours, theirs):
+    ours, of_net, theirs = (watch(each, strict=True) for each in (wrapped, net, module))
+    net.module.train()
+    for monitor in (ours, of_net, theirs):
         monitor.measure(0)
-    assert ours.report.section("jacobian") == theirs.report.section("jacobian")
+        assert monitor.report.section("jacobian") == ours.report.section("jacobian")
+    assert net.module.training
     assert ours.report.run.model == theirs.report.run.model
     assert ours.report.run.model.spec == "Classifier, step 0"
 

@@ -7,14 +7,14 @@ import pytest
 
 import lipaudit
 from benchmarks.shared.demos import load_shipped
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from tests.commands import invoke
 from tests.simulated import device
-from tests.simulated.conftest import MODELS, samples
+from tests.simulated.conftest import samples
 from tests.simulated.test_measures import same
 
 pytestmark = pytest.mark.simulated
@@ -69,13 +69,6 @@ def test_training_without_memory_is_said_so(simulated, share, tmp_path):
     assert done.exit_code == 3
     assert "out of memory" in done.output
     assert "bug" not in done.output
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_device_without_float64_is_refused_before_anything_is_loaded(simulated, model):
-    with device.no_float64(), pytest.raises(UsageError, match="no float64") as error:
-        lipaudit.measure(MODELS[model](), "jacobian", device=simulated, **samples(model))
-    assert "cpu" in error.value.advice
 
 
 def test_env_tells_which_devices_can_be_used(simulated):

@@ -98,9 +98,7 @@ value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **f
         (("heat", "heat.more"), ("bounds",), ""),
     ],
 )
-def test_a_measure_with_strange_sections_or_drawings_is_refused(
-    install, sections, drawings, reason
-):
+def test_a_measure_with_strange_sections_is_refused(install, sections, drawings, reason):
     source = MEASURE.format(sections=sections, drawings=drawings)
     install("heat-of-heads", "heat", source, group="lipaudit.measures")
     if not reason:
@@ -158,9 +156,7 @@ def test_a_bound_below_the_norm_ends_the_run_by_its_name(install):
         ("log10_x", "compute=low", "log10_x", "not a valid name of a bound"),
     ],
 )
-def test_a_bound_that_cannot_be_used_is_refused_by_its_package(
-    install, name, compute, entry, says
-):
+def test_a_bound_that_cannot_be_used_is_refused(install, name, compute, entry, says):
     source = BOUND.format(name=name, compute=compute)
     install("strange-bounds", entry, source, group="lipaudit.bounds")
     assert "strange-bounds" in refuse(2, says, "explain", "sharp")

@@ -188,10 +188,11 @@ def test_noise_is_added_to_every_input_and_resumed(digits):
     assert other.min() < -0.3
 
 
-def test_texts_take_no_noise(digits):
+@pytest.mark.parametrize("how", [{"noise": 0.1}, {"adversarial": "pgd", "eps": "0.1"}])
+def test_texts_take_no_noise_and_no_attack(digits, how):
     net = replace(small_net(), kind="text")
-    with pytest.raises(UsageError, match="--noise works only for images"):
-        next(train(net, digits, Recipe(noise=0.1)))
+    with pytest.raises(UsageError, match="works only for images"):
+        next(train(net, digits, Recipe(**how)))
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,7 @@ def test_normalisation_happens_inside_and_options_override_it(source, options, m
         ("sequence", {}, ("tokens", (3, 5), None, None), (3, 2)),
     ],
 )
-def test_what_a_factory_returns_is_read_as_the_options_say(
-    source, factory, options, facts, output
-):
+def test_what_a_factory_returns_is_read_by_the_options(source, factory, options, facts, output):
     kwargs = {"classes": 7} if factory == "many" else {}
     net = load_net(f"py:{source}:{factory}", LoadOptions(**options, model_kwargs=kwargs))
     assert (net.kind, net.input_shape, net.classes, net.box) == facts
@@ -290,7 +288,7 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
     original = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
     text = refused("py:no.such.module:build", UsageError, device="mps")
-    assert "no float64" in text
+    assert "or has no float64 | Use --device auto or cpu." in text
 
 
 def test_a_device_without_memory_is_not_taken_for_another_fault(monkeypatch):

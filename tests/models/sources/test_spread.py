@@ -73,9 +73,7 @@ def save_timm(path):
     ],
     ids=str,
 )
-def test_every_figure_is_that_of_weights_in_memory(
-    qwen, tmp_path, written, name, dtype, how, kept
-):
+def test_figures_are_those_of_weights_in_memory(qwen, tmp_path, written, name, dtype, how, kept):
     if dtype == "timm":
         model, places = save_timm(tmp_path), {"": "cpu", "blocks.1": "disk"}
     elif dtype is None:

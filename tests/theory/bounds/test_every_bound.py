@@ -98,9 +98,7 @@ def test_exact_lies_between_its_ends(seed, tokens, values, mask, gain, biases):
 @settings(deadline=None, max_examples=60)
 @given(**corners)
 @example(seed=3879, tokens="tiny", values="random", mask="causal", gain=0.0, biases=True)
-def test_in_single_precision_too_no_bound_is_below_what_is_called_exact(
-    seed, tokens, values, mask, gain, biases
-):
+def test_no_bound_is_below_exact_in_single_precision(seed, tokens, values, mask, gain, biases):
     heads = corner(seed, tokens, values, mask, gain=gain, biases=biases).to(torch.float32)
     norm, bounds = head_norms(heads, seeds=[seed, seed + 1]), head_bounds(heads)
     unit, size = unit_values(heads)  # a bias costs values their digits: norms are those without

@@ -164,11 +164,8 @@ def test_causal_attention_and_sinks_have_no_splitting_gain(random_layer):
     by_bias = replace(heads, causal=False, bias=mask)
     assert by_bias.is_causal()
     assert not replace(heads, causal=False).is_causal()
-    for each, name in (
-        (heads, "causal"),
-        (by_bias, "causal"),
-        (random_layer("sink").heads, "sink"),
-    ):
+    sink = random_layer("sink").heads
+    for each, name in ((heads, "causal"), (by_bias, "causal"), (sink, "sink")):
         with pytest.raises(ValueError, match=name):
             splitting_gain(each, torch.ones(2, 2), seeds=SEEDS)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -44,7 +43,7 @@ from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
-    from lipaudit.attacks.evaluate import Checks, Chunk, Outcome
+    from lipaudit.attacks.evaluate import Chunk, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
@@ -435,7 +434,7 @@ def _make_part(
     # The samples robust before and after Square, if gradient attacks ran before it.
     squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
     facts: dict[str, Any] = {
-        "checks": read_checks(clean),
+        "checks": base.read_checks(clean),
         "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
         "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
         "box": net.box if chunk.mask is None else None,
@@ -559,7 +558,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     # A continuation and its rival are not two classes: the task is as hard as choosing a text.
     taken = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     remarks = note_signs(
-        sum_checks(parts),
+        base.sum_checks(parts),
         guessing="losses" not in parts[0].values,
         nonfinite=sum(part.facts["nonfinite"] for part in parts) / max(taken, 1),
     )
@@ -575,19 +574,6 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     planned = (note for trial in trials for note in trial.notes)
     remarks += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
     return tuple(dict.fromkeys(remarks + base.notes(parts)))
-
-
-def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
-    """Return the signs of weak attacks of clean samples, as facts of a part."""
-    return [asdict(outcome.checks) for outcome in outcomes if outcome.checks]
-
-
-def sum_checks(parts: Sequence[Part]) -> Checks:
-    """Return the signs of weak attacks, counted over all clean samples."""
-    from lipaudit.attacks.evaluate import Checks
-
-    each = (Checks(**checks) for part in parts for checks in part.facts["checks"])
-    return reduce(Checks.__add__, each)
 
 
 ATTACK = Measure(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from lipaudit.attacks.evaluate import Checks, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
@@ -406,3 +408,16 @@ def require_decision(net: Net, advice: str) -> None:
     text = f"the embedding layer of {net.architecture} was not found"
     advice = "Write a py: factory that returns a ModelSpec with its `entry`."
     refuse(net.kind == "text" and net.entry is None, text, advice)
+
+
+def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
+    """Return the signs of weak attacks of clean samples, as facts of a part."""
+    return [asdict(outcome.checks) for outcome in outcomes if outcome.checks]
+
+
+def sum_checks(parts: Sequence[Part]) -> Checks:
+    """Return the signs of weak attacks, counted over all clean samples."""
+    from lipaudit.attacks.evaluate import Checks
+
+    each = (Checks(**checks) for part in parts for checks in part.facts["checks"])
+    return reduce(Checks.__add__, each)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import UsageError, refuse
 from lipaudit.measures import base
-from lipaudit.measures.attack import eps_column, read_checks, seconds_column, sum_checks
+from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, Part, Values
 from lipaudit.measures.claims import CertifyOptions
 from lipaudit.tables import Note, Row, Section
@@ -172,7 +172,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         values = [_read_bracket(bracket, options) for bracket in brackets]
         arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
         facts = {
-            "checks": read_checks(*(bracket.clean for bracket in brackets)),
+            "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
             "exported": _to_text(_export(net, brackets, options) if options.export else {}),
@@ -424,7 +424,7 @@ def _write_notes(
 ) -> Iterator[Note]:
     from lipaudit.attacks.evaluate import note_signs
 
-    yield from note_signs(sum_checks(parts))
+    yield from note_signs(base.sum_checks(parts))
     text = (
         "certificates hold for exact arithmetic with the stored weights. Running the model in "
         f"{parts[0].facts['dtype']} adds rounding errors that they do not cover"

@@ -359,7 +359,8 @@ class Bracket:
         correct: whether the prediction is right; without a label it counts as right.
         stood: largest radius at which attacks found nothing.
         nearest: distance of the nearest adversarial example found.
-        example: the last adversarial example found.
+        example: the last adversarial example that an attack found. A proof that finds one, of
+            patches or words, moves `nearest` alone: nobody reads its example.
         certified: largest certified radius; -1 for none.
         tried: the certificate of each radius.
         seconds: wall time.

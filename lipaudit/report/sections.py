@@ -367,7 +367,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         named = ((find_layer(row.get("from")), row) for row in section.rows)
         rows = [row.replace(layer=layer) for layer, row in named if layer is not None]
         # Encoder and decoder are two curves, by the path of their modules before the number.
-        stacks = group_values((re.split(r"\.\d+", row["module"])[0], row) for row in rows)
+        stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
         if any(len(group) < 2 for group in stacks.values()):
             stacks = {"": rows} if len(rows) > 1 else {}
         for stack, name in product(stacks, ("mean", "p95")):

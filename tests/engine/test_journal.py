@@ -66,19 +66,25 @@ def kept(cwd: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("by", "code"),
-    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+    ("by", "code", "more"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, ()),
+        (signal.SIGINT, 130, ("--quantize", "int4:16")),
+        (signal.SIGTERM, 143, ()),
+    ],
 )
-def test_a_stopped_run_says_how_to_go_on_and_goes_on_to_the_same_report(by, code, tmp_path):
-    status, said = stopped(*NORMS, "-o", "a.json", cwd=tmp_path, by=by)
+def test_a_stopped_run_says_how_to_go_on_and_goes_on_to_the_same_report(by, code, more, tmp_path):
+    status, said = stopped(*NORMS, *more, "-o", "a.json", cwd=tmp_path, by=by)
     assert (status, Path("a.json").exists(), "Traceback" in said) == (code, False, False)
     assert ("with --resume to continue" in said) == (code > 0)
-    other = invoke(*NORMS, "--seed", "1", "--resume", "-o", "other.json")
-    assert "interrupted" not in other.stderr  # another run is not mixed up with this one
-    resumed = invoke(*NORMS, "--resume", "-o", "a.json")
+    others = ("--seed", "1"), *[("--quantize", "int8")] * bool(more)
+    for other in others:  # another run is not mixed up with this one
+        ended = invoke(*NORMS, *other, "--resume", "-o", "other.json")
+        assert "interrupted" not in ended.stderr
+    resumed = invoke(*NORMS, *more, "--resume", "-o", "a.json")
     assert "continuing from there" in resumed.stderr
     assert not kept(tmp_path)
-    invoke(*NORMS, "-o", "whole.json")
+    invoke(*NORMS, *more, "-o", "whole.json")
     assert read_figures("a.json") == read_figures("whole.json")
 
 

@@ -1,5 +1,6 @@
 """The measure `jacobian`: blocks beside the model, and norms that are not numbers."""
 
+import copy
 import csv
 import json
 import math
@@ -245,6 +246,29 @@ def test_encoder_and_decoder_are_two_curves():
     assert [series.x for series in curve.series] == [(0, 1), (0, 1), (2, 4), (2, 4)]
     (text,) = [note.text for note in section.notes if note.code == "paths-fixed"]
     assert "around layer:0, layer:1, layer:2 (as from an encoder to a decoder)" in text
+
+
+class Stages(Stream):
+    """One stack of blocks in two modules, as Swin and PVT have them."""
+
+    def __init__(self):
+        super().__init__("")
+        self.blocks1, self.blocks2 = self.encoder, copy.deepcopy(self.encoder)
+        del self.encoder
+
+    def forward(self, x):
+        for block in (*self.blocks1, *self.blocks2):
+            x = block(x)
+        return self.out(x.mean(1))
+
+
+def test_stages_of_one_stack_are_one_curve():
+    net, batch = own_net(Stages(), (5, 8)), own_batch(draw(0, 2, 5, 8))
+    (section,) = run_measure("jacobian", net, batch, start="layers")
+    modules = [f"blocks{stage}.{i}" for stage in (1, 2) for i in (0, 1)]
+    assert [row.module for row in section.rows if row.module] == modules
+    (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
+    assert [(s.label, s.x) for s in curve.series] == [(n, (0, 1, 2, 3)) for n in ("mean", "p95")]
 
 
 def test_the_page_and_the_csv_have_the_curve():

@@ -105,10 +105,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         quantised = ""
         if options.pretrained:
             kinds = _read_kinds(path)
-            quantised, remarks = plan_dequantising(config, path, {*kinds.values()})
-            kept = options.weights == "stored" or options.device_map is not None
-            kept = kept and not quantised
-            module, report, notes = _load_weights(loader, path, config, kinds, kept=kept)
+            placed, formats = options.device_map is not None, {*kinds.values()}
+            later = options.weights == "stored" and not placed
+            quantised, remarks, state = plan_dequantising(config, path, formats, later=later)
+            kept = (later or placed) and (not quantised or state is not None)
+            module, report, notes = _load_weights(loader, path, config, kinds, state, kept=kept)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
             missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
             if added:  # only the weights below the new classifier and its pooler have to fit
@@ -117,6 +118,9 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
                     [k for k in keys if _is_inside(base, k) and not _has_part(k, POOLER)]
                     for keys in (missing, surplus, wrong)
                 )
+            # Biases of zeros, which AutoGPTQ stores for layers without a bias.
+            zeros = {k for k, v in (state or {}).items() if k.endswith(".bias") and not v.any()}
+            surplus = [k for k in surplus if k not in zeros]
             notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
         else:
             module, notes = _build(loader, config), (RANDOM,)
@@ -371,7 +375,7 @@ def _read_kinds(path: Path) -> dict[str, str]:
 
 
 def _load_weights(
-    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], *, kept: bool
+    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], state: Any, *, kept: bool
 ) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
     """Load the weights; return the model, transformers' report on names and shapes, and notes.
 
@@ -380,9 +384,10 @@ def _load_weights(
         path: the directory.
         config: its configuration.
         kinds: number formats of its weights by name.
+        state: the weights by name; None: those of the directory.
         kept: whether weights that are all of one precision stay as stored.
     """
-    if not getattr(config, "quantization_config", None):
+    if state is None and not getattr(config, "quantization_config", None):
         # Counters and positions may be integers; transformers would cast weights to floats.
         codes = [k for k, kind in kinds.items() if k.endswith("weight") and kind[0] in "IU"]
         refuse_codes(codes, path)
@@ -393,8 +398,12 @@ def _load_weights(
         "Check that the directory is complete: config.json and its weights. Copy or download "
         "damaged files again; pickled files may hold tensors only.",
     ):
+        if state is not None:  # auto classes want a path
+            with torch.device("meta"):
+                loader = type(_build(loader, config))
         module, report = loader.from_pretrained(
-            path,
+            path if state is None else None,
+            state_dict=state,
             config=config,
             dtype=dtype,
             attn_implementation=_choose_attention(config),

@@ -1,7 +1,8 @@
 """Quantised weights: rounded on loading by `--quantize`, or stored so by a library.
 
-Weights of torchao and bitsandbytes are dequantised here, in a model from any source. Transformers
-dequantises those of other methods while it loads a directory.
+Weights of torchao and bitsandbytes are dequantised here, in a model from any source; files of GPTQ
+and AWQ, too, without the library that wrote them. Transformers dequantises those of other methods
+while it loads a directory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,17 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import InputError, UsageError, explain_failure, refuse, suggestion
+from lipaudit.errors import UsageError, explain_failure, refuse, suggestion
 from lipaudit.models.precision import defer
-from lipaudit.models.sources.weights import HALF, few
+from lipaudit.models.sources.weights import HALF, few, list_weight_files, read_weights
 from lipaudit.settings.option import read_quantization
 from lipaudit.tables import Note
 
 # The library that each method of a transformers checkpoint needs to be dequantised.
 LIBRARIES = {
-    **{"torchao": "torchao", "bitsandbytes": "bitsandbytes"},
+    **{"torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptq": "", "awq": ""},
     **{"compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": ""},
 }
+# The layouts of files that `read_codes` reads; the first one is the default.
+LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+# Places of eight values in the 32 bits of AWQ.
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 # Number formats of safetensors that no quantiser stores its codes in.
 FLOATS = {"F64", "F32", "F16", "BF16"}
 # Packed weights of nn.MultiheadAttention.
@@ -66,7 +72,6 @@ def round_weights(module: nn.Module, how: str) -> str:
         f"--quantize {how}: {type(module).__name__} has no linear layer to round"
         + f" but its output ({few(left)})" * bool(left),
         "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
-        InputError,
     )
     widths = {name: p.shape[0 if turned else 1] for name, p, turned in weights.values()}
     odd = [name for name, width in widths.items() if group and width % group]
@@ -122,48 +127,170 @@ def _find_fixed(module: Any) -> set[int]:
     return fixed | {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
 
 
-def plan_dequantising(config: Any, path: Path, kinds: Set[str]) -> tuple[str, tuple[Note, ...]]:
-    """Let transformers dequantise a checkpoint on loading, where it can; describe it then.
+def plan_dequantising(
+    config: Any, path: Path, kinds: Set[str], *, later: bool
+) -> tuple[str, tuple[Note, ...], dict[str, Any] | None]:
+    """Have a checkpoint dequantised on loading, where that is possible; describe it then.
 
     Args:
         config: the configuration of the model, which is changed.
         path: its directory.
         kinds: number formats of its weights, as safetensors spells them; empty if unknown.
+        later: see `read_codes`.
 
     Returns:
-        What is dequantised, and notes.
+        What is dequantised; notes; and all weights, where transformers cannot read the files.
 
     Raises:
         InputError: the method cannot be dequantised, or its library is not installed.
     """
     stored = getattr(config, "quantization_config", None)
     if not stored:
-        return "", ()
+        return "", (), None
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
+    layouts = LAYOUTS.get(method, ("",))
+    layout = str(stored.get("checkpoint_format") or stored.get("version") or layouts[0]).lower()
+    odd = f" in the layout {layout}" * (method in LAYOUTS and layout not in layouts)
+    schemes = [each.get("weights") for each in (stored.get("config_groups") or {}).values()]
+    if any(each != schemes[0] for each in schemes):  # transformers reads all by one of them
+        odd = " with schemes that differ between layers"
+    if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
+        odd = " with rotated activations"
     refuse(
-        method not in LIBRARIES,
-        f"{path} is quantised by {method}, which lipaudit cannot dequantise",
-        f"{suggestion(method, LIBRARIES)} Give a dequantised copy, or the float checkpoint with "
-        "--quantize.",
-        InputError,
+        odd or method not in LIBRARIES,
+        f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise",
+        ("" if odd else suggestion(method, LIBRARIES) + " ")
+        + "Give a dequantised copy, or the float checkpoint with --quantize.",
     )
     library = LIBRARIES[method]
     refuse(
         library and find_spec(library) is None,
         f"{path} is quantised by {method}, and its library is not installed",
         f"Run pip install {library.replace('_', '-')}.",
-        InputError,
     )
     if kinds and kinds <= FLOATS:
         del config.quantization_config
         text = (
             f"config.json names {method}, but all weights are stored as floats: none is quantised"
         )
-        return "", (Note.warn("not-quantised", text),)
+        return "", (Note.warn("not-quantised", text),), None
+    if method in LAYOUTS:
+        del config.quantization_config
+        text, state = read_codes(path, layout if method == "gptq" else method, later=later)
+        return text, (), state
     if method in ("torchao", "bitsandbytes"):
-        return "", ()  # by `dequantise`
+        return "", (), None  # by `dequantise`
     stored["dequantize"] = True
-    return f"weights stored as {method} were dequantised by transformers on loading", ()
+    return f"weights stored as {method} were dequantised by transformers on loading", (), None
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantised weight, which transformers reads as it reads a slice of a safetensors file.
+
+    Attributes:
+        compute: returns the values.
+        shape: their shape.
+        later: whether the model gets a weight whose values are computed when a layer reads it.
+    """
+
+    compute: Callable[[], Tensor]
+    shape: torch.Size
+    later: bool
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if not self.later:
+            return self.compute()
+        weight = defer(self.compute, self.shape)
+        weight.__dict__["to"] = lambda *_, **__: weight  # converted, it would need memory
+        return weight
+
+
+def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, Any]]:
+    """Read a checkpoint of GPTQ or AWQ, to be dequantised a layer at a time; describe it.
+
+    Args:
+        path: the directory.
+        layout: a layout of GPTQ, or awq.
+        later: whether their values are computed when a layer reads them (see `precision.defer`),
+            except those of experts, which transformers merges on loading.
+
+    Returns:
+        The description, and all weights by name: tensors, and `Codes` in place of quantised ones.
+
+    Raises:
+        InputError: a file is damaged, or the tensors of a layer do not fit.
+    """
+    state: dict[str, Any] = {}
+    for file in list_weight_files(each.name for each in path.iterdir()):
+        state |= {} if file.endswith(".json") else read_weights(path / file)[0]
+    kinds, count = Counter[str](), 0
+    for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
+        names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
+        parts = {part: state.pop(name) for part, name in names.items() if name in state}
+        with explain_failure(
+            f"{layer} of {path} cannot be dequantised as {layout}",
+            "Copy or download it again, or give a dequantised copy.",
+        ):
+            # Without values: shapes that do not fit are found before the model is built.
+            blank = {part: value.to("meta") for part, value in parts.items()}
+            shape = dequantise_codes(layout, **blank).shape
+        kinds[f"{layout} int{32 * parts['qweight'].numel() // shape.numel()}"] += 1
+        compute = partial(dequantise_codes, layout, **parts)
+        state[f"{layer}.weight"] = Codes(compute, shape, later and ".experts." not in layer)
+        count += shape.numel()
+    return _describe(kinds, count / sum(v.shape.numel() for v in state.values())), state
+
+
+def dequantise_codes(
+    layout: str, qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None
+) -> Tensor:
+    """Return (code - zero) scale of a layer of GPTQ or AWQ, in the precision of the scales.
+
+    These are the values of gptqmodel and autoawq, bit for bit.
+
+    Args:
+        layout: a layout of GPTQ, or awq.
+        qweight: packed codes, (inputs bits / 32, outputs); of AWQ, (inputs, outputs bits / 32).
+        qzeros: packed zeros, (groups, outputs bits / 32).
+        scales: (groups, outputs).
+        g_idx: group of each input; None: in order.
+
+    Returns:
+        The weight, (outputs, inputs).
+
+    Raises:
+        ValueError: another number of bits, or a group is not whole.
+    """
+    bits = 32 * qzeros.shape[1] // scales.shape[1]
+    if bits not in ((4,) if layout == "awq" else (2, 3, 4, 8)):
+        raise ValueError(f"{bits} bits")
+    if layout == "awq":
+        mixed = (_unpack(each, bits).view(len(each), -1, 8) for each in (qweight, qzeros))
+        codes, zeros = (each[:, :, PLACES].flatten(1) for each in mixed)
+    else:
+        # Version 1 stores zero - 1: subtracted from whole words, unless values cross their ends.
+        one, whole = layout == "gptq", 32 % bits == 0
+        zeros = _unpack(qzeros + (2**32 - 1) // (2**bits - 1) * (one and whole), bits)
+        zeros = zeros + (one and not whole) & 2**bits - 1
+        codes = _unpack(qweight.T, bits).T
+    if g_idx is None:
+        if len(codes) % len(scales):
+            raise ValueError(f"{len(scales)} groups of {len(codes)} inputs")
+        g_idx = torch.arange(len(codes), device=codes.device) // (len(codes) // len(scales))
+    kind, group = scales.dtype, g_idx.long()
+    return ((codes.to(kind) - zeros.to(kind)[group]) * scales[group]).T.contiguous()
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the unsigned integers that follow each other, `bits` wide, in rows of int32."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"packed in {words.dtype}")
+    width = math.gcd(bits, 8)  # of pieces that lie in one byte
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
+    pieces = words.contiguous().view(torch.uint8)[:, :, None] >> shifts & (2**width - 1)
+    pieces = pieces.reshape(len(words), -1, bits // width) << shifts[: bits // width]
+    return pieces.sum(2, dtype=torch.uint8)
 
 
 def dequantise(module: nn.Module, *, later: bool) -> str:
@@ -208,7 +335,10 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
     if not kinds:
         return ""
     count = sum(weight.numel() for weight in weights.values())
-    share = count / sum(p.numel() for p in module.parameters())
+    return _describe(kinds, count / sum(p.numel() for p in module.parameters()))
+
+
+def _describe(kinds: Mapping[str, int], share: float) -> str:
     stored = ", ".join(f"{n} as {kind}" for kind, n in kinds.items())
     return f"weights stored quantised ({stored}; {share:.0%} of the parameters) were dequantised"
 

@@ -1,6 +1,7 @@
 """Weights of few bits: rounded on loading, to the values that a search and torchao find."""
 
 import copy
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +16,7 @@ from lipaudit.models.net import ModelSpec
 from lipaudit.models.sources.loader import LoadOptions, assemble, load_net
 from lipaudit.schema import load
 from tests.commands import invoke, refuse
-from tests.models.sources.cases import build, configure, figures, refused, vit
+from tests.models.sources.cases import build, configure, figures, refused, save, vit
 from tests.nets import hf_net
 
 GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
@@ -275,6 +276,236 @@ def test_a_module_that_torchao_quantised_is_measured_and_stays_quantised():
     assert type(module[2].weight).__name__ == "Int8Tensor"
 
 
+# Every layer fills whole words of 32 bits, whatever its number of bits.
+WIDE = LLAMA | {"num_key_value_heads": 4, "intermediate_size": 64}
+
+
+def is_linear(name, part):
+    return type(part) is nn.Linear and name != "lm_head"
+
+
+def pack(values, bits):
+    """Pack the rows of integers into int32, the first one in the lowest bits."""
+    words = []
+    for row in values.tolist():
+        whole = sum(value << bits * i for i, value in enumerate(row))
+        words.append([whole >> 32 * i & 2**32 - 1 for i in range(len(row) * bits // 32)])
+    return torch.tensor(words).to(torch.int32)
+
+
+def save_codes(path, layout, bits, *, order, first=1):
+    """Save a Llama of random codes as the formats of GPTQ and AWQ say; return its float model."""
+    module, generator = build("LlamaForCausalLM", **WIDE).half(), torch.Generator().manual_seed(1)
+    state, values = module.state_dict(), {}
+    for name in [n for n, part in module.named_modules() if is_linear(n, part)]:
+        outputs, inputs = state.pop(f"{name}.weight").shape
+        codes, zeros = (
+            torch.randint(low, 2**bits, (rows, outputs), generator=generator)
+            for low, rows in ((0, inputs), (first, inputs // 16))
+        )
+        scales = torch.rand(inputs // 16, outputs, generator=generator).add(0.1).half() / 2**bits
+        group = torch.arange(inputs) // 16
+        if order:
+            group = group[torch.randperm(inputs, generator=generator)]
+            state[f"{name}.g_idx"] = group.int()
+        values[f"{name}.weight"] = ((codes - zeros[group]).half() * scales[group]).T
+        if layout == "gemm":
+            mixed = [0, 2, 4, 6, 1, 3, 5, 7]
+            codes, zeros = (t.unflatten(1, (-1, 8))[..., mixed].flatten(1) for t in (codes, zeros))
+            state[f"{name}.qweight"] = pack(codes, bits)
+        else:
+            state[f"{name}.qweight"] = pack(codes.T, bits).T.contiguous()
+            state[f"{name}.bias"] = torch.zeros(outputs).half()
+        state[f"{name}.qzeros"] = pack(zeros - int(layout == "gptq"), bits)
+        state[f"{name}.scales"] = scales
+    module.save_pretrained(path)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "awq", "version": layout}
+    if layout != "gemm":
+        how = {"quant_method": "gptq", "bits": bits, "checkpoint_format": layout}
+    configure(path, quantization_config=how)
+    module.load_state_dict(values, strict=False)
+    return module
+
+
+def assert_read_as(path, whole, says):
+    """Compare a directory with its float model, loaded at once and one layer at a time."""
+    nets = [load_net(str(path), LoadOptions(weights=w)) for w in ("converted", "stored")]
+    assert {net.weights_sha256 for net in nets} == {hf_net(whole).weights_sha256}
+    assert {net.parameters for net in nets} == {whole.num_parameters()}
+    assert all(says in net.quantised for net in nets)
+    return nets
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "how"),
+    [
+        ("gptq", 2, {"order": False}),
+        ("gptq", 3, {"order": True}),
+        ("gptq", 4, {"order": True}),
+        ("gptq", 8, {"order": False}),
+        ("gptq_v2", 4, {"order": False, "first": 0}),
+        ("gptq_v2", 3, {"order": False, "first": 0}),
+        ("gemm", 4, {"order": False, "first": 0}),
+    ],
+)
+def test_codes_of_gptq_and_awq_are_read_as_their_formats_say(tmp_path, layout, bits, how):
+    whole = save_codes(tmp_path, layout, bits, **how)
+    name = {"gemm": "awq"}.get(layout, layout)
+    later = assert_read_as(tmp_path, whole, f"14 as {name} int{bits}")[1]
+    assert "weights stay in float16, quantised form" in str(later.notes)
+    now, kept = (
+        figures(str(tmp_path), "bounds", max_tokens=6, weights=w)[0]
+        for w in ("converted", "stored")
+    )
+    assert now == kept
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda name, v: None if "0.mlp.up_proj.scales" in name else v, "'scales'"),
+        (lambda name, v: v[:, :-1] if "qzeros" in name else v, "cannot be dequantised as gptq"),
+        (lambda name, v: v.short() if "qweight" in name else v, "packed in torch.int16"),
+        (lambda name, v: v.repeat(1, 4) if "qzeros" in name else v, "16 bits"),
+        (lambda name, v: v.repeat(2, 1)[:3] if "scales" in name else v, "3 groups of 64 inputs"),
+    ],
+)
+def test_damaged_codes_are_refused_by_the_name_of_their_layer(tmp_path, damage, says):
+    save_codes(tmp_path, "gptq", 4, order=False)
+    change = {n: damage(n, v) for n, v in load_file(tmp_path / "model.safetensors").items()}
+    change = {n: v.contiguous() for n, v in change.items() if v is not None}
+    save_file(change, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = refused(tmp_path)
+    assert "model.layers." in text
+    assert says in text
+
+
+def read_float(path, values):
+    """Return the float model of a directory whose quantised weights have these values."""
+    whole = build("LlamaForCausalLM", **json.loads((path / "config.json").read_text()))
+    state = load_file(path / "model.safetensors")
+    whole.load_state_dict({n: state[n] for n in whole.state_dict() if n in state} | values)
+    return whole
+
+
+@pytest.mark.slow(seconds=60)
+def test_a_checkpoint_of_gptqmodel_is_read_as_gptqmodel_dequantises_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")
+    monkeypatch.chdir(tmp_path)  # it writes a log
+    gptqmodel = pytest.importorskip("gptqmodel", reason="needs gptqmodel, which writes it")
+    sizes = WIDE | {"hidden_size": 64, "intermediate_size": 96}  # its groups have 32 inputs
+    save(build("LlamaForCausalLM", **sizes), tmp_path / "float")
+    config = gptqmodel.QuantizeConfig(
+        bits=4, group_size=32, sym=False, desc_act=True, format="gptq", device="cpu"
+    )
+    how = {"backend": gptqmodel.BACKEND.GPTQ_TORCH}
+    model = gptqmodel.GPTQModel.load(str(tmp_path / "float"), config, **how)
+    ids = torch.randint(0, 48, (8, 24), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
+    model.quantize(data, batch_size=1)
+    model.save(str(tmp_path / "q"))
+    theirs = gptqmodel.GPTQModel.load(
+        str(tmp_path / "q"), device="cpu", dtype=torch.float16, **how
+    ).model
+    parts = {n: part for n, part in theirs.named_modules() if hasattr(part, "qweight")}
+    values = {f"{n}.weight": part.dequantize_weight().T.clone() for n, part in parts.items()}
+    assert_read_as(tmp_path / "q", read_float(tmp_path / "q", values), "14 as gptq int4")
+
+
+def test_a_checkpoint_of_autoawq_is_read_as_autoawq_dequantises_it(tmp_path):
+    gemm = pytest.importorskip("awq.modules.linear.gemm", reason="needs autoawq, which packs it")
+    from awq.models._config import AwqConfig
+    from awq.quantize.quantizer import AwqQuantizer
+    from awq.utils.packing_utils import dequantize_gemm
+
+    module = build("LlamaForCausalLM", **WIDE).half()
+    module.save_pretrained(tmp_path)
+    state, values = module.state_dict(), {}
+    quantiser = AwqQuantizer.__new__(AwqQuantizer)  # without its search for scales
+    quantiser.zero_point, quantiser.w_bit, quantiser.group_size = True, 4, 16
+    for name, part in module.named_modules():
+        if is_linear(name, part):
+            part.weight.data, *rest = quantiser.pseudo_quantize_tensor(part.weight.data)
+            scales, zeros = (each.T.contiguous() for each in rest)
+            packed = gemm.WQLinear_GEMM.from_linear(part, 4, 16, False, scales, zeros)
+            del state[f"{name}.weight"]
+            state |= {f"{name}.{key}": value for key, value in packed.state_dict().items()}
+            codes = packed.qweight, packed.qzeros, packed.scales
+            values[f"{name}.weight"] = dequantize_gemm(*codes, 4, 16).T
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configure(tmp_path, quantization_config=AwqConfig(q_group_size=16).to_transformers_dict())
+    assert_read_as(tmp_path, read_float(tmp_path, values), "14 as awq int4")
+
+
+def save_compressed(path, *schemes):
+    """Save a Llama that compressed-tensors compressed, with one scheme per group of layers."""
+    from compressed_tensors import compressors, quantization
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    module = build("LlamaForCausalLM", **WIDE).half()
+    groups = {
+        targets: quantization.QuantizationScheme(
+            targets=[targets],
+            weights=quantization.QuantizationArgs(**weights),
+            input_activations=quantization.QuantizationArgs(**inputs) if inputs else None,
+        )
+        for targets, weights, inputs in schemes
+    }
+    config = quantization.QuantizationConfig(config_groups=groups, ignore=["lm_head"])
+    quantization.apply_quantization_config(module, config)
+    parts = {n: p for n, p in module.named_modules() if hasattr(p, "quantization_scheme")}
+    for part in parts.values():
+        how = part.quantization_scheme.weights
+        rows = part.weight.data
+        if how.strategy == "group":
+            rows = rows.unflatten(1, (-1, how.group_size))
+        low, high = rows.amin(-1), rows.amax(-1)
+        if how.strategy == "tensor":
+            low, high = rows.min()[None], rows.max()[None]
+        shape = part.weight_scale.shape
+        scale, zero = calculate_qparams(low.reshape(shape), high.reshape(shape), how)
+        part.weight_scale.data.copy_(scale)
+        if hasattr(part, "weight_zero_point"):
+            part.weight_zero_point.data.copy_(zero)
+    compressor = compressors.ModelCompressor.from_pretrained_model(module)
+    compressor.compress_model(module)
+    module.save_pretrained(path)
+    compressor.update_config(str(path))
+    compressor.decompress_model(module)
+    return {f"{n}.weight": part.weight.detach().clone() for n, part in parts.items()}
+
+
+GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 16}
+ROWS = {"num_bits": 8, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "layout"),
+    [
+        (GROUPS, None, "pack-quantized"),
+        (GROUPS | {"symmetric": False}, None, "pack-quantized"),
+        (ROWS | {"num_bits": 3}, None, "pack-quantized"),
+        (ROWS, TOKENS, "int-quantized"),
+        (ROWS | {"type": "float", "strategy": "tensor"}, TOKENS | {"type": "float"}, "float-q"),
+    ],
+)
+def test_a_checkpoint_of_compressed_tensors_is_read_as_it_decompresses_it(
+    tmp_path, weights, inputs, layout
+):
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which writes it")
+    values = save_compressed(tmp_path, ("Linear", weights, inputs))
+    assert f'"format": "{layout}' in (tmp_path / "config.json").read_text()
+    assert_read_as(tmp_path, read_float(tmp_path, values), "stored as compressed-tensors")
+
+
+def test_schemes_that_differ_are_refused(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which writes it")
+    save_compressed(tmp_path, ("re:.*mlp.*", GROUPS, None), ("re:.*attn.*", ROWS, None))
+    assert "with schemes that differ between layers" in refused(tmp_path)
+
+
 @pytest.fixture
 def fp8(tmp_path):
     """Save a Llama whose weights are float8 with a scale per 16 x 16 block; return both."""
@@ -340,9 +571,11 @@ def test_tied_weights_of_torchao_stay_tied_and_count_once():
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("gptq", "is quantised by gptq, which lipaudit cannot dequantise"),
-        ("awq", "There are: torchao, bitsandbytes"),
+        ("hqq", "is quantised by hqq, which lipaudit cannot dequantise"),
+        ("eetq", "There are: torchao, bitsandbytes"),
         ("torch-ao", "Did you mean 'torchao'?"),
+        ("gptq checkpoint_format marlin", "is quantised by gptq in the layout marlin, which"),
+        ("awq version gemv", "is quantised by awq in the layout gemv, which"),
         ("torchao", "its library is not installed | Run pip install torchao."),
         ("compressed-tensors", "Run pip install compressed-tensors."),
     ],
@@ -351,7 +584,10 @@ def test_a_method_that_cannot_be_read_is_refused_by_name(tmp_path, method, says)
     if "Run" in says and find_spec(method.replace("-", "_")):
         pytest.skip(f"{method} is installed")
     build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path)
-    configure(tmp_path, quantization_config={"quant_method": method})
+    method, *field = method.split()
+    configure(
+        tmp_path, quantization_config={"quant_method": method, **dict([field] if field else [])}
+    )
     assert says in refused(tmp_path)
 
 

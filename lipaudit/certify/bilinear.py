@@ -24,6 +24,9 @@ channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as 
 logarithm, acts on nothing at all; what an entry is off by acts on v_j - k. (The median of the v_j,
 weighted by the errors of the entries, knows nothing of the row.)
 
+At order 1, what a weight is off by moves all channels of a value alike (`_average`). A symbol for
+each channel forgets that, and weights behind attention mix many channels: their sizes add up.
+
 Lengths of vectors of a form: bounds of their 2-norms over the whole ball.
 
 Every entry of a vector can be at its largest, but not all at once: many errors together make a
@@ -62,6 +65,9 @@ _SQUARINGS = 4
 _WORTH = 0.02
 """Share of a product that its remainder must have to be bounded by polarisation, which takes as
 long as the product itself."""
+
+_ROOM = 2**23
+"""Largest number of coefficients of new symbols in a tensor of the values of an attention."""
 
 _STILL = 1e-15
 """Radius below which an entry counts as one that moves by this much."""
@@ -152,7 +158,8 @@ def matmul(x: Any, y: Any) -> Form:
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
-    result = _product(x, y, torch.matmul)
+    averaged = _average(x, y) if x.simplex and x.symbols.order == 1 else None
+    result = _product(x, y, torch.matmul) if averaged is None else averaged
     # Not result.centre, which the remainder of the product may have shifted.
     return _shift_values(result, x, x.centre @ y.centre) if x.simplex else result
 
@@ -283,6 +290,42 @@ def _cancel(x: Form, y: Form) -> Tensor:
     fixed = (x.rest - x.sizes.errors) @ y.sizes.linear
     fixed = fixed + x.sizes.linear @ (y.rest - y.sizes.errors)
     return left + right + fixed + x.rest @ y.rest
+
+
+def _average(x: Form, y: Form) -> Form | None:
+    """Return x @ y for weights x in [0, 1] at order 1, or None where `_product` is close enough.
+
+    With m -+ r the range of x and c the centre of y, x y = m y + (x - m) c + (x - m) (y - c). With
+    y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, the last term is the sum of r_ij g_sj
+    times eta e_s: new symbols in [-1, 1], which act on all channels. The largest get one, as many
+    as there is room for, the others are slack.
+    """
+    symbols, dtype, keys, width = x.symbols, x.symbols.dtype, *y.shape[-2:]
+    low, high = (end.clamp(0.0, 1.0) for end in x.range())
+    middle = (low + high) / 2
+    radius = up(torch.maximum(high - middle, middle - low))
+    moving = up(radius @ (y.mass + y.slack), keys)
+    # The coordinates of an L2 ball are not all at their largest: they stay together, as slack.
+    g = y.whole().dense[0 if symbols.norm == "linf" else symbols.n :]
+    r = cast_up(radius, dtype).reshape(-1, *x.shape[-2:])
+    g = g.movedim(0, -3).reshape(len(r), len(g), keys, width)
+    each = min(_ROOM // (y.centre.numel() * r[..., 0].numel()), g.shape[1] * keys)
+    least = _WORTH * (middle @ y.centre.abs()).sum()
+    if each <= width or not least < moving.sum() < math.inf:
+        return None
+    sizes = torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r).flatten(2)
+    at = sizes.topk(each, sorted=False).indices
+    rows = g.flatten(1, 2).gather(1, at.flatten(1)[..., None].expand(-1, -1, width))
+    rows = rows.view(*at.shape, width) * r.gather(-1, at % keys)[..., None]
+    block = symbols.birth_shared(rows.movedim(-2, 0).reshape(each, *x.shape[:-1], width))
+    # The radii, and their products with the rows, were rounded: by a share of all that moves.
+    slack = (moving - block.rows.to(DOUBLE).abs().sum(0)).clamp_min(0.0)
+    slack = slack + (gamma(8, dtype) + gamma(each + 8, DOUBLE)) * moving + 4 * each * tiny(dtype)
+    roundings, move = keys + 1, affine.sub(x, middle)
+    move = affine.linear_map(move, torch.matmul, y.centre, roundings=roundings, within="rows")
+    total = affine.add(affine.linear_map(y, lambda t, w: w @ t, middle, roundings=roundings), move)
+    slack, blocks = up(total.slack + slack), (*total.blocks, block)
+    return Form(total.centre, total.dense, slack, symbols, blocks=blocks)
 
 
 def _polarise(x: Form, y: Form) -> tuple[Tensor, Tensor]:

@@ -425,6 +425,14 @@ class Symbols:
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
 
+    def birth_shared(self, rows: Float[Tensor, "layers ..."]) -> ErrorBlock:
+        """Add a symbol for every row of the last axis of a stack, which acts on all of the row."""
+        first, groups = self.count, rows[0, ..., 0].numel()
+        at = torch.arange(len(rows) * groups, device=rows.device).view(len(rows), groups)
+        self.count += at.numel()
+        group = at[0].view(*rows.shape[1:-1], 1).expand(rows.shape[1:])
+        return ErrorBlock(rows, group, first + at, first)
+
     @cached_property
     def _full(self) -> Tensor:
         """Return the index among the pairs of each entry of a symmetric matrix, (n^2,)."""

@@ -277,3 +277,39 @@ def test_products_at_order_two_that_are_known(product, x, y, ends, norm, dtype):
     near = 1e-4 if dtype is torch.float32 else 1e-9
     assert ends[0] - near <= float(low) <= ends[0]
     assert ends[1] <= float(high) <= ends[1] + near
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("eps", [0.03, 0.3, 3.0])
+def test_attention_over_few_and_many_symbols(norm, dtype, eps, points, excess):
+    x = torch.randn(1, 4, 2, generator=torch.Generator().manual_seed(0))
+    form = ball(x, eps, norm=norm, dtype=dtype)
+    e, inputs = points(form, 400)
+    for waves in (1.0, 8.0):  # weights that hardly move, and that move from 0 to 1
+        # Channels that move alike: their difference sees what rows of values share.
+        both = torch.tensor([[1.0, 1.0, 0.5], [0.5, 0.6, -1.0]])
+        turn = torch.tensor([[1.0], [-1.0], [0.2]])
+
+        def attend(z, waves=waves, both=both, turn=turn):
+            return (
+                (waves * z @ z.mT).softmax(-1) @ (z.tanh() @ both.to(z.dtype)) @ turn.to(z.dtype)
+            )
+
+        assert excess(run(attend, form.copy()), e, attend(inputs)) <= 1e-11
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_weights_are_off_by_moves_all_channels_of_a_value(dtype):
+    """Weights 0.5 -+ 0.1 of values (e_j, e_j, -e_j): 0.6 (e_1 + e_2) at most, sums of all e_j."""
+    symbols = ball(torch.zeros(1, 2), 1.0, dtype=dtype).symbols
+    half, off = torch.full((1, 2), 0.5).double(), torch.full((1, 2), 0.1).double()
+    weights = Form(half, torch.zeros(1, 1, 2, dtype=dtype), off, symbols, simplex=True)
+    rows = torch.eye(2)[..., None].expand(2, 2, 3) * torch.tensor([1.0, 1.0, -1.0])
+    none = torch.zeros(2, 3).double()
+    out = matmul(weights, Form(none, rows.to(dtype), none, symbols))
+    assert torch.allclose(out.range()[1], torch.tensor(1.2).double(), rtol=0, atol=1e-5)
+    for signs, most in (((1.0, -1.0, 0.0), 0.0), ((1.0, 1.0, 1.0), 1.2), ((1.0, 0.0, 1.0), 0.0)):
+        low, high = (out @ torch.tensor(signs)[:, None].to(dtype)).range()
+        assert most <= high < most + 1e-5
+        assert -most - 1e-5 < low <= -most

@@ -250,7 +250,7 @@ def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
 
 
 def write_answer(report: Report) -> Paragraph | None:
-    """Answer in one or two sentences how robust a model is, and which head is steepest."""
+    """Answer in a few sentences how robust a model is, and which head is steepest."""
     known = summary(report)
     texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
     least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
@@ -266,6 +266,9 @@ def write_answer(report: Report) -> Paragraph | None:
         layer = find_layer(known.norms.start)
         what = "the input" if layer is None else f"the residual stream after layer {layer}"
         texts.append(f"A small change of {what} grows up to {grown}-fold (median sample).")
+    certified = [each for each in known.accuracy if each.kind == "certified"]
+    proven = [each for each in certified if each.share > 0] or certified
+    texts += [f"{each.share:.0%} are certified at {each.ball}." for each in proven[-1:]]
     if known.heads:
         first = known.heads.steepest[0]
         norm = format_significant(first.exact)

@@ -125,17 +125,12 @@ LAYERS_TABLE = Layout(
         "layer": HEAD["layer"],
         "module": HEAD["module"],
         "exact": describe_norm(
-            *(
-                "exact",
-                "Norm with the heads concatenated, before W_O (--concat).",
-                "median",
-                "exact",
-            ),
+            "exact",
+            "Norm with the heads concatenated, before W_O (--concat).",
+            "exact",
             reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
         ),
-        "exact_out": describe_norm(
-            "with W_O", "Norm after the output projection.", "median", "exact_out"
-        ),
+        "exact_out": describe_norm("with W_O", "Norm after the output projection.", "exact_out"),
         "within": WITHIN_COLUMN,
         "sharp_sum": _limit("||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds."),
         "sharp_rss": _limit(
@@ -169,7 +164,7 @@ BALLS_TABLE = Layout(
         "ball_norm": describe_norm(
             "norm found",
             "Largest ||J|| that gradient ascent finds in the ball.",
-            *("median", "ball_norm"),
+            "ball_norm",
             domain=BALL,
             status="empirical",
             reading=NEAR,

@@ -160,7 +160,9 @@ count_column = partial(Column, format="d", default=0)
 number_column = partial(Column, format="d")
 
 
-def describe_norm(label: str, meaning: str, stat: Statistic, values: str, **how: Any) -> Column:
+def describe_norm(
+    label: str, meaning: str, values: str, stat: Statistic = "median", **how: Any
+) -> Column:
     """Return the column of a statistic of norms, which are better lower."""
     return Column(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
@@ -487,10 +489,12 @@ HEAD_NORMS = {
     ),
     "tokens": count_column("tokens", "Tokens of the longest sample."),
     "exact": describe_norm(
-        *("exact", "||J||, the norm of the head's Jacobian.", "median", "exact"),
+        "exact",
+        "||J||, the norm of the head's Jacobian.",
+        "exact",
         reading=NORM_OF.format("the layer's input", "the head's output"),
     ),
-    "exact_max": describe_norm("exact max", "Largest ||J|| over the samples.", "max", "exact"),
+    "exact_max": describe_norm("exact max", "Largest ||J|| over the samples.", "exact", "max"),
     "sharp_ratio_max": Column(
         "sharp/exact",
         "Largest sharp / exact over samples.",

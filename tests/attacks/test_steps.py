@@ -88,6 +88,11 @@ def test_the_steepest_direction_maximises_the_inner_product(norm, scale):
     assert not steepest(torch.zeros(2, 3, 4), ball).any()
 
 
+def test_the_distance_of_tokens_is_that_of_the_farthest():
+    delta = torch.tensor([[[3.0, 4.0], [0.0, -6.0]]])
+    assert distance(delta, torch.zeros_like(delta), "token-l2").item() == 6.0
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_masked_tokens_stay_and_do_not_use_up_the_budget(norm):
     mask = torch.tensor([[True, True, False]])

@@ -206,10 +206,11 @@ def test_an_exported_folder_gets_the_verdicts_of_certify(make, tmp_path):
         assert text.startswith("((X_0 ")
         given = {n: float(v) for n, v in re.findall(r"\((\w+) (\S+?)\)", text)}
         prop = (tmp_path / name).read_text()
-        x = torch.tensor([given[f"X_{i}"] for i in range(prop.count("declare-const X"))])
+        x = [given[f"X_{i}"] for i in range(prop.count("declare-const X"))]
+        x = torch.tensor(x, dtype=torch.float64)  # the numbers as written
         low, high = read_ends(prop)
         assert ((low <= x) & (x <= high)).all()
-        y = run(tmp_path / model, x[None])
+        y = run(tmp_path / model, x[None].float())
         assert any(
             y[0, int(other)] >= y[0, int(label)]
             for other, label in re.findall(r"\(and \(>= Y_(\d+) Y_(\d+)\)\)", prop)

@@ -92,6 +92,7 @@ value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **f
     ("sections", "drawings", "reason"),
     [
         ((), (), "has no table of the section 'heat'"),
+        (("cold",), (), "has no table of the section 'heat'"),
         (("heat", "heated"), (), "has a table of the section 'heated'"),
         (("heat", "heat"), (), "has a table of the section 'heat'"),
         (("heat", "heat.more"), ("bound",), "shows a drawing 'bound', which does not exist"),

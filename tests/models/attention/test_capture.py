@@ -160,6 +160,7 @@ def test_weights_are_those_of_the_parameters(zoo, name):
     net, sites, batch = zoo(name)
     heads = heads_of(net, sites, batch)[0]
     true, out = WEIGHTS[name](net.module, 0)
+    assert len(heads.out) == (3 if name == "torch-encoder" else 4)
     for made, (weight, bias) in zip((heads.to_q, heads.to_k, heads.to_v), true, strict=True):
         groups = weight.unflatten(0, (-1, made.weight.shape[-1])).mT
         assert torch.equal(made.weight, groups.repeat_interleave(len(heads.out) // len(groups), 0))

@@ -92,8 +92,7 @@ def lengths(
     quadratic = _length([x.dense[n:first]], axis, weight, unit=unit)
     errors = _length([x.dense[first:], *(b.rows for b in x.blocks)], axis, weight, unit=False)
     if symbols.norm == "words":
-        rows = x.dense[:n].to(DOUBLE) * (1.0 if weight is None else weight)
-        norms = up(torch.linalg.vector_norm(rows, dim=axis + 1, keepdim=True), x.shape[axis] + 8)
+        norms = _euclid(x.dense[:n].to(DOUBLE), axis + 1, weight)
         linear = torch.minimum(linear, symbols.sum_groups(norms))
     low, high = x.quadratic_range
     around = torch.zeros_like(low) if around is None else around
@@ -109,8 +108,9 @@ def lengths(
 
 
 def _euclid(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
-    entries = entries if weight is None else entries * weight
-    return up(entries.square().sum(axis, keepdim=True).sqrt(), entries.shape[axis] + 8)
+    entries, k = entries if weight is None else entries * weight, entries.shape[axis]
+    # Squares may underflow to zero.
+    return up(entries.square().sum(axis, keepdim=True).sqrt(), k + 8) + (k * tiny(DOUBLE)) ** 0.5
 
 
 def _length(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: bool) -> Tensor:

@@ -129,7 +129,7 @@ OPERATORS: dict[str, Any] = {
         *(e if e is None else torch.as_tensor(e).item() for e in (min, max))
     ),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
-    "PRelu": lambda x, slope: x * slope + x.relu() * (1 - slope),
+    "PRelu": lambda x, slope: (r := x.relu()) + (x - r) * slope,  # 1 - slope would be rounded
     "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
     "Softsign": lambda x: x / (1 + x.abs()),
     "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
@@ -249,6 +249,7 @@ class Graph:
             result = operator(*(values[name] for name in inputs), **given)
             many = isinstance(result, tuple | list)
             values |= zip(outputs, result if many else (result,), strict=False)
+            values[""] = None  # outputs that nobody reads have the name of absent inputs
             for name in {*inputs} - {""}:
                 if self.last[name] == i:
                     del values[name]

@@ -64,6 +64,15 @@ def test_no_vector_is_longer_and_the_bound_is_near(norm, dtype, axis, scale):
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_no_vector_is_longer_where_squares_underflow(norm):
+    form = _form(norm, torch.float64)
+    rows = 1e-170 * form.generators
+    form = Form(form.centre, rows, 1e-170 * form.slack, form.symbols)
+    for bound, each in zip(lengths(form, 1), (rows[:N], rows[N:]), strict=True):
+        assert (bound.squeeze(1) >= each.abs().amax((0, 2))).all()  # the size of an entry
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_lengths_around_another_point(norm):
     """Far from the form, about its distance; at its centre, as without a point."""
     form = _form(norm, torch.float64)

@@ -259,3 +259,11 @@ def test_operators_without_a_rule_run_at_points_only(row, said, tmp_path):
     assert graph(x).isfinite().all()
     with pytest.raises(NoRuleError, match=said):
         run(graph, ball(x, 0.1))
+
+
+@pytest.mark.parametrize("slope", [0.1, 1e-3, 1.7])
+def test_the_slope_of_a_prelu_is_not_rounded(slope):
+    result = OPERATORS["PRelu"](ball(torch.ones(1, 2), 0.0), torch.tensor([slope]))
+    low, high = result.range()
+    assert (low <= 1).all()
+    assert (high >= 1).all()

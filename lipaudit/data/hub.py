@@ -212,8 +212,8 @@ def silence_clients() -> Iterator[None]:
     """Silence progress bars and warnings of the Hub's clients inside the block."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    quiet = warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO())
-    with hub_bars() as undo, quiet[0], quiet[1]:
+    quiet = redirect_stderr(StringIO())
+    with hub_bars() as undo, warnings.catch_warnings(action="ignore"), quiet:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
         disable_progress_bars()

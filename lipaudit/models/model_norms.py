@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError, refuse
 from lipaudit.models.linearize import Linearization, require_finite
+from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]
@@ -73,7 +74,9 @@ def compute_jacobian_norms(
     norm: OutputNorm = "2",
     seeds: Sequence[int] | None = None,
     directions: bool = False,
-    **accuracy: Any,
+    tol: float = TOL,
+    max_steps: int = 300,
+    within: float = WITHIN,
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian.
 
@@ -87,7 +90,9 @@ def compute_jacobian_norms(
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
         directions: whether to return the leading right singular vectors for `2`, too, which may
             take one more product.
-        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`, for lanczos.
+        tol: relative accuracy of lanczos, estimated; see `spectral_norms`, also of the next two.
+        max_steps: largest number of its steps per sample.
+        within: how far `upper` may be above the norm, relatively.
 
     Raises:
         UsageError: `inf` with more than `MOST_ROWS` outputs.
@@ -125,7 +130,9 @@ def compute_jacobian_norms(
         linear.release()
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
-    found = spectral_norms(select, start, vectors=directions, **accuracy)
+    found = spectral_norms(
+        select, start, vectors=directions, tol=tol, max_steps=max_steps, within=within
+    )
     require_range(linear, found.norm, torch.ones_like(linear.output))
     spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
     vector = found.vector

@@ -107,8 +107,8 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
     seeded = [device] if device.type in SEEDED else []
-    forked = torch.random.fork_rng(seeded, device_type=device.type if seeded else "cuda")
-    with forked, ExitStack() as undo:
+    kind = device.type if seeded else "cuda"
+    with torch.random.fork_rng(seeded, device_type=kind), ExitStack() as undo:
         undo.callback(np.random.set_state, np.random.get_state())
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)

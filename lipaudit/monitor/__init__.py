@@ -18,6 +18,7 @@ CALLBACKS = {
 def __getattr__(name: str) -> object:
     if name not in CALLBACKS:
         raise AttributeError(f"module 'lipaudit.monitor' has no attribute {name!r}")
-    made = CALLBACKS[name]()
-    made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
-    return made
+    callback = CALLBACKS[name]()
+    # Where pickle finds the class.
+    callback.__qualname__, callback.__module__ = name, __name__
+    return callback

@@ -180,15 +180,16 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
-def _read_heads(parameter: nn.Parameter, place: tuple[Any, ...], columns: Tensor) -> Tensor:
+def _read_heads(parameter: nn.Parameter, weight: Tensor, columns: Tensor) -> Tensor:
     """Return W of every head, (heads, D, d), with its gradient.
 
     Args:
         parameter: holds the weight.
-        place: size, stride and offset of the weight in it, (channels in, channels out).
+        weight: a view of the same memory, (channels in, channels out).
         columns: columns of each head.
     """
-    return parameter.as_strided(*place)[:, columns].transpose(0, 1)
+    whole = parameter.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+    return whole[:, columns].transpose(0, 1)
 
 
 class SpecformerPenalty:
@@ -247,7 +248,6 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
-                place = weight.shape, weight.stride(), int(weight.storage_offset())
                 # Of several maps of one input, each has the heads of which all columns are its.
                 own = (form.columns >= first) & (form.columns < first + weight.shape[1])
                 if bool((own.any(1) != own.all(1)).any()):
@@ -256,5 +256,5 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                         "head, so it has no weight of its own",
                         "Merge adapters into the weights first.",
                     )
-                yield partial(_read_heads, parameter, place, form.columns[own.all(1)] - first)
+                yield partial(_read_heads, parameter, weight, form.columns[own.all(1)] - first)
                 first += weight.shape[1]

@@ -53,6 +53,12 @@ def test_inf_norm_is_the_largest_row_sum(outputs):
     assert found.products.tolist() == [outputs] * 4
 
 
+@pytest.mark.parametrize("norm", ["2", "inf"])
+def test_a_misspelt_accuracy_is_an_error_where_it_is_not_used_too(norm):
+    with pytest.raises(TypeError, match="tolerance"):
+        compute_jacobian_norms(linear_maps(matrices(1, 3, 7)), norm=norm, tolerance=1e-3)
+
+
 def test_samples_that_finish_early_leave_the_batch():
     """Half of the problems have rank one: they are done at once, the others are not disturbed."""
     a = matrices(8, 40, 50)

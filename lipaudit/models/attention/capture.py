@@ -185,8 +185,8 @@ def capture(
 
     wanted = frozenset().union(*(site.sources for site in cut))
     tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
-    settings = fork_random(net.module), exact_arithmetic(net.device)
-    with suppress(_AllRead), settings[0], settings[1], observe(net, batch, tracer) as x:
+    exact = exact_arithmetic(net.device)
+    with suppress(_AllRead), fork_random(net.module), exact, observe(net, batch, tracer) as x:
         net.call(x, batch.mask)
     for site in pending.values():
         raise EvaluationError(

@@ -421,7 +421,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     # Heads of several calls that share keys would repeat them in another order than groups do.
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
     whole = all(split) or (single and (split[0] or split[1]))
-    # The same tokens, of whichever maps.
+    # Indices of tokens, not the linear maps that make them: each head may have maps of its own.
     tokens = [[sorted(i for _, i in each) for each in part] for part in rows]
     if whole and _are_same(shapes) and all(map(_are_same, tokens)):
         return 1

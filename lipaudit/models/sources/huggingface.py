@@ -18,7 +18,7 @@ from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit,
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.quantised import plan_dequantising
+from lipaudit.models.sources.quantised import plan_dequantising, turn_codes
 from lipaudit.models.sources.text_models import (
     CLASSIFIERS,
     HEADS,
@@ -105,11 +105,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         quantised = ""
         if options.pretrained:
             kinds = _read_kinds(path)
-            placed, formats = options.device_map is not None, {*kinds.values()}
-            later = options.weights == "stored" and not placed
+            offload, formats = options.device_map is not None, {*kinds.values()}
+            later = options.weights == "stored" and not offload
             quantised, remarks, state = plan_dequantising(config, path, formats, later=later)
-            kept = (later or placed) and (not quantised or state is not None)
-            module, report, notes = _load_weights(loader, path, config, kinds, state, kept=kept)
+            raw = (later or offload) and (not quantised or state is not None)
+            module, report, notes = _load_weights(loader, path, config, kinds, state, raw=raw)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
             missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
             if added:  # only the weights below the new classifier and its pooler have to fit
@@ -375,7 +375,7 @@ def _read_kinds(path: Path) -> dict[str, str]:
 
 
 def _load_weights(
-    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], state: Any, *, kept: bool
+    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], state: Any, *, raw: bool
 ) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
     """Load the weights; return the model, transformers' report on names and shapes, and notes.
 
@@ -385,14 +385,14 @@ def _load_weights(
         config: its configuration.
         kinds: number formats of its weights by name.
         state: the weights by name; None: those of the directory.
-        kept: whether weights that are all of one precision stay as stored.
+        raw: whether weights that are all of one precision stay as stored.
     """
     if state is None and not getattr(config, "quantization_config", None):
         # Counters and positions may be integers; transformers would cast weights to floats.
         codes = [k for k, kind in kinds.items() if k.endswith("weight") and kind[0] in "IU"]
         refuse_codes(codes, path)
     halves = [HALF_NAMES.get(each, torch.float32) for each in {*kinds.values()} if "F" in each]
-    dtype = halves[0] if kept and len(halves) == 1 else torch.float32
+    dtype = halves[0] if raw and len(halves) == 1 else torch.float32
     with explain_failure(
         f"transformers cannot load {path}",
         "Check that the directory is complete: config.json and its weights. Copy or download "
@@ -400,7 +400,9 @@ def _load_weights(
     ):
         if state is not None:  # auto classes want a path
             with torch.device("meta"):
-                loader = type(_build(loader, config))
+                built = _build(loader, config)
+            turn_codes(built, state)
+            loader = type(built)
         module, report = loader.from_pretrained(
             path if state is None else None,
             state_dict=state,
@@ -423,10 +425,10 @@ def _load_weights(
         register(module, name, given)
 
     with patch.object(nn.Module, "register_parameter", on_meta):
-        built = dict(_build(loader, config).named_modules())
+        parts = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():
-        for key in part._non_persistent_buffers_set & {*getattr(built.get(name), "_buffers", ())}:
-            part._buffers[key] = built[name]._buffers[key]
+        for key in part._non_persistent_buffers_set & {*getattr(parts.get(name), "_buffers", ())}:
+            part._buffers[key] = parts[name]._buffers[key]
     return module, report, ()
 
 
@@ -455,11 +457,8 @@ def _require_complete(
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
     surplus = sorted(k for k in surplus if k.split(".")[-1] not in constants)
     # Features do not depend on heads, pooler and mask.
-    unused = [
-        k
-        for k in surplus
-        if features and (_has_part(k, POOLER, MASK) or not _is_inside(module, k))
-    ]
+    rest = surplus if features else []
+    unused = [k for k in rest if _has_part(k, POOLER, MASK) or not _is_inside(module, k)]
     surplus = [k for k in surplus if k not in unused]
     misfit = describe_misfit(missing, surplus, wrong)
     refuse(

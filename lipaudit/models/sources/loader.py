@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "Check num_classes and the labels of the model's configuration. Two classes need two "
         "logits: torch.cat([0 * z, z], 1).",
     )
-    described = vars(spec) | {
+    # By name: a factory may return a subclass with fields of its own.
+    facts = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)} | {
         "call": call,
         "read": read,
         "entry": spec.entry or entry,
@@ -231,10 +232,10 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         + (() if spec.commit is None else (spec.commit.note,)),
     }
     if spec.kind == "image":
-        described["box"] = spec.box or (0.0, 1.0)
-        described["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
+        facts["box"] = spec.box or (0.0, 1.0)
+        facts["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
     return Net(
-        **described,
+        **facts,
         name=name,
         source=source,
         parameters=sum(p.numel() for p in module.parameters()),

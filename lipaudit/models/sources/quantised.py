@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,9 +28,9 @@ from lipaudit.tables import Note
 
 # The library that each method of a transformers checkpoint needs to be dequantised.
 LIBRARIES = {
-    **{"torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptq": "", "awq": ""},
-    **{"compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": ""},
-}
+    "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptq": "", "awq": "",
+    "compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": "",
+}  # fmt: skip
 # The layouts of files that `read_codes` reads; the first one is the default.
 LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 # Places of eight values in the 32 bits of AWQ.
@@ -117,9 +117,7 @@ def _list_weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 def _find_fixed(module: Any) -> set[int]:
     """Return the ids of the parameters of embeddings and of the output that the model names."""
     outputs = [getattr(module, get)() for get in HEADS if hasattr(module, get)]
-    outputs = [
-        layer for each in outputs for layer in (each if isinstance(each, tuple) else [each])
-    ]
+    outputs = [p for each in outputs for p in (each if isinstance(each, tuple) else [each])]
     outputs += [part for part in module.modules() if isinstance(part, nn.Embedding)]
     fixed = {id(p) for part in outputs if part is not None for p in part.parameters()}
     # Of a model without a task, `base_model` is the model itself, and nothing is behind it.
@@ -151,8 +149,12 @@ def plan_dequantising(
     layouts = LAYOUTS.get(method, ("",))
     layout = str(stored.get("checkpoint_format") or stored.get("version") or layouts[0]).lower()
     odd = f" in the layout {layout}" * (method in LAYOUTS and layout not in layouts)
-    schemes = [each.get("weights") for each in (stored.get("config_groups") or {}).values()]
-    if any(each != schemes[0] for each in schemes):  # transformers reads all by one of them
+    groups = stored.get("config_groups") or {}
+    schemes = [*groups.values()] if isinstance(groups, dict) else [groups]
+    if not all(isinstance(each, dict) for each in schemes):  # {"FP8": [layers]}
+        odd = " with schemes that config.json only names"
+    # Transformers reads all layers by one of them.
+    elif any(each.get("weights") != schemes[0].get("weights") for each in schemes):
         odd = " with schemes that differ between layers"
     if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
         odd = " with rotated activations"
@@ -170,10 +172,8 @@ def plan_dequantising(
     )
     if kinds and kinds <= FLOATS:
         del config.quantization_config
-        text = (
-            f"config.json names {method}, but all weights are stored as floats: none is quantised"
-        )
-        return "", (Note.warn("not-quantised", text),), None
+        text = "but all weights are stored as floats: none is quantised"
+        return "", (Note.warn("not-quantised", f"config.json names {method}, {text}"),), None
     if method in LAYOUTS:
         del config.quantization_config
         text, state = read_codes(path, layout if method == "gptq" else method, later=later)
@@ -197,6 +197,10 @@ class Codes:
     compute: Callable[[], Tensor]
     shape: torch.Size
     later: bool
+
+    def turn(self) -> Codes:
+        """Return the weight transposed."""
+        return replace(self, compute=lambda: self.compute().T.contiguous(), shape=self.shape[::-1])
 
     def __getitem__(self, key: Any) -> Tensor:
         if not self.later:
@@ -223,7 +227,8 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     """
     state: dict[str, Any] = {}
     for file in list_weight_files(each.name for each in path.iterdir()):
-        state |= {} if file.endswith(".json") else read_weights(path / file)[0]
+        if not file.endswith(".json"):
+            state |= read_weights(path / file)[0]
     kinds, count = Counter[str](), 0
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
         names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -232,6 +237,9 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             f"{layer} of {path} cannot be dequantised as {layout}",
             "Copy or download it again, or give a dequantised copy.",
         ):
+            groups = {*range(len(parts["scales"]))}
+            if "g_idx" in parts and not groups.issuperset(parts["g_idx"].tolist()):
+                raise ValueError("g_idx names a group without a scale")
             # Without values: shapes that do not fit are found before the model is built.
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
@@ -240,6 +248,15 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
         state[f"{layer}.weight"] = Codes(compute, shape, later and ".experts." not in layer)
         count += shape.numel()
     return _describe(kinds, count / sum(v.shape.numel() for v in state.values())), state
+
+
+def turn_codes(module: Any, state: dict[str, Any]) -> None:
+    """Transpose quantised weights of the layers `Conv1D` of a model, which has or lacks a head."""
+    base = f"{module.base_model_prefix}."
+    layers = {name.removeprefix(base) for name, _, turned in _list_weights(module) if turned}
+    for name, codes in state.items():
+        if isinstance(codes, Codes) and name.removeprefix(base) in layers:
+            state[name] = codes.turn()
 
 
 def dequantise_codes(
@@ -260,24 +277,27 @@ def dequantise_codes(
         The weight, (outputs, inputs).
 
     Raises:
-        ValueError: another number of bits, or a group is not whole.
+        ValueError: another number of bits, or shapes do not fit.
     """
     bits = 32 * qzeros.shape[1] // scales.shape[1]
     if bits not in ((4,) if layout == "awq" else (2, 3, 4, 8)):
         raise ValueError(f"{bits} bits")
     if layout == "awq":
-        mixed = (_unpack(each, bits).view(len(each), -1, 8) for each in (qweight, qzeros))
-        codes, zeros = (each[:, :, PLACES].flatten(1) for each in mixed)
+        words = (_unpack(each, bits).view(len(each), -1, 8) for each in (qweight, qzeros))
+        codes, zeros = (each[:, :, PLACES].flatten(1) for each in words)
     else:
         # Version 1 stores zero - 1: subtracted from whole words, unless values cross their ends.
         one, whole = layout == "gptq", 32 % bits == 0
         zeros = _unpack(qzeros + (2**32 - 1) // (2**bits - 1) * (one and whole), bits)
-        zeros = zeros + (one and not whole) & 2**bits - 1
+        zeros = (zeros + (one and not whole)) & (2**bits - 1)
         codes = _unpack(qweight.T, bits).T
     if g_idx is None:
-        if len(codes) % len(scales):
-            raise ValueError(f"{len(scales)} groups of {len(codes)} inputs")
-        g_idx = torch.arange(len(codes), device=codes.device) // (len(codes) // len(scales))
+        g_idx = torch.arange(len(scales), device=codes.device)
+        g_idx = g_idx.repeat_interleave(len(codes) // len(scales))
+    # Checked, as other shapes may broadcast to a weight.
+    if codes.shape != (*g_idx.shape, scales.shape[1]) or zeros.shape != scales.shape:
+        sizes = (tuple(each.shape) for each in (codes, g_idx, zeros, scales))
+        raise ValueError("codes {} with groups {}, zeros {} and scales {} differ".format(*sizes))
     kind, group = scales.dtype, g_idx.long()
     return ((codes.to(kind) - zeros.to(kind)[group]) * scales[group]).T.contiguous()
 
@@ -321,9 +341,8 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                     compute, kind = _find_values(part, p)
                     values = compute()
                 kinds[f"{library} {kind}"] += 1
-                weights[id(p)] = (
-                    defer(compute, values.shape) if later else nn.Parameter(values, False)
-                )
+                weight = defer(compute, values.shape) if later else nn.Parameter(values, False)
+                weights[id(p)] = weight
             if library == "torchao":
                 part._parameters[name] = weights[id(p)]
                 continue

@@ -22,6 +22,7 @@ from tests.models.sources.cases import numbered, refused
 from tests.nets import own_net
 
 PLAIN = """
+from dataclasses import dataclass
 import torch
 from torch import nn
 from lipaudit.models.net import ModelSpec
@@ -43,6 +44,10 @@ def described():
     return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
 def flat(inputs=12): return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 3))
 def sequence(): return ModelSpec(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False)
+@dataclass(frozen=True)
+class Dated(ModelSpec):
+    date: str = ""
+def dated(): return Dated(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False, date="today")
 def odd(): return ModelSpec(Scaled(), (3, 2, 2), labels=("a",))
 def nan():
     module = Scaled()
@@ -141,6 +146,7 @@ def test_normalisation_happens_inside_and_options_override_it(source, options, m
         ("half", {"input_size": (3, 2, 2)}, ("image", (3, 2, 2), 4, (0.0, 1.0)), (4,)),
         ("many", {"input_size": (2,)}, ("image", (3, 2, 2), 7, (0.0, 1.0)), (7,)),
         ("sequence", {}, ("tokens", (3, 5), None, None), (3, 2)),
+        ("dated", {}, ("tokens", (3, 5), None, None), (3, 2)),
     ],
 )
 def test_what_a_factory_returns_is_read_by_the_options(source, factory, options, facts, output):

@@ -368,17 +368,66 @@ def test_codes_of_gptq_and_awq_are_read_as_their_formats_say(tmp_path, layout, b
         (lambda name, v: v[:, :-1] if "qzeros" in name else v, "cannot be dequantised as gptq"),
         (lambda name, v: v.short() if "qweight" in name else v, "packed in torch.int16"),
         (lambda name, v: v.repeat(1, 4) if "qzeros" in name else v, "16 bits"),
-        (lambda name, v: v.repeat(2, 1)[:3] if "scales" in name else v, "3 groups of 64 inputs"),
+        (lambda name, v: v.repeat(2, 1)[:3] if "scales" in name else v, "scales (3, 32) differ"),
+        (lambda name, v: v * 0 + 99 if "g_idx" in name else v, "a group without a scale"),
+        (lambda name, v: v - 1 if "g_idx" in name else v, "a group without a scale"),
+        # These would broadcast.
+        (lambda name, v: v[:1] if "g_idx" in name else v, "codes (64, 32) with groups (1,)"),
+        (
+            lambda name, v: v.repeat(2, 1) if "qzeros" in name else v,
+            "zeros (8, 32) and scales (4, 32)",
+        ),
+        (lambda name, v: v[:, :1] if "qweight" in name else v, "codes (64, 1) with groups (64,)"),
     ],
 )
-def test_damaged_codes_are_refused_by_the_name_of_their_layer(tmp_path, damage, says):
-    save_codes(tmp_path, "gptq", 4, order=False)
+@pytest.mark.parametrize("weights", ["converted", "stored"])
+def test_damaged_codes_are_refused_by_the_name_of_their_layer(tmp_path, weights, damage, says):
+    save_codes(tmp_path, "gptq", 4, order="g_idx" in damage.__code__.co_consts)
     change = {n: damage(n, v) for n, v in load_file(tmp_path / "model.safetensors").items()}
     change = {n: v.contiguous() for n, v in change.items() if v is not None}
     save_file(change, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    text = refused(tmp_path)
+    text = refused(tmp_path, weights=weights)
     assert "model.layers." in text
     assert says in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "parts", "count"),
+    [
+        ("GPT2LMHeadModel", "transformer.", ("attn.c_proj",), 1),  # square: would load transposed
+        ("GPT2LMHeadModel", "", ("c_attn", "c_proj", "c_fc"), 4),
+        ("GPT2Model", "transformer.", ("c_attn", "c_proj", "c_fc"), 4),
+        ("GPT2Model", "", ("attn.c_proj",), 1),
+    ],
+)
+def test_codes_of_layers_that_hold_their_weights_transposed_are_turned(
+    tmp_path, kind, prefix, parts, count
+):
+    module = build("GPT2LMHeadModel", **GPT | {"n_embd": 32, "n_inner": 64}).half()
+    state, generator = module.state_dict(), torch.Generator().manual_seed(1)
+    whole = module if kind == "GPT2LMHeadModel" else module.transformer
+    state = {n: v.clone() for n, v in state.items() if n != "lm_head.weight"}
+    for name in [n for n, part in module.named_modules() if n.endswith(parts)]:
+        inputs, outputs = state.pop(f"{name}.weight").shape
+        codes, zeros = (
+            torch.randint(1, 16, (rows, outputs), generator=generator) for rows in (inputs, 2)
+        )
+        scales = torch.rand(2, outputs, generator=generator).half() / 16
+        group = torch.arange(inputs) // (inputs // 2)
+        module.get_submodule(name).weight.data = (codes - zeros[group]).half() * scales[group]
+        state[f"{name}.qweight"] = pack(codes.T, 4).T.contiguous()
+        state[f"{name}.qzeros"], state[f"{name}.scales"] = pack(zeros - 1, 4), scales
+    module.save_pretrained(tmp_path)
+    state = {n.replace("transformer.", prefix): v for n, v in state.items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "gptq", "bits": 4}
+    configure(tmp_path, architectures=[kind], quantization_config=how)
+    assert_read_as(tmp_path, whole, f"({count} as gptq int4")
+    now, kept = (
+        figures(str(tmp_path), "bounds", max_tokens=6, weights=w)[0]
+        for w in ("converted", "stored")
+    )
+    assert now == kept
 
 
 def read_float(path, values):
@@ -504,6 +553,14 @@ def test_schemes_that_differ_are_refused(tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which writes it")
     save_compressed(tmp_path, ("re:.*mlp.*", GROUPS, None), ("re:.*attn.*", ROWS, None))
     assert "with schemes that differ between layers" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("groups", [{"FP8": ["Linear"]}, {"FP8": None}, ["Linear"]])
+def test_schemes_without_a_description_are_refused(tmp_path, groups):
+    build("LlamaForCausalLM", **LLAMA).save_pretrained(tmp_path)
+    how = {"quant_method": "compressed-tensors", "config_groups": groups}
+    configure(tmp_path, quantization_config=how)
+    assert "with schemes that config.json only names" in refused(tmp_path)
 
 
 @pytest.fixture

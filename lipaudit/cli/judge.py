@@ -87,10 +87,7 @@ def report(reports: SavedReports, output: Output, extent: Several, terminal: Ter
     emit(subject, output, always=False, details=extent.details)
 
 
-ONE_SAMPLE = (
-    "A sample: its id (or the first characters) or its place in the data. Without it: the worst "
-    "samples."
-)
+ONE_SAMPLE = "A sample: its id (or how it begins) or its place in the data; usual: the worst ones."
 SampleArgument = Annotated[str | None, typer.Argument(metavar="[SAMPLE]", help=ONE_SAMPLE)]
 
 
@@ -131,16 +128,18 @@ def compare(
 
     check_outputs(output, REPORT)
     # The store of a launcher serves one run: two models would use one port.
-    if sum(not is_report(each) for each in reports[1:]) > 1:
+    if (models := sum(not is_report(each) for each in reports[1:])) > 1:
         from lipaudit.cli.measure import require_alone
 
         require_alone("comparing several")
+        text = f"--report names one file, and {models} MODELs are measured"
+        refuse(how.report, text, "Leave it out: each report gets a folder.", UsageError)
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        both = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
-        if both is None:
+        pair = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
+        if pair is None:
             return
-        loaded = [both[0], *loaded[1:], both[1]]
+        loaded = [pair[0], *loaded[1:], pair[1]]
     emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
 
 
@@ -182,10 +181,10 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):
         require_judgeable(settings["rules"], before)
-    both = read_or_measure(current, before, baseline, how, terminal)
-    if both is None:
+    pair = read_or_measure(current, before, baseline, how, terminal)
+    if pair is None:
         return
-    before, report = both
+    before, report = pair
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -219,10 +218,9 @@ def save(
     reason: Reason = "first baseline",
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
-    if output.exists():
-        where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
-        advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
-        raise UsageError(f"{output} exists", advice)
+    where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
+    advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
+    refuse(output.exists(), f"{output} exists", advice, UsageError)
     update(report, reason, terminal, output)
 
 
@@ -285,7 +283,7 @@ def read_or_measure(
         refuse(flags, text, "Leave them out: they are for a MODEL.", UsageError)
         return baseline, schema.load(Path(current))
     from lipaudit.api import open_job
-    from lipaudit.cli.measure import RUNS, make_folder
+    from lipaudit.cli.measure import RUNS, make_folder, require_alone
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine import execute, files
     from lipaudit.gate.conditions import require_samples
@@ -295,25 +293,47 @@ def read_or_measure(
     if path:
         files.require_writable(path)
     request = _plan_again(current, baseline, file, how, terminal)
+    if how.baseline_model:  # a wrong one is found before hours of work
+        require_alone("--baseline-model")
+        execute.load_again(baseline, how.baseline_model, _repeat_run(baseline, how, OF_MODEL))
     with OnStderr(terminal) as observer, open_job(current, request) as job:
         ids, weights = job.samples.batch.ids, job.net.weights_sha256
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
         if path is None:
             path = make_folder(RUNS / f"gate-{weights[:12]}", "--report") / "report.json"
         examples = path.with_name(f"{path.stem}-adv.safetensors")
-        # Both models are attacked with the examples of the other one, or neither is.
-        attack: Any = None if request.place else job.request.measures.get("attack")
-        if back := attack and attack.transfer and weights != baseline.run.model.weights_sha256:
+        # A MODEL that tries the baseline's examples gives its own to the baseline's model. Several
+        # processes do not: each would have to load that model, too.
+        attack: Any = job.request.measures.get("attack")
+        same = weights == baseline.run.model.weights_sha256
+        if same and how.baseline_model:
+            terminal.tell(f"--baseline-model is not attacked again: {current} has its weights")
+        if attacks_back := attack and attack.transfer and not (same or request.place):
+            data = job.request.run.data or ""
+            _require_free(examples, baseline, (*attack.transfer, Path(current), Path(data)))
             saving = {"attack": attack.model_copy(update={"save_adv": examples})}
-            again = replace(job.request, measures={**job.request.measures, **saving})
-            job = replace(job, request=again)
+            measures = {**job.request.measures, **saving}
+            job = replace(job, request=replace(job.request, measures=measures))
         with execute.run_job(job, observer) as report:
             if report is None:
                 return None
             files.write(path, render(report, "json"))
     del job  # and its model, before another one is loaded
     terminal.tell(f"measured: {path}")
-    return (_attack_back(baseline, examples, how, terminal) if back else baseline), report
+    return (_attack_back(baseline, examples, how, terminal) if attacks_back else baseline), report
+
+
+def _require_free(examples: Path, baseline: Report, inputs: tuple[Path, ...]) -> None:
+    """Refuse to save examples over a file that is read, or that the baseline's run saved."""
+    from lipaudit.attacks.transfer import hash_file
+    from lipaudit.engine.files import require_writable
+    from lipaudit.gate.conditions import list_examples
+
+    require_writable(examples)
+    taken = examples.resolve() in [path.resolve() for path in inputs]
+    taken |= examples.exists() and hash_file(examples) in list_examples(baseline).values()
+    text = f"the examples of MODEL would overwrite {examples}, which is still needed"
+    refuse(taken, text, "Give another --report: they are saved beside it.", UsageError)
 
 
 def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Terminal) -> Report:
@@ -325,16 +345,17 @@ def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Ter
     from lipaudit.engine.execute import attack_again
 
     model = how.baseline_model or baseline.run.model.spec
-    result, told = baseline, f"examples that {examples} saved, tried on {model}, too"
+    run = _repeat_run(baseline, how, OF_MODEL)
+    result, outcome = baseline, f"examples in {examples}, tried on {model}, too"
     try:
-        code, advice = "a report may not run code", f"Allow it: --baseline-model {model}."
-        refuse(not how.baseline_model and model.startswith("py:"), code, advice)
-        result = attack_again(baseline, model, _repeat_run(baseline, how, OF_MODEL), examples)
+        code = not how.baseline_model and "py:" in (model[:3], (run.arch or "")[:3])
+        refuse(code, f"a report may not run code; to allow it, add --baseline-model {model}")
+        result = attack_again(baseline, model, run, examples)
     except LipauditError as error:
         if how.baseline_model:
             raise
-        told = f"{examples} was not tried on the baseline's model: {error.message}. {error.advice}"
-    terminal.tell(told)
+        outcome = f"{examples} was not tried on the baseline's model: {error.message}"
+    terminal.tell(outcome)
     return result
 
 
@@ -370,8 +391,8 @@ def _plan_again(
         which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
         terminal.tell(f"examples that {file} saved, tried again: {which}")
     text, advice = "the attack transfer tried examples of another model", "--transfer FILE."
-    lacks = tried and not examples
-    refuse(lacks, f"baseline: {text}", f"Give this model examples too: {advice}", BaselineError)
+    wanting = tried and not examples
+    refuse(wanting, f"baseline: {text}", f"Give this model examples too: {advice}", BaselineError)
     for name in how.model_fields_set & OWNERS.keys():
         text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
         refuse(baseline.section(OWNERS[name]) is None, text, "Leave it out.", UsageError)

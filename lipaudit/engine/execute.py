@@ -21,8 +21,14 @@ from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
-from lipaudit.engine.prepare import Job, Request, prepare
-from lipaudit.errors import EvaluationError, find_user_error, out_of_memory, refuse
+from lipaudit.engine.prepare import Job, Request, load_options, prepare
+from lipaudit.errors import (
+    BaselineError,
+    EvaluationError,
+    find_user_error,
+    out_of_memory,
+    refuse,
+)
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import TRANSFER, AttackOptions
 from lipaudit.measures.base import (
@@ -33,13 +39,14 @@ from lipaudit.measures.base import (
     sample_ids,
     share_columns,
 )
-from lipaudit.models.net import OWN
+from lipaudit.models.net import OWN, Net
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
+from lipaudit.models.sources.loader import load_net
 from lipaudit.schema import dumps, loads
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note, Report, Section
-from lipaudit.tables.trials import WHOLE, is_repeat
+from lipaudit.tables.trials import WHOLE, WORST, is_repeat, worst_cases
 
 
 class Observer:
@@ -120,8 +127,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
                         raise
                     observer.fails(name, error)
                     errors.append(error)
-                    settings = options.model_dump()
-                    sections.append(results.make_failed(name, settings, error, job.notes))
+                    failed = results.make_failed(name, options.model_dump(), error, job.notes)
+                    sections.append(failed)
             # A report without any figures is useless: raise the first error.
             if len(errors) == len(request.measures):
                 raise errors[0]
@@ -143,8 +150,9 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         except (Exception, KeyboardInterrupt) as error:
             text = f"finished batches are kept: {request.continuation}"
             # One error may end the jobs of several models: it is noted once.
-            noted = getattr(error, "__notes__", ())
-            if any(each.paths for each in journals) and text not in noted:
+            if any(each.paths for each in journals) and text not in getattr(
+                error, "__notes__", ()
+            ):
                 error.add_note(text)
                 observer.note(Note.info("kept", text))
             raise
@@ -181,9 +189,10 @@ def run_measure(
     ids = [i for batch in batches for i in batch.ids]
     parts = journal.read_parts(ids) if run.resume else []
     if parts:
-        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
-        text = f"an interrupted run finished {done}: continuing from there"
-        observer.note(Note.info("reused", text))
+        text = (
+            f"an interrupted run finished {len(sample_ids(parts))} of {len(ids)} samples of {name}"
+        )
+        observer.note(Note.info("reused", f"{text}: continuing from there"))
     left = list_unfinished(batches, parts)
     observer.begins(name, total := sum(map(len, left)))
 
@@ -264,6 +273,18 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
             ) from (cause or error)
 
 
+def load_again(report: Report, model: str, run: RunOptions) -> Net:
+    """Load the model of a report from where it is now; see `attack_again`.
+
+    Raises:
+        LipauditError: it cannot be loaded, or has other weights.
+    """
+    net, known = load_net(model, load_options(run)), report.run.model.weights_sha256
+    text = f"the weights of {model} are not those of the report"
+    refuse(net.weights_sha256 != known, text, "Name the model of that run.")
+    return net
+
+
 def attack_again(report: Report, model: str, run: RunOptions, examples: Path) -> Report:
     """Try saved examples on the model of a report, in every ball of its attacks.
 
@@ -275,37 +296,46 @@ def attack_again(report: Report, model: str, run: RunOptions, examples: Path) ->
 
     Returns:
         The report with the attack `transfer`, which counts in the worst case; where that is new,
-        calibration and the worst class are unknown.
+        calibration and the worst class are unknown. A note names each ball whose worst case fell.
 
     Raises:
         LipauditError: the model or the samples cannot be loaded, or are others.
+        BaselineError: the report does not say which samples each attack broke.
     """
     section = report.section("attack")
     assert section is not None
+    rows = {row.trial: row for row in section.rows}
+    names = {trial.column("robust") for trial in (*rows, *worst_cases(rows))}
+    silent = not names or names - section.samples.keys()
+    refuse(silent, "the report lacks verdicts of its attacks", "Measure it again.", BaselineError)
     balls = {row.trial.radius.text: row.norm for row in section.rows if row.norm not in WHOLE}
     plan = {"eps": ",".join(balls), "norm": max(balls.values()), "attack": TRANSFER}
     options = AttackOptions.parse(plan | {"transfer": (examples,)})
-    job = prepare(Request(model, {"attack": options}, run, {"attack": len(section.ids)}))
-    known = job.net.weights_sha256, job.samples.batch.ids
-    text = f"the weights or samples of {model} are not those of the report"
-    advice = "Name the model and the data of that run."
-    refuse(known != (report.run.model.weights_sha256, section.ids), text, advice)
+    request = Request(model, {"attack": options}, run, {"attack": len(section.ids)})
+    job = prepare(request, net=load_again(report, model, run))
+    text = f"the samples in {run.data} are not those of the report"
+    refuse(job.samples.batch.ids != section.ids, text, "Name the data of that run.")
     (found,) = execute(job).sections
     columns: dict[str, Any] = dict(section.samples)
-    rows = {row.trial: row for row in section.rows}
+    notes = [*section.notes, *found.notes]
     once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
     for row in found.rows:
         name = row.trial.column("robust")
-        told: Any = found.samples[name]
-        columns[name] = tuple(map(min, told, columns.get(name, told)))
+        verdicts: Any = found.samples[name]
+        columns[name] = tuple(map(min, verdicts, columns.get(name, verdicts)))
         share = share_columns("robust", np.array(columns[name])[once, None])
         cells: dict[str, Any] = dict.fromkeys(("ece", "robust_class", "class"))
         cells |= {column: float(values[0]) for column, values in share.items()}
-        rows[row.trial] = rows.get(row.trial, row).replace(**cells)
+        before = rows.get(row.trial, row)
+        rows[row.trial] = before.replace(**cells)
+        if row.trial.attack == WORST and cells["robust"] != before.robust:
+            text = f"{row.trial.ball}: robust accuracy {cells['robust']:.4g} with"
+            text += f" {examples.name}, {before.robust:.4g} without"
+            notes.append(Note.info("examples-back", text))
     trials = AttackOptions.parse({**section.settings, "transfer": (examples,)}).trials()
     flags = np.array([columns[trial.key.column("robust")] for trial in trials], dtype=bool).T
     masked = note_masking(trials, flags[once], np.array(columns["label"])[once], None)
-    notes = dict.fromkeys(section.notes + found.notes + masked)
-    update = {"samples": columns, "rows": tuple(rows.values()), "notes": tuple(notes)}
+    remarks = tuple(dict.fromkeys((*notes, *masked)))
+    update = {"samples": columns, "rows": tuple(rows.values()), "notes": remarks}
     sections = (s.model_copy(update=update) if s is section else s for s in report.sections)
     return report.model_copy(update={"sections": tuple(sections)})

@@ -90,8 +90,7 @@ def judge(
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric.
     """
-    if not 0 < alpha < 1:
-        raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
+    refuse(not 0 < alpha < 1, f"alpha must be between 0 and 1, not {alpha}", kind=UsageError)
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     absent = [r for r in DEFAULT_RULES if not rules and r not in chosen and r.measure in USUAL]
@@ -99,7 +98,8 @@ def judge(
     clean = examine(CLEAN, current, baseline, lenient=True)
     if isinstance(clean, list):
         notes.append(f"clean accuracy, which never fails: {judge_change(CLEAN, clean[0]).figures}")
-    signs = (n.text for s in baseline.sections for n in s.notes if n.code == "gradient-masking")
+    codes = "gradient-masking", "examples-back"
+    signs = (n.text for s in baseline.sections for n in s.notes if n.code in codes)
     notes += (f"{baseline.run.label}: {text}" for text in signs)
     notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
@@ -121,24 +121,29 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
     """
     known = {section.measure for report in reports for section in report.sections}
     chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
-    if not chosen:
-        named = ", ".join(sorted(known)) or "an empty report"
-        advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
-        raise UsageError(f"no default rule exists for {named}", advice)
+    text = f"no default rule exists for {', '.join(sorted(known)) or 'an empty report'}"
+    advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
+    refuse(not chosen, text, advice, UsageError)
     return chosen
 
 
 def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     """Refuse rules that no report can be judged by, before a model is measured for hours.
 
-    A change that has no test between the baseline and itself has none at all. Absolute limits are
-    of the current report alone, and rows of `transfer` may come with it.
+    A change that has no test between the baseline and itself has none at all. An absolute limit
+    is judged on the current report, which may have rows that the baseline has not; but both have
+    the same number of samples, so both have calibration errors or neither has.
 
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists.
     """
+    attacks = {row.get("attack") for section in baseline.sections for row in section.rows}
     for rule in rules or choose_rules(baseline):
-        if rule.limit.kind != "absolute" and "transfer" not in rule.text:
+        new = "transfer" in {word.removeprefix("attack=") for word in rule.selector} - attacks
+        absolute = rule.limit.kind == "absolute"
+        text = f"{rule.text!r}: the baseline has no attack transfer to compare with"
+        refuse(new and not absolute, text, "Use an absolute limit, such as >= 0.8.", UsageError)
+        if not absolute or (rule.column.startswith("ece") and not new):
             examine(rule, baseline, baseline, typed=bool(rules))
 
 
@@ -205,9 +210,8 @@ def _contrast_reports(
     missing = [name for name in before.names if name not in after.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
-    if missing:
-        which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {which}")
+    which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
+    refuse(missing, f"{rule.metric}: only one of the reports has {which}", kind=BaselineError)
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
@@ -240,9 +244,8 @@ def _read_shared(
     if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
-    if shared and shared <= samples:
-        lost = f"{len(samples)} samples did not converge, or have no value"
-        raise BaselineError(f"{rule.measure}: {lost}")
+    text = f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
+    refuse(shared and shared <= samples, text, kind=BaselineError)
     takes: tuple[list[int] | None, list[int] | None] = None, None
     again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
@@ -297,13 +300,11 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     flags = (Reduction("mean", rule.column), pairing.RIGHT)
     row_of_flags = rule.stat == "each" and rule.about.reduction in flags
     if (rule.stat == "mean" or row_of_flags) and np.isin((old, new), (0, 1)).all():
-        if rule.limit.kind == "relative":
-            advice = "Write -2pp, not -2%."
-            raise UsageError(f"{rule.text!r}: a share changes in percentage points", advice)
+        text = f"{rule.text!r}: a share changes in percentage points"
+        refuse(rule.limit.kind == "relative", text, "Write -2pp, not -2%.", UsageError)
         return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
-    if rule.stat == "max":
-        advice = "Use an absolute limit for `max`, or judge p95."
-        raise UsageError(f"{rule.text!r}: the variation of a maximum is unknown", advice)
+    text = f"{rule.text!r}: the variation of a maximum is unknown"
+    refuse(rule.stat == "max", text, "Use an absolute limit for `max`, or judge p95.", UsageError)
     if rule.stat in ("median", "each"):
         return (statistics.judge_median if rule.stat == "median" else statistics.judge_mean)(worse)
 
@@ -322,9 +323,9 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """
     if rule.limit.kind != "relative":
         return rule.worse * (new - old)
-    if (old < 0).any() or (new < 0).any():
-        why = "a figure that can be negative has no relative change"
-        raise UsageError(f"{rule.text!r}: {why}", "Use an absolute change, such as >= -0.1.")
+    text = f"{rule.text!r}: a figure that can be negative has no relative change"
+    negative = (np.append(old, new) < 0).any()
+    refuse(negative, text, "Use an absolute change, such as >= -0.1.", UsageError)
     with np.errstate(divide="ignore", invalid="ignore"):
         return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 

@@ -100,7 +100,9 @@ def read(
         columns = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
         some = "; ".join([*map(str, columns or rows)][:8])
         advice = f"{'Columns' if columns else 'Rows'}: {some or 'none'}."
-        if left := [note.text for note in section.notes if note.code == "left-out"]:
+        left = [note.text for note in section.notes if note.code == "left-out"]
+        # Of an attack, only calibration errors are left out.
+        if left and (section.measure != "attack" or rule.column.startswith("ece")):
             advice = f"Left out: {'; '.join(left)}. {advice}"
         raise UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
     names = tuple(points)

@@ -450,8 +450,12 @@ def test_a_change_that_may_be_chance_is_refused_where_no_test_tells(column):
         ("attack.robust <= +5%", "changes in percentage points"),
         ("attack.robust@l2 >= -2pp", "matches nothing"),
         ("bounds.exact <= +5%", "neither report has a section bounds"),
-        ("attack.ece@l2 <= 0.1", ""),  # rows of the current report alone
-        ("attack.robust@transfer >= -2pp", ""),  # they may come with the current report
+        ("attack.robust@l2 >= 0.1", ""),  # rows of the current report alone
+        ("attack.ece <= 0.1", ""),
+        ("attack.ece@transfer <= 0.1", ""),
+        ("attack.robust@transfer >= 0.8", ""),  # they may come with the current report
+        ("attack.robust@transfer,linf,2/255 >= -2pp", "no attack transfer to compare with"),
+        ("attack.robust@attack=transfer >= -2pp", "no attack transfer to compare with"),
         ("attack.robust >= -2pp", ""),
     ],
 )
@@ -463,6 +467,21 @@ def test_a_baseline_alone_tells_that_no_report_can_be_judged_by_a_rule(rule, say
         return
     with pytest.raises(UsageError, match=says):
         require_judgeable(rules(rule), before)
+
+
+def test_a_calibration_error_of_few_samples_is_missed_before_a_model_is_measured():
+    """Other columns that match nothing do not name what is left out."""
+    note = Note.info("left-out", "a calibration error (ECE) needs 30 samples")
+    few = report(attack(flags(8, 10)).model_copy(update={"notes": (note,)}))
+    advice = {
+        "attack.ece <= 0.1": "needs 30 samples",
+        "attack.robust@0.9 >= -2pp": "Columns: robust@",
+    }
+    for rule, says in advice.items():
+        with pytest.raises(UsageError, match="matches nothing") as caught:
+            require_judgeable(rules(rule), few)
+        assert says in caught.value.advice
+        assert ("Left out" in caught.value.advice) == ("ece" in rule)
 
 
 def test_clean_accuracy_of_a_row_is_tested_by_its_samples():

@@ -136,10 +136,8 @@ def compare(
         refuse(how.report, text, "Leave it out: each report gets a folder.", UsageError)
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        pair = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
-        if pair is None:
-            return
-        loaded = [pair[0], *loaded[1:], pair[1]]
+        loaded[0], new = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
+        loaded.append(new)
     emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
 
 
@@ -181,10 +179,7 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):
         require_judgeable(settings["rules"], before)
-    pair = read_or_measure(current, before, baseline, how, terminal)
-    if pair is None:
-        return
-    before, report = pair
+    before, report = read_or_measure(current, before, baseline, how, terminal)
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -256,7 +251,7 @@ OF_MODEL = {"arch", "model_kwargs", "quantize", "resume", "report"}
 
 def read_or_measure(
     current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
-) -> tuple[Report, Report] | None:
+) -> tuple[Report, Report]:
     """Read the report, or measure the model with the baseline's settings and save the report.
 
     If the model is attacked with examples of the baseline's model, that one is also attacked with
@@ -270,9 +265,10 @@ def read_or_measure(
         terminal: what is said on stderr.
 
     Returns:
-        The baseline and the report; None in a process that measured a shard for rank 0.
+        The baseline and the report.
 
     Raises:
+        Exit: this process measured a shard for rank 0.
         UsageError: options of a measurement are given for a report.
         BaselineError: the samples differ from the baseline's; raised before the measurement.
         LipauditError: any other failure.
@@ -309,16 +305,16 @@ def read_or_measure(
         if same and how.baseline_model:
             terminal.tell(f"--baseline-model is not attacked again: {current} has its weights")
         if attacks_back := attack and attack.transfer and not (same or request.place):
-            data = job.request.run.data or ""
-            _require_free(examples, baseline, (*attack.transfer, Path(current), Path(data)))
+            _require_free(examples, baseline, attack.transfer)
             saving = {"attack": attack.model_copy(update={"save_adv": examples})}
             measures = {**job.request.measures, **saving}
             job = replace(job, request=replace(job.request, measures=measures))
         with execute.run_job(job, observer) as report:
-            if report is None:
-                return None
-            files.write(path, render(report, "json"))
+            if report is not None:
+                files.write(path, render(report, "json"))
     del job  # and its model, before another one is loaded
+    if report is None:
+        raise typer.Exit
     terminal.tell(f"measured: {path}")
     return (_attack_back(baseline, examples, how, terminal) if attacks_back else baseline), report
 

@@ -187,8 +187,7 @@ def run_measure(
     journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
     journals.append(journal)
     ids = [i for batch in batches for i in batch.ids]
-    parts = journal.read_parts(ids) if run.resume else []
-    if parts:
+    if parts := journal.read_parts(ids) if run.resume else []:
         text = (
             f"an interrupted run finished {len(sample_ids(parts))} of {len(ids)} samples of {name}"
         )
@@ -266,11 +265,9 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
             name, where = batch.ids[index], ""
             if samples.origins:
                 where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
-            raise EvaluationError(
-                f"the model fails on sample {name[:12]}{where}: {text}",
-                "Leave that sample out of --data, or fix the model. If numbers overflow, try "
-                "--dtype float64.",
-            ) from (cause or error)
+            text = f"the model fails on sample {name[:12]}{where}: {text}"
+            advice = "Leave that sample out, or fix the model. On overflow, try --dtype float64."
+            raise EvaluationError(text, advice) from (cause or error)
 
 
 def load_again(report: Report, model: str, run: RunOptions) -> Net:

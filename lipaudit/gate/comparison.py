@@ -169,8 +169,6 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     alone = sorted(unpaired)
     notes = [f"not compared, because only {names[i]} has it: {name}" for name, i in alone]
     notes += (text for kind, text in differing if kind not in conditions.SPOILING)
-    back = (n.text for s in old.sections for n in s.notes if n.code == "examples-back")
-    notes += (f"{names[0]}: {text}" for text in back)
     return Pair(
         old=names[0],
         new=names[1],

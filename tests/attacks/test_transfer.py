@@ -202,11 +202,7 @@ def test_each_model_is_attacked_with_the_examples_of_the_other(baseline, model, 
     both = invoke(*found)
     assert f"examples in new-adv.safetensors, tried on {baseline}, too" in both.stderr
     attack(baseline, *how, "--transfer", "new-adv.safetensors", "-o", "hand.json")
-    by_hand = invoke("compare", "hand.json", "new.json", "-f", "json").stdout
-    pages = [json.loads(page) for page in (both.stdout, by_hand)]
-    for pair in pages[0]["pairs"]:
-        pair["notes"] = [text for text in pair["notes"] if "new-adv.safetensors, " not in text]
-    assert pages[0] == pages[1]
+    assert both.stdout == invoke("compare", "hand.json", "new.json", "-f", "json").stdout
     options, adv = RunOptions(data="demo"), Path("new-adv.safetensors")
     again = attack_again(load(Path("old.json")), baseline, options, adv)
     section, wanted = again.section("attack"), load(Path("hand.json")).section("attack")

@@ -293,7 +293,9 @@ def _cancel(x: Form, y: Form) -> Tensor:
 
 
 def _average(x: Form, y: Form) -> Form | None:
-    """Return x @ y for weights x in [0, 1] at order 1, or None where `_product` is close enough.
+    """Return x @ y for weights x in [0, 1] at order 1, or None.
+
+    None, for `_product`, where that is close enough or the pass is to spare symbols.
 
     With m -+ r the range of x and c the centre of y, x y = m y + (x - m) c + (x - m) (y - c). With
     y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, the last term is the sum of r_ij g_sj
@@ -312,6 +314,9 @@ def _average(x: Form, y: Form) -> Form | None:
     each = min(_ROOM // (y.centre.numel() * r[..., 0].numel()), g.shape[1] * keys)
     least = _WORTH * (middle @ y.centre.abs()).sum()
     if each <= width or not least < moving.sum() < math.inf:
+        return None
+    if not symbols.rich:
+        symbols.spared = True
         return None
     sizes = torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r).flatten(2)
     at = sizes.topk(each, sorted=False).indices

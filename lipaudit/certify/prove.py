@@ -223,6 +223,28 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     return result
 
 
+def bound_margins(
+    model: Callable[[Any], Any], x: Form, label: int, *, module: nn.Module | None = None
+) -> Form:
+    """Return the margins after a pass with few symbols or, if they stay open, after a rich one.
+
+    Where the first pass had nothing to spare, a second would be the same. Proofs that are stored
+    refer to the symbols of the last pass, so which passes are run depends on the ball alone.
+
+    Args:
+        model: a classifier.
+        x: a form of its inputs.
+        label: the class to prove.
+        module: as for `run`.
+    """
+    x.symbols.restart(rich=False)
+    found = margins(run(model, x.copy(), module=module), label)
+    if x.symbols.spared and not found.range()[0].min() > 0:
+        x.symbols.restart(rich=True)
+        found = margins(run(model, x, module=module), label)
+    return found
+
+
 @contextmanager
 def name_paths(whole: Any) -> Iterator[None]:
     """Add the path of the module to a `NoRuleError`."""

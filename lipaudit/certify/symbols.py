@@ -279,6 +279,8 @@ class Symbols:
     Attributes:
         dissolved: the blocks that became rows in some form.
         intercept: takes the calls of the model in place of their rules (`demand`).
+        rich: whether a pass may add many symbols where they make it tighter (`bilinear`).
+        spared: whether some were left out because it may not.
     """
 
     intercept: Callable[..., Any] | None = None
@@ -302,7 +304,12 @@ class Symbols:
         self.pairs = (
             torch.triu_indices(n, n) if order == 2 else torch.empty(2, 0, dtype=torch.long)
         )
-        self.first_error = self.count = n + self.pairs.shape[1]
+        self.first_error = n + self.pairs.shape[1]
+        self.restart(rich=True)
+
+    def restart(self, *, rich: bool) -> None:
+        """Forget all errors, for another pass over the ball."""
+        self.rich, self.spared, self.count = rich, False, self.first_error
         self.units: list[Unit] = []
         self.dissolved: set[int] = set()
 

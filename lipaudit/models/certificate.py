@@ -29,7 +29,7 @@ from lipaudit.attacks.oracle import pull
 from lipaudit.attacks.text import list_substitutes
 from lipaudit.certify.branch import Nodes, decide
 from lipaudit.certify.form import Form, UnboundedError
-from lipaudit.certify.prove import ball, hull, margins, run
+from lipaudit.certify.prove import ball, bound_margins, hull, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
@@ -148,9 +148,8 @@ def certificate(
 def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) -> Certificate:
     """Try to prove that every input of a form gets the label."""
     try:
-        logits = run(lambda z: net.forward(z, sample), start, module=net.module)
-        gaps, nodes, leaves = margins(logits, label), proof.nodes, proof.leaves
-        verdict = decide(gaps, nodes=nodes, seconds=proof.seconds, leaves=leaves)
+        gaps = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
+        verdict = decide(gaps, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]

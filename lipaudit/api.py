@@ -181,11 +181,10 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places, old_places = other.samples.get("place"), first.samples.get("place")
         shared = one.suite_id == two.suite_id or (places and places == old_places)
-        pair = f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}"
-        advice = "Give --data that both can read: a folder of images, a table of texts. Random"
-        advice += " samples depend on the model's input."
+        pair = " and ".join(f"{o.model} ({o.kind}, {o.run.data.spec})" for o in (first, other))
+        advice = "Give --data for both: images or a table of texts. Random samples fit one model."
         other_samples = first.kind != other.kind or not shared
-        refuse(other_samples, f"{pair}, {two.spec}) do not read the same samples", advice)
+        refuse(other_samples, f"{pair} do not read the same samples", advice)
         if reason := _compare_classes(first, other):
             advice = "Use class names in the data that both models know, or audit them separately."
             raise InputError(f"{reason}, so the labels of {one.spec} cannot fit both", advice)

@@ -499,9 +499,9 @@ def rewrite_characters(
     reader, queries = oracle.reader, turn.attack.queries
     lexicon, tokenize = reader.lexicon, reader.lexicon.encode
     if lexicon.read is None or tokenize is None:
-        text = "the attack characters needs a tokenizer that spells its tokens, and this model has"
+        text = "the attack characters needs a tokenizer that spells tokens; this model has none"
         advice = "Put the tokenizer's files beside config.json, or leave characters out."
-        raise UsageError(f"{text} none", advice)
+        raise UsageError(text, advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
     def list_errors(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:

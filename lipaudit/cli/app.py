@@ -148,9 +148,9 @@ def read_config(path: Path | None) -> dict[str, Any]:
     table = document.get("tool", {})
     inner = isinstance(table, dict) and "lipaudit" in table
     values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
-    plain = not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict)
+    malformed = not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict)
     text = f"tool.lipaudit and gate in {path} must be tables"
-    refuse(plain, text, "Write [tool.lipaudit] or [gate].", UsageError)
+    refuse(malformed, text, "Write [tool.lipaudit] or [gate].", UsageError)
     return values
 
 

@@ -198,10 +198,8 @@ def init(
     """
     from lipaudit.engine.files import require_writable, write
 
-    text, advice = (
-        f"{output} is not the name of a {kind} file",
-        f"Choose a name that ends in .{kind}.",
-    )
+    text = f"{output} is not the name of a {kind} file"
+    advice = f"Choose a name that ends in .{kind}."
     refuse(output.suffix != f".{kind}", text, advice, UsageError)
     refuse(output.exists(), f"{output} exists", "Choose another file.", UsageError)
     require_writable(output)

@@ -85,10 +85,10 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
     refuse(run.shard, text, "Leave --shard out, or run one process.", UsageError)
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
-        text = "each process would spread its model over all devices"
+        where = run.device_map
+        text = f"--device-map {where}: each process would spread its model over all devices"
         advice = "Run one process, or give a file that maps modules to devices."
-        spread = f"--device-map {run.device_map}: {text}"
-        refuse(not Path(run.device_map).is_file(), spread, advice, UsageError)
+        refuse(not Path(where).is_file(), text, advice, UsageError)
         return run
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run

@@ -195,9 +195,9 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
-    for report in reports:
-        text = f"the report of {report.run.model.spec} written by {report.run.command!r} is not a"
-        refuse(report.shard is None, f"{text} shard", "Give reports of commands with --shard.")
+    for run, shard in ((report.run, report.shard) for report in reports):
+        text = f"the report of {run.model.spec} written by {run.command!r} is not a shard"
+        refuse(shard is None, text, "Give reports of commands with --shard.")
     pairs = ((report.shard, report) for report in reports if report.shard)
     whole = sorted(pairs, key=lambda pair: pair[0].number)
     names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"

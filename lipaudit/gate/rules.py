@@ -185,9 +185,9 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = table.columns.get(column)
-    sampled = text == "each" and (row is None or row.format == "s" or column in FLAGS)
+    each_sample = text == "each" and (row is None or row.format == "s" or column in FLAGS)
     wrong = f"{column} has one value per sample, and `each` judges the rows of a table"
-    refuse(sampled, wrong, "Use median, mean, p95 or max.", UsageError)
+    refuse(each_sample, wrong, "Use median, mean, p95 or max.", UsageError)
     return text  # type: ignore[return-value]
 
 

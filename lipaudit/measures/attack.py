@@ -156,8 +156,9 @@ class AttackOptions(MeasureOptions):
     @field_validator("attack")
     @classmethod
     def _once(cls, names: str | None) -> str | None:
-        for part in (names or "", (names or "").partition(":")[2]):
-            distinct([name.strip() for name in part.split(",") if name.strip()])
+        # No name twice: neither in the whole list nor in that behind `custom:`.
+        for listed in (names or "", (names or "").partition(":")[2]):
+            distinct([name.strip() for name in listed.split(",") if name.strip()])
         return names
 
     @model_validator(mode="after")
@@ -176,10 +177,9 @@ class AttackOptions(MeasureOptions):
         counted = next((radius for radius in self.eps if radius.unit in COUNTED), None)
         if counted is not None and not text:
             taken = "images" if kind == "image" else "sequences of vectors"
-            says = (
-                f"the radius {counted.text} counts {counted.unit} of a text, but the model takes"
-            )
-            raise UsageError(f"{says} {taken}", "Give a radius without a unit: --eps 2/255.")
+            reason = f"the radius {counted.text} counts {counted.unit} of a text"
+            advice = "Give a radius without a unit: --eps 2/255."
+            raise UsageError(f"{reason}, but the model takes {taken}", advice)
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
         of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
         of_image = ",".join(dict.fromkeys(r.unit or self.usual for r in self.eps)) or self.usual
@@ -194,10 +194,10 @@ class AttackOptions(MeasureOptions):
         whole = [trial for trial in trials if trial.norm in WHOLE]
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         # A table holds changed texts, a file of tensors all else.
-        lost = self.save_adv is not None and len(rewritten) != len(trials) * table
-        says = f"--save-adv {self.save_adv} cannot store the results of all these attacks"
-        advice = f"Save changed texts to a {TABLE} file and perturbed samples to a"
-        refuse(lost, says, f"{advice} .safetensors file, in separate runs.", UsageError)
+        unsuited = self.save_adv is not None and len(rewritten) != len(trials) * table
+        reason = f"--save-adv {self.save_adv} cannot store the results of all these attacks"
+        advice = f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors."
+        refuse(unsuited, reason, advice, UsageError)
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
         norm = self.norm or (usual if len(whole) < len(trials) else None)
@@ -236,10 +236,10 @@ class AttackOptions(MeasureOptions):
         )
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
-        lacks = "a ball" if self.transfer else "the examples of another model"
+        needed = "a ball" if self.transfer else "the examples of another model"
         wrong = bool(self.transfer) < asked or (self.transfer and not balls)
         advice = "Use --attack pgd --eps 2/255 --transfer FILE.safetensors."
-        refuse(wrong, f"the attack transfer needs {lacks}", advice, UsageError)
+        refuse(wrong, f"the attack transfer needs {needed}", advice, UsageError)
         if self.transfer and all(trial.label != TRANSFER for trial in plan):
             own = (Attack(TRANSFER),)
             plan += tuple(Trial(TRANSFER, norm, radius, own) for norm, radius in balls)
@@ -319,9 +319,9 @@ ATTACK_TABLE = Layout(
             domain="ball",
             reading="How far confidence is from accuracy (Guo et al., 2017). Confidence has 15 "
             "bins of equal width. The figure is |accuracy - mean confidence|, averaged over the "
-            "bins by their samples. Few samples make it too high; with less than 30 it is empty. "
-            "An attacked sample counts at the first example that broke it, else at the last one "
-            "tried.",
+            "bins by their samples. Few samples make it too high; with fewer than 30 it is "
+            "empty. An attacked sample counts at the first example that broke it, else at the "
+            "last one tried.",
         ),
         "seconds": seconds_column("Wall time."),
         "forwards": Column("forwards", "Forward passes, counted in samples.", format="d"),
@@ -366,10 +366,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         for outcome in evaluate_chunk(f, chunk, trials, patch=patch, **how):
             outcomes.append(outcome)
             # A broken sample is not attacked at larger radii: those alive have most passes left.
-            alive = {o.trial and o.trial.attacks: int(o.robust.sum()) for o in outcomes}
-            left = sum(n * alive.get(t.attacks, alive[None]) for t, n in plan[len(outcomes) - 1 :])
-            run = zip(outcomes[1:], plan, strict=False)
-            done = len(batch) + sum(n * int(o.tried.sum()) for o, (_, n) in run)
+            clean, *attacked = outcomes
+            alive = {o.trial.attacks: int(o.robust.sum()) for o in attacked if o.trial}
+            correct = int(clean.robust.sum())
+            left = sum(n * alive.get(t.attacks, correct) for t, n in plan[len(attacked) :])
+            tried = zip(attacked, plan, strict=False)
+            done = len(batch) + sum(n * int(o.tried.sum()) for o, (_, n) in tried)
             base.report_progress(len(batch) * done / (done + left))
         if net.scored == "continuation":
             outcomes += texts.raise_losses(net, batch, chunk, tuple(outcomes), **how)
@@ -512,8 +514,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     )
     remarks = _write_notes(parts, options.trials(), len(once))
     remarks += (texts.note_losses(raised),) if raised else ()
-    samples = columns | raised
-    return [base.make_section(ATTACK_TABLE, parts, options, rows, remarks, samples=samples)]
+    columns |= raised
+    return [base.make_section(ATTACK_TABLE, parts, options, rows, remarks, samples=columns)]
 
 
 def calibration_error(confidence: Values, correct: Values) -> float:

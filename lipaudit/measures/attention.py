@@ -330,11 +330,14 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
+        # `make_section` stores transposed arrays: a map keeps its axes if it comes transposed.
         kept |= {f"{n}@{options.map}": first.values[n][0].T for n in MAP}
         if tokens := first.facts["tokens"]:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
-    how = ATTENTION_TABLE, parts, options, rows, base.notes(parts)
-    return [base.make_section(*how, arrays=kept, attended=attended)]
+    section = base.make_section(
+        ATTENTION_TABLE, parts, options, rows, base.notes(parts), arrays=kept, attended=attended
+    )
+    return [section]
 
 
 ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)

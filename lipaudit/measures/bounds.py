@@ -389,16 +389,15 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
     limits = {name: measured[name] for name in load_bounds()}
-    below = below_by_rounding(_name_heads(facts["heads"]), ids, exact, limits)
-    notes = [*_write_notes(parts, measured, options), *below]
+    notes = [*_write_notes(parts, measured, options)]
+    notes += below_by_rounding(_name_heads(facts["heads"]), ids, exact, limits)
     largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
     arrays = {name: measured[name] for name in ("exact", *stored)}
-    how = BOUNDS_TABLE, parts, options, rows, notes
-    of_heads = base.make_section(*how, samples=largest, arrays=arrays)
-    sections = [of_heads, _make_layer_section(parts, measured, options)]
-    if options.radius:
-        sections.append(_make_ball_section(parts, measured, options))
-    return sections
+    of_heads = base.make_section(
+        BOUNDS_TABLE, parts, options, rows, notes, samples=largest, arrays=arrays
+    )
+    balls = [_make_ball_section(parts, measured, options)] if options.radius else []
+    return [of_heads, _make_layer_section(parts, measured, options), *balls]
 
 
 def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
@@ -517,9 +516,9 @@ def _make_ball_section(
     heads = _name_heads(names)
     places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
-    below = below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found")
     arrays = {name: columns[name] for name in ("ball_norm", "ball_sharp")}
-    notes = [*_note_balls(rows, options), *below]
+    notes = [*_note_balls(rows, options)]
+    notes += below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found")
     return base.make_section(BALLS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 

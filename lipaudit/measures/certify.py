@@ -153,18 +153,17 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     from lipaudit.models.certificate import Bracket
 
     reader = make_reader(net) if options.counted == "words" else None
+    told = options.counted != "patch" or options.seconds is not None
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
             proof = make_proof(net, sample, options, options.seconds or math.inf)
             seed = base.seed_of(sample.ids[0], options.seed)
             texts = read_texts(reader, sample, characters=False) if reader else None
-            how: dict[str, Any] = {"proof": proof, "trials": options.trials, "seed": seed}
-            bracket = Bracket(net, sample, texts=texts, **how)
-            several = options.counted == "patch" and max(map(float, options.eps)) > 1
-            if several and sample.start == 0 and options.seconds is None:
-                _tell_choices(bracket, options)
-            for done, _ in enumerate(bracket.settle(options.eps), 1):
+            trials = options.trials
+            bracket = Bracket(net, sample, proof=proof, trials=trials, seed=seed, texts=texts)
+            for done, _ in enumerate(bracket.settle(options.eps)):
+                told = told or (not done and _tell_choices(bracket, options))
                 base.report_progress(number + done / (len(options.eps) + options.radius))
             if options.radius:
                 bracket.search(options.tol)
@@ -181,18 +180,27 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
 
-def _tell_choices(bracket: Bracket, options: CertifyOptions) -> None:
-    """Tell how many choices of patches a sample has, and the seconds of a pass for each."""
+def _tell_choices(bracket: Bracket, options: CertifyOptions) -> bool:
+    """Tell how many passes prove a sample after its attacks; return whether there was need."""
     from lipaudit.models.certificate import certificate
 
     net, sample, patch = bracket.net, bracket.sample, bracket.proof.patch or (1, 1)
-    places = math.prod(net.input_shape[1:]) // math.prod(patch)
-    counts, begun = [int(float(radius)) for radius in options.eps], time.monotonic()
+    unbroken = (int(float(eps)) for eps in options.eps if bracket.nearest > float(eps))
+    counts = sorted(unbroken) if bracket.correct else []
+    if max(counts, default=1) == 1:
+        return False
+    begun = time.monotonic()
     brief = replace(bracket.proof, nodes=1, deadline=begun + TRIAL)
-    passes = certificate(net, sample, bracket.wanted, max(counts), brief).nodes
+    passes = certificate(net, sample, bracket.wanted, counts[-1], brief).nodes
     seconds = (time.monotonic() - begun) / max(passes, 1)
-    unit = f"passes, one or more for each choice of {max(counts)} patches (limit: --seconds),"
+    # A box may be cut. And what is proven of the most patches needs no proof of fewer.
+    cut = bracket.proof.nodes > 1
+    counts, limit = (counts[-1:], "at least, unless one breaks it") if cut else (counts, "at most")
+    places = math.prod(net.input_shape[1:]) // math.prod(patch)
+    choice = f"choice of {' or '.join(map(str, counts))} patches"
+    unit = f"passes {limit} (one for each {choice}; limit: --seconds)"
     base.report_cost(sum(math.comb(places, k) for k in counts), seconds, unit)
+    return True
 
 
 def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float) -> Proof:

@@ -230,8 +230,11 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
         samples=int(once.sum()),
     )
     notes = [*base.repeat_notes(parts), *base.notes(parts)]
-    how = CORRUPT_TABLE, parts, options, rows, notes
-    return [base.make_section(*how, samples={"correct": right[:, 0, 0]}, arrays=figures)]
+    clean = {"correct": right[:, 0, 0]}
+    section = base.make_section(
+        CORRUPT_TABLE, parts, options, rows, notes, samples=clean, arrays=figures
+    )
+    return [section]
 
 
 CORRUPT = Measure(

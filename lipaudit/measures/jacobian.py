@@ -386,8 +386,11 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         )
         rows.append(row)
     notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
-    kept, how = {"norm": of_maps["norm"]} if several else {}, (parts, options, rows, notes)
-    return [base.make_section(JACOBIAN_TABLE, *how, samples=columns, arrays=kept)]
+    kept = {"norm": of_maps["norm"]} if several else {}
+    section = base.make_section(
+        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=kept
+    )
+    return [section]
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:

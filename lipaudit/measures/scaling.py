@@ -388,7 +388,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
     row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
-        **{n: float(v) for n, v in vars(law).items() if n != "constant" and v == v},
+        **{key: float(v) for key, v in vars(law).items() if key != "constant" and v == v},
     )
     return law, row
 

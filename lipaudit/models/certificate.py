@@ -395,7 +395,7 @@ class Bracket:
         return self.label if self.label >= 0 else self.predicted
 
     def settle(self, radii: Sequence[Radius]) -> Iterator[None]:
-        """Decide some balls, and yield after each.
+        """Decide some balls, and yield after the attacks and after each ball.
 
         Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with
         the largest ball; a success holds for all smaller ones.
@@ -404,6 +404,7 @@ class Bracket:
         for radius in ordered:
             if self.correct and self.nearest > float(radius):
                 self.attack(radius)
+        yield
         for radius in reversed(ordered):
             if self.correct and self.nearest > float(radius) > self.certified:
                 self.prove(float(radius))

@@ -282,14 +282,24 @@ def write_answer(report: Report) -> Paragraph | None:
 
 FILE = "report.json"
 """File name of the report in commands on its page, if its own command names none."""
-OUTPUT = re.compile(r""" (?:-o|--output|--report)[ =]?('[^']*[.]json'|[^\s'"]+[.]json)(?= |$)""")
-"""The file of its report in a command, in quotes where a shell needs them."""
 RESUME = " --resume"
 NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
     "random-data": "Measure on real samples: the current ones are noise.",
 }
 """Advice for reports on random weights or data, which cannot be a baseline."""
+
+
+def find_file(command: str) -> str:
+    """Return the JSON file that a command writes its report to; `FILE` if it names none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # the command of a report may be anything
+        return FILE
+    # The -o of a gate or a comparison is its verdict.
+    flags = "--report" if words[1:2] in (["gate"], ["compare"]) else "--output|-q?o"
+    found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", "\0".join(words))
+    return found[1] if found else FILE
 
 
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -304,7 +314,7 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     ]
     noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
     steps: list[tuple[str, Sequence[str]]] = []
-    file = match[1].strip("'") if (match := OUTPUT.search(report.run.command)) else FILE
+    file = find_file(report.run.command)
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
         yield "", "Measure the missing results.", f"{command}{RESUME}"

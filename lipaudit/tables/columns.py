@@ -532,15 +532,15 @@ HEAD_NORMS = {
 
 
 accuracy_column = partial(Column, format=".1%", better="higher")
+_limit = partial(Column, format=".1%", status="estimate")
 
 
 def limit_columns(name: str) -> dict[str, Column]:
     """Return the columns of the ends of the interval of a share."""
-    how: dict[str, Any] = {"format": ".1%", "status": "estimate"}
-    return {f"{name}_{end}": Column(end, LIMIT, **how) for end in ("low", "high")}
+    meaning = "95 % confidence limit (Wilson)."
+    return {f"{name}_{end}": _limit(end, meaning) for end in ("low", "high")}
 
 
-LIMIT = "95 % confidence limit (Wilson)."
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
     "eps_text": text_column("eps", "The radius as it was typed."),

@@ -338,7 +338,6 @@ class TrainingRecord:
         command: str,
     ) -> None:
         self.out, self.device, self.command = out, str(net.device), command
-        out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
         self.notes = [note.text for note in net.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {
@@ -379,6 +378,7 @@ class TrainingRecord:
 
     def keep(self, epoch: Epoch) -> None:
         """Write an epoch: the record, and everything needed to continue."""
+        self.out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
         facts = ("number", "loss", "penalty", "accuracy", "lr")
         self.epochs.append({name: getattr(epoch, name) for name in facts})
         stored = {"run": self.same, "epochs": self.epochs, "state": epoch.state}

@@ -89,6 +89,12 @@ def test_a_new_classifier_is_trained_resumed_and_read_back_with_the_files_of_its
     refuse(4, "--classes", "train", *args[:5], "--out", "other")
 
 
+def test_a_training_that_is_refused_leaves_no_folder():
+    args = ("train", "demo", "--data", "demo:train", "--epochs", "1", "--out", "tuned")
+    refuse(2, "training would move rounded weights", *args, "--quantize", "int8")
+    assert not Path("tuned").exists()
+
+
 def test_the_command_that_is_printed_measures_on_the_data():
     """Not on noise: it has the data, and how they are read, in words a shell takes."""
     images = np.random.default_rng(0).integers(0, 255, (16, 1, 8, 8), dtype=np.uint8)

@@ -85,26 +85,39 @@ def test_no_value_of_a_pixel_breaks_what_is_certified(small):
 
 
 @pytest.mark.parametrize(
-    ("eps", "more", "says"),
+    ("shrunk", "eps", "more", "says"),
     [
-        ("1patch", {}, None),
-        ("2patches", {}, "28 passes, one or more for each choice of 2 patches"),
-        ("1patch,2patches", {}, "36 passes, one or more for each choice of 2 patches"),
-        ("2patches", {"seconds": 0.1}, None),
+        (0.2, "1patch", {}, None),
+        (0.2, "2patches", {}, "28 passes at most (one for each choice of 2 patches;"),
+        (0.2, "1patch,2patches", {}, "36 passes at most (one for each choice of 1 or 2 patches;"),
+        (
+            0.2,
+            "1patch,2patches",
+            {"nodes": 16},
+            "28 passes at least, unless one breaks it (one for each choice of 2 patches;",
+        ),
+        (0.2, "2patches", {"seconds": 0.1}, None),
+        (1, "1patch,2patches", {}, None),  # attacks break both samples with two patches
     ],
 )
-def test_the_number_of_choices_is_told_before_the_first_sample_unless_time_is_limited(
-    small, eps, more, says
+def test_the_number_of_choices_is_told_before_the_first_proof_unless_time_is_limited(
+    small, shrunk, eps, more, says
 ):
-    model, data, _ = small
+    model, data = copy.deepcopy(small[0]), small[1]
+    with torch.no_grad():
+        model.into.weight.mul_(shrunk)
+        data = data[0], model(data[0]).argmax(1)
     seen, observer = [], Observer()
     observer.note = lambda note: seen.append(note.text) if note.code == "cost" else None
     observer.advances = lambda *_: seen.append("done")
-    measured(model, data, eps=eps, nodes=1, samples=2, observer=observer, **more)
+    done = measured(model, data, **{"nodes": 1} | more, eps=eps, samples=2, observer=observer)
+    # The figure is what the proofs take: all parts examined, at every radius.
+    if says and "at most" in says:
+        assert sum(row.nodes for row in done.rows) <= 2 * int(says.split()[0])
     assert seen[-2:] == ["done", "done"]
     assert len(seen) == 2 + bool(says)
     if says:
-        assert seen[0].startswith(f"certify: a sample takes {says} (limit: --seconds), of ")
+        assert seen[0].startswith(f"certify: a sample takes {says} limit: --seconds) of ")
 
 
 def test_undecided_samples_say_which_share_of_places_is_proven(small):

@@ -252,6 +252,34 @@ def test_noise_calls_for_a_model_in_use(report, code, advice):
     assert not any("--baseline" in each for each in steps(noise))
 
 
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("jacobian demo", "report.json"),
+        ("jacobian demo -o k.html", "report.json"),
+        ("jacobian demo -o k.json -n 4", "k.json"),
+        ("jacobian demo -qo k.json", "k.json"),
+        ("jacobian demo -ok.json", "k.json"),
+        ("jacobian demo -o'a b.json'", "a b.json"),
+        ("jacobian demo --output='a b.json' -q", "a b.json"),
+        ("jacobian demo -o k.html -o k.json", "k.json"),
+        ("gate demo --baseline base.json", "report.json"),
+        ("gate demo --baseline base.json -o verdict.json", "report.json"),
+        ("gate demo --baseline base.json -o verdict.json --report now.json", "now.json"),
+        ("gate demo --report=now.json --baseline base.json", "now.json"),
+        ("jacobian demo -o 'k.json", "report.json"),  # no command of a shell
+    ],
+)
+def test_steps_name_the_report_that_the_command_wrote_and_no_verdict(report, command, file):
+    run = report.run.model_copy(update={"command": f"lipaudit {command}"})
+    named = {
+        split(each)[2]
+        for each in steps(report.model_copy(update={"run": run}))
+        if split(each)[1] == "inspect"
+    }
+    assert named == {file}
+
+
 def test_steps_are_commands_of_the_tool_each_listed_once(report):
     calm = keep(report, report.section("jacobian"))
     assert not any(split(each)[1] == "attack" for each in steps(report))

@@ -18,8 +18,7 @@ ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
 
 It is 9000 u. A bound is a product of a few norms, each from sums of n = N, D or d terms: off by
-n u at worst, which this covers for small layers, and by about n^1/2 u otherwise. Certificates in
-single precision, where that is no small number, carry allowances of their own.
+n u at worst, which this covers for small layers, and by about n^1/2 u otherwise.
 """
 
 

@@ -164,7 +164,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             bracket = Bracket(net, sample, proof=proof, trials=trials, seed=seed, texts=texts)
             for done, _ in enumerate(bracket.settle(options.eps)):
                 told = told or (not done and _tell_choices(bracket, options))
-                base.report_progress(number + done / (len(options.eps) + options.radius))
+                base.report_progress(number + done / max(len(options.eps) + options.radius, 1))
             if options.radius:
                 bracket.search(options.tol)
             brackets.append(bracket)

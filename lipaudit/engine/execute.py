@@ -150,9 +150,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         except (Exception, KeyboardInterrupt) as error:
             text = f"finished batches are kept: {request.continuation}"
             # One error may end the jobs of several models: it is noted once.
-            if any(each.paths for each in journals) and text not in getattr(
-                error, "__notes__", ()
-            ):
+            remarks = getattr(error, "__notes__", ())
+            if any(each.paths for each in journals) and text not in remarks:
                 error.add_note(text)
                 observer.note(Note.info("kept", text))
             raise
@@ -188,10 +187,9 @@ def run_measure(
     journals.append(journal)
     ids = [i for batch in batches for i in batch.ids]
     if parts := journal.read_parts(ids) if run.resume else []:
-        text = (
-            f"an interrupted run finished {len(sample_ids(parts))} of {len(ids)} samples of {name}"
-        )
-        observer.note(Note.info("reused", f"{text}: continuing from there"))
+        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
+        text = f"an interrupted run finished {done}: continuing from there"
+        observer.note(Note.info("reused", text))
     left = list_unfinished(batches, parts)
     observer.begins(name, total := sum(map(len, left)))
 

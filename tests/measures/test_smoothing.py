@@ -17,11 +17,15 @@ from lipaudit import ModelSpec
 from lipaudit.data.batch import identify_samples
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.measures.smoothing import SmoothingOptions, measure
+from lipaudit.measures.smoothing import (
+    SmoothingOptions,
+    certify_radius,
+    limit_share,
+    measure,
+)
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow, load_net
 from lipaudit.models.sources.own import hash_denoiser
-from lipaudit.theory.smoothing import certify_radius, limit_share
 from tests.measures.cases import SHAPE, Bag, Plane, samples
 from tests.nets import own_batch
 

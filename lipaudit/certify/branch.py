@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form
 from lipaudit.certify.symbols import DOUBLE, Symbols, gamma, up
-from lipaudit.theory.policy import NODES
+from lipaudit.theory import NODES
 
 NUMBERS = 2**26
 """Largest number of coefficients kept for a problem (0.5 GB). Further symbols are merged into a

@@ -29,7 +29,7 @@ from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
 from lipaudit.tables.plugins import entries
 from lipaudit.tables.report import Drawing, Layout
-from lipaudit.theory.policy import NODES
+from lipaudit.theory import NODES
 
 GROUP = "lipaudit.measures"
 

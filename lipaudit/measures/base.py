@@ -21,8 +21,8 @@ from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
 from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat, parse_column
-from lipaudit.theory.policy import TOL
-from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
+from lipaudit.theory import TOL
+from lipaudit.theory import WITHIN as PROVEN_WITHIN
 
 if TYPE_CHECKING:
     import numpy as np

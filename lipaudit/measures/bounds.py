@@ -22,9 +22,9 @@ from lipaudit.tables.columns import (
     describe_norm,
 )
 from lipaudit.tables.report import Display, Layout
+from lipaudit.theory import LAYER_WITHIN, POLICY
+from lipaudit.theory import WITHIN as PROVEN_WITHIN
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
-from lipaudit.theory.policy import LAYER_WITHIN, POLICY
-from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch

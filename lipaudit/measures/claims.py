@@ -26,7 +26,7 @@ from lipaudit.settings.option import (
     repeat_option,
 )
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
-from lipaudit.theory.policy import NODES
+from lipaudit.theory import NODES
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch

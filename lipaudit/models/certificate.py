@@ -38,7 +38,7 @@ from lipaudit.models.precision import eager
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
-from lipaudit.theory.policy import NODES
+from lipaudit.theory import NODES
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded", "broken", "tokens"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError, refuse
 from lipaudit.models.linearize import Linearization, require_finite
-from lipaudit.theory.policy import TOL, WITHIN
+from lipaudit.theory import TOL, WITHIN
 from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, of_machine
+from lipaudit.theory import cut
 from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.heads import Heads, are_affine, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens
-from lipaudit.theory.policy import cut
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.

@@ -50,9 +50,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory import products
+from lipaudit.theory import LAYER_WITHIN, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
-from lipaudit.theory.policy import LAYER_WITHIN
 from lipaudit.theory.spectral import Norms, random_starts, shift_exponent, spectral_norms
 
 SINGLE_ERROR = 1e-5

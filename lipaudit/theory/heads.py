@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory import POLICY, Policy
 from lipaudit.theory.spectral import shift_exponent
 
 MASK = 9e3

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipaudit.theory import Policy
 from lipaudit.theory.heads import (
     Heads,
     Projection,
@@ -22,7 +23,6 @@ from lipaudit.theory.heads import (
     local_map,
     projections,
 )
-from lipaudit.theory.policy import Policy
 from lipaudit.theory.products import logit_gradients
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm

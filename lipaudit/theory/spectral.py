@@ -46,7 +46,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.policy import POLICY, TOL, WITHIN, Policy
+from lipaudit.theory import POLICY, TOL, WITHIN, Policy
 
 
 def shift_exponent(

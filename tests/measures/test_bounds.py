@@ -10,9 +10,8 @@ from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.theory import ascent
+from lipaudit.theory import Policy, ascent
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.policy import Policy
 from tests.measures.cases import dense, dense_norm
 from tests.nets import draw, own_batch, own_net
 

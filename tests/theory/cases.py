@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipaudit.theory import Policy
 from lipaudit.theory.heads import Heads, Pairs, Projection, affine_heads
-from lipaudit.theory.policy import Policy
 
 HEADS = 2
 

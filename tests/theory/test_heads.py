@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.measures.layers import per_sample
+from lipaudit.theory import Policy
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads, Projection, affine_heads, rows_in_reach
-from lipaudit.theory.policy import Policy
 from lipaudit.theory.products import sketched_vjp_x
 from tests.live import Live
 

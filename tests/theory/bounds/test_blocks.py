@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lipaudit.theory import Policy
 from lipaudit.theory.block_norms import (
     AffineRows,
     affine_rows,
@@ -19,7 +20,6 @@ from lipaudit.theory.block_norms import (
 )
 from lipaudit.theory.heads import Heads, affine_heads, unit_values
 from lipaudit.theory.ingredients import Centred, Ingredients, Tokens
-from lipaudit.theory.policy import Policy
 
 NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
 FORMULA = Policy(dense_entries=0)

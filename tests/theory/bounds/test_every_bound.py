@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lipaudit.theory import Policy
 from lipaudit.theory.ascent import ball_norm
 from lipaudit.theory.ball import ball_sharp
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import bound_error, head_norms
 from lipaudit.theory.heads import affine_heads, are_affine_everywhere, unit_values
-from lipaudit.theory.policy import Policy
 from lipaudit.theory.products import dense_jacobian
 from tests.theory.cases import MASKS, POLICIES, TOKENS, VALUES, corner, dense_norms, randn, truth
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from scipy.special import betaincinv
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.policy import WITHIN
+from lipaudit.theory import WITHIN
 from lipaudit.theory.spectral import (
     ETA,
     map_norm,

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.theory import ascent, ball
+from lipaudit.theory import ascent, head_bounds
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, affine_heads
 
@@ -119,7 +118,7 @@ def every(
 
     Arguments and shapes are those of `exact`.
     """
-    bounds = head_bounds(heads(x, wq, wk, wv, **how))
+    bounds = head_bounds.head_bounds(heads(x, wq, wk, wv, **how))
     return {name: _drop_axes(bounds[name], x, wq) for name in load_bounds()}
 
 
@@ -133,7 +132,7 @@ def ball_sharp(
     Raises:
         UsageError: shapes that do not fit, or a negative radius.
     """
-    return _drop_axes(ball.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
+    return _drop_axes(head_bounds.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
 
 
 def ball_norm(

@@ -311,8 +311,7 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
     import torch
 
     from lipaudit.theory.ascent import ball_norm
-    from lipaudit.theory.ball import ball_sharp, ball_size_bounds
-    from lipaudit.theory.head_bounds import head_bounds
+    from lipaudit.theory.head_bounds import ball_sharp, ball_size_bounds, head_bounds
     from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 
     exact = head_norms(heads, seeds=seeds, **options.accuracy)

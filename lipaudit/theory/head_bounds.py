@@ -1,18 +1,46 @@
-"""Every upper bound of the Jacobian norm of attention heads: ours, and those of plug-ins."""
+"""Upper bounds of the Jacobian norm of attention heads: ours, and those of plug-ins.
+
+`ball_sharp` (ours) is a certified Lipschitz constant of a head on a ball around X. On the way from
+X to X', ||X' - X||_F <= r, the Jacobian J of O grows by the second derivative:
+
+    ||J(X')|| <= ||J(X)|| + integral_0^r C(rho) d rho,
+    C(rho) = max ||D^2 O(X'')[F, F]||_F over ||X'' - X||_F <= rho and ||F||_F = 1,
+
+for <g, D^2 O[E, F]> is a symmetric form in E and F whatever g is, and largest where E = F. C grows
+with rho: the integral is at most a sum over panels, each with C at its end.
+
+With f_j the rows of F, P_i as weights of means and covariances over the keys, and
+
+    sigma_ij = <z_j, f_i> + <u_i, f_j>,    u_i = s W_K q_i,    z_j = s W_Q k_j,    A = s W_Q W_K^T,
+
+the changes of the logits, row i of D^2 O[F, F] is
+
+    2 Cov_i(sigma_i, W_V^T f) + E_i[(sigma_i - E_i sigma_i)^2 (v - o_i)] + 2 Cov_i(f_i^T A f, v).
+
+All of it is bounded by the squares x_j = ||f_j||^2, which add up to 1: row i by (H x)_i with a
+matrix H >= 0. ||H x|| is convex in x, so it is largest where one x_j is 1: at a column of H.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, LipauditError, of_machine
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine, refuse
 from lipaudit.theory import cut
+from lipaudit.theory.block_norms import affine_rows
+from lipaudit.theory.bounds.castin import castin
+from lipaudit.theory.bounds.hu import hu
+from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.bounds.record import Bound, load_bounds
-from lipaudit.theory.heads import Heads, are_affine, unit_values
-from lipaudit.theory.ingredients import Ingredients, Tokens
+from lipaudit.theory.bounds.sharp import SHARP
+from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
+from lipaudit.theory.ingredients import Ingredients, Tokens, squared_distances
+from lipaudit.theory.spectral import spectral_norm
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
@@ -20,6 +48,12 @@ ROUNDING = 1e-12
 It is 9000 u. A bound is a product of a few norms, each from sums of n = N, D or d terms: off by
 n u at worst, which this covers for small layers, and by about n^1/2 u otherwise.
 """
+
+PANELS = 8
+"""Number of panels of the integral over the radius; more would tighten the bound by a few %."""
+
+BALANCES = (0.5, 1.0, 2.0)
+"""Weights tried between a query's move and its keys' moves; the best one of a head is used."""
 
 
 @torch.inference_mode()
@@ -100,3 +134,190 @@ def _compute(bound: Bound, known: Ingredients) -> Tensor:
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", bound.remedy) from error
     return values.to(torch.float64)
+
+
+@torch.inference_mode()
+def ball_sharp(
+    heads: Heads, r: float, *, sharp: Float[Tensor, "batch heads"] | None = None
+) -> Float[Tensor, "batch heads"]:
+    """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
+
+    Any mask or position bias that does not depend on X. It is `sharp` at r = 0, grows linearly at
+    first and, once the logits move by 1 and more, like a power of r.
+
+    Args:
+        heads: self-attention with affine (or constant) projections; others give NaN.
+        r: radius, in the Frobenius norm over all tokens of a sample (of a window).
+        sharp: the bound at X, where it is known.
+
+    Raises:
+        UsageError: r is negative.
+    """
+    refuse(not r >= 0, f"the radius of a ball cannot be negative: {r}", kind=UsageError)
+    if heads.x_kv is not None or not are_affine(heads):
+        return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
+    heads = heads.to(torch.float64)
+    if sharp is None:
+        sharp = head_bounds(heads, bounds=[SHARP])["sharp"]
+    if r == 0:
+        return sharp
+    unit, size = unit_values(heads)
+    parts = [bound_growth(unit.pick(some), r) for some in chunks(unit)]
+    growth = torch.cat(parts, 1)
+    return sharp + (1 + ROUNDING) * size.to(growth) * growth
+
+
+def bound_growth(heads: Heads, r: float) -> Tensor:
+    """Bound what the norm of the Jacobian grows by within the radius."""
+    point = read_point(heads)
+    ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
+    each = [bound_curvature(point, bound_moves(point, rho)) for rho in ends]
+    # inf - inf or 0 inf appears where a number overflows.
+    return (r / PANELS * torch.stack(each).sum(0)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+@torch.inference_mode()
+def ball_size_bounds(heads: Heads, r: float) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
+
+    castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `AFFINE_ONLY`
+    gives a reason, and hu where N (N + 1) (||X||_F + r)^2 < sqrt N.
+
+    Args:
+        heads: all heads of a layer, any kind.
+        r: radius, as in `ball_sharp`.
+    """
+    heads, size = unit_values(heads.to(torch.float64))
+    known = Ingredients(heads, Tokens(heads))
+    size = (1 + ROUNDING) * size.to(heads.v.device)
+    return {f.__name__: f(known, r) * size for f in (hu, castin, mean_field)}
+
+
+@dataclass(frozen=True)
+class BallPoint:
+    """What is known at X, and which of two limits each row takes on every ball around it."""
+
+    p: Float[Tensor, "batch heads n m"]  # 0 where masked, at least the smallest number elsewhere
+    z: Float[Tensor, "batch heads n m"]  # ||z_j - E_i z||
+    w: Float[Tensor, "batch heads n m"]  # ||v_j - o_i||, 0 where masked
+    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
+    a: Float[Tensor, "batch heads 1 1"]  # ||A||
+    slope: Float[Tensor, "batch heads n m"]  # of log P_ij
+    bend: Float[Tensor, "batch heads n m"]  # the factor of ||A|| rho^2 in its growth
+    one_hot: Bool[Tensor, "batch heads n 1"]  # whether the second form of `spread` is less
+    uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `bound_weights` is
+
+
+def read_point(heads: Heads) -> BallPoint:
+    """Return what is known at X."""
+    known = Ingredients(heads, Tokens(heads))
+    at, rows = known.at, affine_rows(known)
+    visible = heads.visible(0, at.p.shape[2])
+    # An entry that underflowed is at most the smallest number.
+    p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
+    mean = p @ rows.z
+    lengths = [each.square().sum(-1, keepdim=True) for each in (mean, rows.z)]
+    z = squared_distances(mean, rows.z, *lengths).sqrt()
+    w = at.w2.sqrt() * visible
+    to_q, to_k, _ = projections(heads)
+    a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
+    slope, bend = _log_growth(p, z, rows.u)
+    twice = 2 * p * _others(p)
+    one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
+    even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
+    limits = torch.stack([bound_weights(p, p, w)[0], even])
+    uneven, even = torch.linalg.vector_norm(limits, dim=-1, keepdim=True)
+    return BallPoint(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven < even)
+
+
+def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a_ij and b_ij: no log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
+
+    log sum_l P_il exp(dS_il) >= sum_l P_il dS_il, so log P_ij grows by at most dS_ij - E_i dS.
+    With c_l = delta_jl - P_il that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in E with
+    a coefficient of length a_ij, and e_i^T A sum_l c_l e_l, which is at most
+    ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
+    """
+    i = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    others = _others(p)
+    c_i = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
+    square = others.square() + _others(p.square())  # sum_l c_l^2
+    slope = (z.square() + u.square() * square + 2 * z * u * c_i).sqrt()
+    # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
+    return slope, 0.5 * (c_i + square.sqrt())
+
+
+def _others(p: Tensor) -> Tensor:
+    """Return sum_{l != j} P_il, without cancellation."""
+    return p @ (1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device))
+
+
+@dataclass(frozen=True)
+class BallLimits:
+    """What nothing exceeds on the ball of radius rho."""
+
+    p: Tensor  # P_ij
+    spread: Tensor  # h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2
+    u: Tensor  # ||u_i||
+    z: Tensor  # (E_i ||z - E_i z||^2)^1/2
+    v: Tensor  # (E_i ||v - o_i||^2)^1/2
+    shift: Tensor  # how far v_j - o_i moves
+
+
+def bound_moves(at: BallPoint, rho: float) -> BallLimits:
+    """Bound how far everything moves on the ball of radius rho."""
+    p = (at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)).clamp_max(0.0).exp()
+    # sum_j P_ij ||f_j - E_i f||^2 is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il
+    # ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    spread = torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
+    widest = spread.amax(-1, keepdim=True).sqrt()
+    u = at.u + rho * at.a
+    # The variance over any weights is at most that around the mean at X; the moves of z_j and v_j
+    # along W_K^T e_j and W_V^T e_j vary by at most `widest` times the length of E.
+    z = _deviation(p, at.z) + rho * at.a * widest
+    v = _deviation(p, at.w) + rho * at.wv * widest
+    # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
+    output = at.wv * p.amax(-1, keepdim=True).sqrt() + (z + u * widest) * v
+    return BallLimits(p, spread, u, z, v, rho * (at.wv + output))
+
+
+def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads"]:
+    """Bound C on a ball, given what nothing exceeds there."""
+    longest = at.w.amax(-1, keepdim=True) + on.shift
+    # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
+    mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
+    columns = (2 * at.wv * on.u + on.shift * on.u.square()) * on.spread
+    # h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X. Where `uneven`
+    # does not hold, the larger of both goes on from it: no limit falls as rho grows.
+    even = on.spread * at.w.amax(-1, keepdim=True)
+    uneven, holds = bound_weights(at.p, on.p, at.w)
+    weighted = torch.where(holds, uneven, torch.maximum(uneven, even))
+    columns = columns + on.u.square() * torch.where(at.uneven, weighted, even)
+    diagonal = longest * on.z.square()
+    limits = []
+    for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
+        h = columns + mixed / t * on.spread
+        h.diagonal(0, -2, -1).add_((diagonal + t * mixed)[..., 0])
+        limits.append(torch.linalg.vector_norm(h, dim=-2).amax(-1))  # its longest column
+    return torch.stack(limits).amin(0)
+
+
+def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
+    return (p * lengths.square()).sum(-1, keepdim=True).sqrt()
+
+
+def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p_ij (w_ij + |d_ij| D_i / (m_i - D_i)), and whether D_i <= m_i / 2, so that it holds.
+
+    m_i = sum_j centre_ij w_ij, d = w - m and D_i = sum_j p_ij |d_ij|. In one coordinate t of f,
+    with means over P_i, E w (t - E t)^2 = E w t^2 - 2 E t E w t + E w (E t)^2
+    = E w t^2 - 2 E t E d t - (m - E d) (E t)^2 <= E w t^2 + (E d t)^2 / (m - E d); and
+    (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
+    """
+    mean = (centre * w).sum(-1, keepdim=True)
+    off = (w - mean).abs()
+    size = (p * off).sum(-1, keepdim=True)
+    holds = 2 * size <= mean
+    share = torch.where(holds, size / (mean - size), 1.0)
+    return p * (w + off * share), holds

@@ -8,8 +8,8 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.models.sources.loader import load_net
-from lipaudit.theory import ball, ingredients, spectral
 from lipaudit.theory import head_bounds as theory
+from lipaudit.theory import ingredients, spectral
 from lipaudit.theory.bounds.record import load_bounds
 
 PLAIN, BALLS = (bounds.BoundsOptions(layers=(0,), radius=r) for r in ((), "1/100"))
@@ -46,7 +46,7 @@ def spoil_head(monkeypatch, norms, share, name="sharp"):
 
 
 def spoil_ball(monkeypatch, norms, share):
-    spoil(monkeypatch, ball, "ball_sharp", (1 - share) * norms["at_r_ball_norm"][1, 2, 0])
+    spoil(monkeypatch, theory, "ball_sharp", (1 - share) * norms["at_r_ball_norm"][1, 2, 0])
 
 
 def spoil_layer(monkeypatch, norms, share):

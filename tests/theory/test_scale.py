@@ -6,9 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from lipaudit.theory.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_bounds import ball_sharp, ball_size_bounds, head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import unit_values
 from tests.theory.cases import POLICIES

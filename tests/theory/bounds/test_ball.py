@@ -9,10 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.theory import ball
+from lipaudit.theory import head_bounds as ball
 from lipaudit.theory.ascent import ball_norm
-from lipaudit.theory.ball import ball_sharp
-from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_bounds import ball_sharp, head_bounds
 from lipaudit.theory.heads import affine_heads, unit_values
 from tests.theory.cases import affine_layer
 

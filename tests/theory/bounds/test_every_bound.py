@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lipaudit.theory import Policy
 from lipaudit.theory.ascent import ball_norm
-from lipaudit.theory.ball import ball_sharp
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_bounds import ball_sharp, head_bounds
 from lipaudit.theory.head_norms import bound_error, head_norms
 from lipaudit.theory.heads import affine_heads, are_affine_everywhere, unit_values
 from lipaudit.theory.products import dense_jacobian

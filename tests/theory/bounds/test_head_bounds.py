@@ -8,10 +8,9 @@ import torch
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import POLICY, Policy
-from lipaudit.theory.ball import ball_size_bounds
 from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
 from lipaudit.theory.bounds.record import Bound, load_bounds
-from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_bounds import ball_size_bounds, head_bounds
 from lipaudit.theory.heads import Pairs, affine_heads, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, bound_token_spread
 from lipaudit.theory.products import dense_jacobian

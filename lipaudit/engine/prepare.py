@@ -22,17 +22,12 @@ from lipaudit.errors import InputError, LipauditError, UsageError, refuse
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.layers import note_unread
+from lipaudit.models import requirements
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.net import NEEDED, LoadOptions, Net
 from lipaudit.models.precision import eager, exact_arithmetic
-from lipaudit.models.requirements import (
-    compare_derivative,
-    require_padding_is_unread,
-    require_per_sample,
-)
-from lipaudit.models.scoring import score_continuations
+from lipaudit.models.sources import classifiers
 from lipaudit.models.sources.loader import load_net
-from lipaudit.models.sources.zero_shot import read_class_names, read_prompts
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
@@ -157,16 +152,16 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
             text = f"{samples.spec} has no continuations, choices or labels to score"
             advice = "Give a table with prompt and continuation; question, choices and answer"
             raise InputError(text, f"{advice}; or text and label.")
-        ready = score_continuations(net, samples.task, run.score)
+        ready = classifiers.score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
         with eager(), exact_arithmetic(net.device):
-            require_per_sample(net, samples.batch, singly=run.batch_size == 1)
+            requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
     request, refused = _leave_out_refused(
         request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
     with eager():
-        differences = compare_derivative(ready, samples.batch)
+        differences = requirements.compare_derivative(ready, samples.batch)
     notes = ready.notes + samples.notes + unsuited + refused + differences
     if not any(options.reads_samples for options in request.measures.values()):
         notes = tuple(note for note in notes if note.code != "random-data")
@@ -223,7 +218,7 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
     kind.check(net, batch, options)
     if kind.chunk and batch.mask is not None:  # others get texts of one length at a time
         with eager(), exact_arithmetic(net.device):
-            require_padding_is_unread(net, batch)
+            requirements.require_padding_is_unread(net, batch)
     return options
 
 
@@ -264,8 +259,9 @@ def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
     given = _select_options(LoadOptions, run) | {"forms": lambda: find_data_forms(run.data)}
     if run.classes is not None:
-        names, prompts = read_class_names(Path(run.classes)), read_prompts(run.prompt)
-        given |= {"classes": None, "class_names": names, "prompts": prompts}
+        names = classifiers.read_class_names(Path(run.classes))
+        given |= {"classes": None, "class_names": names}
+        given["prompts"] = classifiers.read_prompts(run.prompt)
     return LoadOptions(**given)
 
 

@@ -193,7 +193,8 @@ def raise_losses(
     that broke the sample, else at the point with the higher loss.
 
     Args:
-        net: the model, which scores continuations (see `models.scoring`): the first is log p.
+        net: the model, which scores continuations (see `models.sources.classifiers`): the first
+            is log p.
         batch: the samples.
         chunk: the samples, to be attacked.
         outcomes: outcomes of the attacks before, the clean samples first.

@@ -8,7 +8,7 @@ from lipaudit.data.batch import Batch, Task, make_batch
 from lipaudit.data.continuations import pack
 from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.scoring import score_continuations
+from lipaudit.models.sources.classifiers import score_continuations
 from lipaudit.models.sources.huggingface import describe_transformers
 from tests.nets import hf_net
 

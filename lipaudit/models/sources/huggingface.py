@@ -18,6 +18,7 @@ from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit,
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.classifiers import make_zero_shot
 from lipaudit.models.sources.quantised import plan_dequantising, turn_codes
 from lipaudit.models.sources.text_models import (
     CLASSIFIERS,
@@ -38,7 +39,6 @@ from lipaudit.models.sources.weights import (
     read_json,
     refuse_codes,
 )
-from lipaudit.models.sources.zero_shot import make_zero_shot
 from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")

@@ -1,0 +1,274 @@
+"""Classifiers of models that have no classes: zero-shot, and by the scores of continuations.
+
+Zero-shot classifiers are made of image-text models, as in Radford et al., Learning Transferable
+Visual Models From Natural Language Supervision (arXiv 2103.00020, section 3.1): the text
+embeddings of class names are the last layer of the image tower. A class is the mean of the
+normalised embeddings of its prompts, normalised again. The logits are `scale * cosine + bias`, as
+the model's own code computes them. The sigmoid of SigLIP keeps their order, so the prediction is
+the same.
+
+Language models score continuations of a prompt: each score acts as the logit of a class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch, Task
+from lipaudit.errors import InputError, UsageError, explain_failure, refuse
+from lipaudit.models.net import ModelSpec, Net
+from lipaudit.models.precision import eager, exact_arithmetic, lifting
+from lipaudit.models.requirements import agree
+from lipaudit.models.sources import text_models
+from lipaudit.models.sources.weights import few
+from lipaudit.tables import Note
+
+# The prompt of Radford et al.
+PROMPT = "a photo of a {}"
+# Number of prompts per pass of the text tower.
+TEXTS = 64
+# Largest relative deviation from the logits of the model's own code, in float32.
+DEVIATION = 1e-4
+
+Score = Literal["sum", "mean"]
+PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}
+# Largest accepted relative difference between two ways to run a model; far above rounding.
+AGREES = 1e-3
+# Number of tokens used for that comparison.
+TRIED = 6
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Read the names of classes from a text file, one per line; empty lines do not count.
+
+    Raises:
+        InputError: the file cannot be read, has fewer than two names, or a name twice.
+    """
+    advice = "--classes takes a text file with one class name per line; only train takes a number."
+    with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    names = tuple(filter(None, map(str.strip, lines)))
+    refuse(len(names) < 2, f"{path} has {len(names)} class names: two are needed", advice)
+    # Labels of data are matched without case, and with spaces for underscores.
+    counts = Counter(name.casefold().replace("_", " ") for name in names)
+    twice = [name for name, count in counts.items() if count > 1]
+    refuse(twice, f"{path} has a class name twice: {few(twice)}", "Give each class its own name.")
+    return names
+
+
+def read_prompts(text: str | None) -> tuple[str, ...]:
+    """Read the prompts of --prompt, separated by |.
+
+    Raises:
+        UsageError: a prompt does not have exactly one {} for the class name.
+    """
+    prompts = tuple(prompt.strip() for prompt in (PROMPT if text is None else text).split("|"))
+    wrong = [prompt for prompt in prompts if prompt.count("{}") != 1]
+    advice = f"For example --prompt '{PROMPT}'."
+    refuse(
+        wrong, f"--prompt {few(wrong)!r} must have one {{}} for the class name", advice, UsageError
+    )
+    return prompts
+
+
+def make_zero_shot(
+    module: Any, spec: ModelSpec, prompts: Sequence[str], path: Path | None
+) -> ModelSpec:
+    """Make a classifier from the image tower of an image-text model.
+
+    Args:
+        module: a model of transformers.
+        spec: description of its image tower, with the names of the classes.
+        prompts: texts with {} for the name.
+        path: directory of the tokenizer.
+
+    Raises:
+        InputError: the tokenizer is missing, a prompt is too long, or the model's own code
+            computes other logits.
+    """
+    names, kind = spec.labels or (), type(module).__name__
+    tokenizer = text_models.load_tokenizer(path)
+    refuse(
+        tokenizer is None,
+        f"{kind} has no tokenizer in its folder, and --classes needs it",
+        "Copy tokenizer.json and tokenizer_config.json into it.",
+    )
+    config = text_models.find_text_config(module.config)
+    most = text_models.limit_tokens(module, config, tokenizer)
+    texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
+    # SigLIP was trained on padded texts, and reads the last position.
+    padded = module.config.model_type.startswith("siglip")
+    fill = {"padding": "max_length", "max_length": most} if padded else {"padding": True}
+    tokens = dict(tokenizer(texts, return_tensors="pt", **fill))
+    length = tokens["input_ids"].shape[1]
+    text = f"a prompt has {length} tokens, and {kind} reads at most {most}"
+    refuse(length > most, text, "Shorten --prompt or the names of the classes.")
+    known = inspect.signature(module.get_text_features).parameters
+    inputs = {key: value for key, value in tokens.items() if key in known}
+
+    @cache  # computed once per run, in its precision, on the blank sample of loading
+    def embed_classes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return weight (classes, width) and bias of the last layer."""
+        with torch.inference_mode(False), torch.no_grad():
+            ids = {key: value.to(device) for key, value in inputs.items()}
+            rows = [range(i, min(i + TEXTS, len(texts))) for i in range(0, len(texts), TEXTS)]
+            chunks = ({k: v[row.start : row.stop] for k, v in ids.items()} for row in rows)
+            outputs = (module.get_text_features(**c) for c in chunks)
+            features = [text_models.read_tower(output, None) for output in outputs]
+            each = F.normalize(torch.cat(features).to(dtype), dim=-1)
+            mean = each.view(len(names), len(prompts), -1).mean(1)
+            scale = module.logit_scale.to(device, dtype).exp()
+            bias = getattr(module, "logit_bias", torch.zeros(1)).to(device, dtype)
+            x = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
+            own = module(pixel_values=x, **{key: value[:2] for key, value in ids.items()})
+            output = module.get_image_features(pixel_values=x)
+            image = F.normalize(text_models.read_tower(output, None), dim=-1)
+            error = (own.logits_per_image - image @ (scale * each[:2]).T - bias).abs().max()
+            refuse(  # a NaN too, which compares as False
+                not error <= DEVIATION * own.logits_per_image.abs().max().clamp(min=1),
+                f"{kind} computes its logits in another way than scale * cosine + bias",
+                "Write a py: factory that returns a ModelSpec with its own `read`.",
+            )
+            return scale * F.normalize(mean, dim=-1), bias
+
+    def read(result: Any) -> Tensor:
+        features = text_models.read_tower(*result)
+        weight, bias = embed_classes(features.device, features.dtype)
+        return F.normalize(features, dim=-1) @ weight.T + bias
+
+    shown = " | ".join(prompts)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    facts = f"{len(names)} classes (sha256 {digest}), prompt {shown!r}"
+    note = Note.info(
+        "zero-shot",
+        f"zero-shot classifier with {len(names)} classes: {kind} compares images with {shown!r}, "
+        "and the text embeddings are fixed",
+    )
+    return replace(
+        spec,
+        read=read,
+        preprocess={**spec.preprocess, "zero-shot": facts},
+        notes=(note, *spec.notes),
+    )
+
+
+def score_continuations(net: Net, task: Task, how: Score) -> Net:
+    """Return a language model as a classifier of the possible continuations of a prompt.
+
+    A score is log p(continuation | prompt): the sum, or the mean, over its tokens t of log p(t |
+    tokens before t). A single continuation gets a rival: the same continuation with its weakest
+    token (the one least ahead of the likeliest other token) replaced by that other token. The
+    continuation is ahead of its rival exactly if greedy decoding gives all of its tokens.
+
+    Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
+    prompt; the embeddings of the continuation do not change.
+
+    Raises:
+        InputError: the logits of a token depend on more than the embeddings up to that token.
+    """
+    entry = net.entry
+    if entry is None:
+        raise InputError(
+            f"the embedding layer of {net.architecture} was not found",
+            "Write a py: factory that returns a ModelSpec with its `entry`.",
+        )
+    _require_causal(net, entry)
+    count = 0 if task.kind == "continuation" else len(task.classes)
+    what = f"{task.kind} ({', '.join(task.classes)})"
+    note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
+    return replace(
+        net,
+        labels=task.classes,
+        notes=(*net.notes, note),
+        call=lifting(lambda x, mask: _score_rows(net, entry, x, mask, how, count)),
+        read=lambda scores: scores,
+        classes=len(task.classes),
+        scored=task.kind,
+    )
+
+
+def _score_rows(
+    net: Net, entry: nn.Module, x: Tensor, mask: Tensor | None, how: Score, count: int
+) -> Tensor:
+    """Return the scores of each sample, (batch, classes).
+
+    Args:
+        net: the language model.
+        entry: its embedding layer.
+        x: packed samples (batch, tokens).
+        mask: True at their tokens.
+        how: sum or mean over tokens.
+        count: number of continuations of a prompt; 0: a single one and its rival.
+    """
+    assert net.next_logits is not None
+    vocabulary = net.vocabulary or 0
+    ids, part = x % vocabulary, x // vocabulary
+    part = part if mask is None else part.masked_fill(~mask, -1)
+    # The model gets a row for each continuation: the prompt, the continuation, and tokens behind
+    # it, which the continuation does not see. (batch, rows, length)
+    each = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
+    wanted = (part[:, None] == 0) | (part[:, None] == each)
+    length = int(wanted.sum(2).max())
+    order = wanted.int().argsort(dim=2, descending=True, stable=True)[..., :length]
+    follows = (part[:, None] == each).gather(2, order).flatten(0, 1)
+    # Prompts and continuations are embedded separately, so that replacing the first output of
+    # `entry` changes prompts only.
+    moving, still = entry(ids), entry(ids)
+    z = torch.where((part == 0)[..., None], moving, still)
+    samples = torch.arange(len(z), device=z.device)[:, None, None]
+    z = z[samples, order].flatten(0, 1)
+    first = int(follows.int().argmax(1).min()) - 1
+    where = follows[:, first + 1 :]
+    every = ids[:, None].expand(order.shape[:2] + ids.shape[1:]).gather(2, order).flatten(0, 1)
+    tokens = every[:, first + 1 :][where][:, None]
+    logs = net.next_logits(z, first)[:, :-1][where].log_softmax(1)
+    chosen = logs.gather(1, tokens)[:, 0]
+    divisor = 1 if how == "sum" else where.sum(1)
+    scores = chosen.new_zeros(where.shape).index_put((where,), chosen).sum(1) / divisor
+    if count:
+        return scores.view(-1, count)
+    # The likeliest other token at each place: greedy decoding takes it where it is ahead.
+    other = logs.scatter(1, tokens, -math.inf).amax(1)
+    ahead = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other).amin(1)
+    return torch.stack([scores, scores - ahead / divisor], 1)
+
+
+def _require_causal(net: Net, entry: nn.Module) -> None:
+    """Check that a token's logits depend on the embeddings up to that token, and on no others."""
+    size = min(TRIED, *net.input_shape)
+    ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
+
+    next_logits = net.next_logits
+    assert next_logits is not None
+    score = lifting(lambda z: next_logits(z, 0))
+    with eager(), exact_arithmetic(net.device), torch.no_grad():
+        z = lifting(entry)(ids)
+        whole, start = score(z), score(z[:, :-1])
+        usual = net.output(Batch(ids, None, ("",)))
+        with torch.enable_grad():
+            moved = z.detach().requires_grad_()
+            (ahead,) = torch.autograd.grad(score(moved)[:, 0].square().sum(), moved)
+    advice = "Use a causal language model, or leave --score out."
+    refuse(
+        not agree(usual, whole[:, -1], AGREES),
+        f"{net.architecture} gives different logits for embeddings and for their token ids: it "
+        "cannot score continuations",
+        advice,
+    )
+    refuse(
+        bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES),
+        f"{net.architecture} looks at later tokens: it cannot score continuations",
+        advice,
+    )

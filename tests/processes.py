@@ -63,7 +63,7 @@ def stop_after_parts(count: int, stop: Callable[[], None], rank: str | None = No
         stop: `wait` or `fail`.
         rank: of the process that stops; None: any.
     """
-    from lipaudit.engine.journal import Journal
+    from lipaudit.engine.files import Journal
 
     keep, numbers = Journal.keep, Counter[int]()
 

@@ -19,7 +19,7 @@ import numpy as np
 from lipaudit.attacks.evaluate import note_masking
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results
-from lipaudit.engine.journal import Journal
+from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job, Request, load_options, prepare
 from lipaudit.errors import (

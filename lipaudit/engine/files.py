@@ -1,13 +1,33 @@
-"""Files that are written completely or not at all; imports no torch."""
+"""Files that are written completely or not at all, and the finished parts of a run among them.
+
+Each part is a file of its own, so that an interrupted run can continue. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
+import json
 import os
 import shlex
+import shutil
 import tempfile
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from lipaudit.errors import EvaluationError, UsageError, refuse
+import numpy as np
+
+from lipaudit.errors import EvaluationError, UsageError, out_of_memory, refuse
+from lipaudit.measures.base import Part
+from lipaudit.tables import Note
+
+# Days after which parts of an interrupted run are deleted.
+KEPT_DAYS = 30
 
 
 def write(path: Path, content: bytes) -> None:
@@ -68,3 +88,148 @@ def ordinary_mode() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+class Journal:
+    """The finished parts of one measure on one list of samples, one file each.
+
+    Two equal runs at the same time write equal files; each deletes only its own at its end.
+
+    Args:
+        facts: everything that determines the numbers; a run with the same facts finds the parts.
+        root: folder of all journals; None: the user's cache directory.
+        keeps: whether parts are stored.
+
+    Attributes:
+        folder: folder of the parts.
+        paths: files that this run read or wrote.
+        refusal: why parts could not be stored; empty if they could.
+    """
+
+    def __init__(
+        self, facts: Mapping[str, Any], root: Path | None = None, *, keeps: bool = True
+    ) -> None:
+        # In the user's cache, so that the same command finds it from any folder.
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        text = json.dumps(facts, sort_keys=True, default=str)
+        self.measure = str(facts.get("measure"))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.folder = (root or home / "lipaudit" / "journal") / digest
+        self.keeps, self.refusal = keeps, ""
+        self.paths: set[Path] = set()
+
+    def read_parts(self, ids: Sequence[str]) -> list[Part]:
+        """Return the parts of an earlier run on these samples, ordered by their first samples.
+
+        Damaged files, and files of other samples, are left out.
+        """
+        place = {name: i for i, name in enumerate(ids)}
+        finished: list[Part] = []
+        left = {*ids}
+        for path in sorted(self.folder.glob("*.npz")) if self.keeps else ():
+            with suppress(OSError, ValueError):
+                part = decode_part(path.read_bytes())
+                # A file is named by its first sample; of overlapping parts the first one counts.
+                if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
+                    finished.append(part)
+                    left.difference_update(part.ids)
+                    self.paths.add(path)
+        return sorted(finished, key=lambda part: place[part.ids[0]])
+
+    def keep(self, part: Part) -> None:
+        """Store a part.
+
+        A full disk does not end the run: `refusal` has the reason.
+        """
+        if not self.keeps:
+            return
+        path = self.folder / f"{part.ids[0]}.npz"
+        try:
+            if not self.folder.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for folder in self.folder.parent.iterdir():
+                    with suppress(OSError):
+                        if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
+                            shutil.rmtree(folder, ignore_errors=True)
+            write(path, encode_part(part, self.measure))
+            self.paths.add(path)
+        except (OSError, EvaluationError) as error:  # plug-ins return any fact
+            self.refusal = str(error)
+
+    def clear(self) -> None:
+        """Delete the parts that this run read or wrote."""
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another run has parts here, or nothing was stored
+            self.folder.rmdir()
+
+
+def encode_part(part: Part, measure: str) -> bytes:
+    """Write a part as an .npz file: its arrays, and everything else as JSON in `header`.
+
+    Raises:
+        EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.
+    """
+    facts = {}
+    for name, fact in part.facts.items():
+        try:
+            facts[name] = json.loads(json.dumps(fact, default=_to_json))
+        except (TypeError, ValueError) as error:
+            raise EvaluationError(
+                f"the fact {name!r} of the measure {measure} is no JSON value: {error}",
+                "Use numbers, texts, lists and dictionaries of texts as facts of a Part.",
+            ) from error
+    header = {
+        "ids": part.ids,
+        "names": [*part.values],
+        "facts": facts,
+        "notes": [note.model_dump() for note in part.notes],
+    }
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    file = io.BytesIO()
+    # Numbers in place of names: a name may not be one of a file, or of an argument of savez.
+    numbered: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
+    np.savez_compressed(file, header=text, **numbered)
+    return file.getvalue()
+
+
+def _to_json(value: Any) -> Any:
+    """Return a number or an array of numpy as JSON values."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it holds a value of type {type(value).__name__}")
+
+
+def decode_part(content: bytes) -> Part:
+    """Read a file of `encode_part`.
+
+    Raises:
+        ValueError: the content is damaged, or of another kind.
+    """
+    try:
+        # numpy checks the checksums of the arrays that it reads, not of the whole file.
+        if zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:
+            raise ValueError("a checksum is wrong")
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
+            values = {name: arrays[f"{i}"] for i, name in enumerate(header["names"])}
+            remarks = tuple(Note(**note) for note in header["notes"])
+            return Part(tuple(header["ids"]), values, header["facts"], remarks)
+    except Exception as error:  # zip, zlib, numpy and json have their own exceptions
+        if out_of_memory(error):
+            raise
+        raise ValueError(f"damaged parts ({error})") from error
+
+
+def pack_parts(parts: Sequence[Part], measure: str) -> str:
+    """Write parts of a measure as text, for the report of a shard."""
+    return " ".join(base64.b64encode(encode_part(part, measure)).decode() for part in parts)
+
+
+def unpack_parts(text: str) -> list[Part]:
+    """Read a text of `pack_parts`.
+
+    Raises:
+        ValueError: the text is damaged, or of another kind.
+    """
+    return [decode_part(base64.b64decode(part, validate=True)) for part in text.split(" ") if part]

@@ -16,8 +16,7 @@ import torch
 from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.batch import Samples
-from lipaudit.engine.files import write
-from lipaudit.engine.journal import pack_parts, unpack_parts
+from lipaudit.engine.files import pack_parts, unpack_parts, write
 from lipaudit.errors import InputError, explain_error, refuse
 from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts, load_measures

@@ -22,7 +22,7 @@ import lipaudit
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine import execute
-from lipaudit.engine.journal import Journal, decode_part, encode_part, pack_parts, unpack_parts
+from lipaudit.engine.files import Journal, decode_part, encode_part, pack_parts, unpack_parts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.gate.pairing import find_fault
 from lipaudit.measures import load_measures

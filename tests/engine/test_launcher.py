@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from lipaudit.engine import launcher
-from lipaudit.engine.journal import Journal
+from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import Place, find_place, join_processes
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import load_measures

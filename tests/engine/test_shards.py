@@ -12,7 +12,7 @@ import lipaudit
 from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.engine.journal import pack_parts
+from lipaudit.engine.files import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attention import AttentionOptions

@@ -145,7 +145,7 @@ def watch(
     """
     from lipaudit.api import plan_audit
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.monitor.checkpoints import CheckpointFolder
+    from lipaudit.monitor.watching import CheckpointFolder
     from lipaudit.report import REPORT, of_reports
 
     check_outputs(output, REPORT)

@@ -11,7 +11,7 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.errors import EvaluationError
 from lipaudit.models.sources.loader import load_net, save_net
-from lipaudit.monitor.checkpoints import checkpoints, read_step
+from lipaudit.monitor.watching import checkpoints, read_step
 from lipaudit.tables import Report
 from tests.commands import break_measure, invoke
 from tests.monitor.conftest import median

@@ -38,7 +38,7 @@ def blank_charts():
     """Leave the charts of pages out, for files that ask for it and read none: each takes 0.2 s."""
     with pytest.MonkeyPatch.context() as patch:
         # No <svg>, so that a test that looks for a chart fails.
-        patch.setattr("lipaudit.report.html.draw_svg", lambda _block: "<p>no chart here</p>")
+        patch.setattr("lipaudit.report.markup.draw_svg", lambda _block: "<p>no chart here</p>")
         yield
 
 

@@ -1,7 +1,7 @@
 """Results as bytes: reports, comparisons, rankings, judgements and samples, in every format.
 
 A result is a `Subject`. Formats for people write its page, a `Document` of blocks; formats for
-programs write its record. A new format is one file, and its import and line in the list below.
+programs write its record. A new format is a function, and its line in the list below.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.report import html, latex, markdown, records, terminal
+from lipaudit.report import markup, records, terminal
 from lipaudit.tables import Report
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ _FORMATS = (
     Format("text", "lines", records.write_lines, (".txt",)),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
     Format(records.JSON, "record", records.write_json, (".json",)),
-    Format(html.NAME, "page", html.render, (".html", ".htm")),
-    Format(markdown.NAME, "page", markdown.render, (".md", ".markdown")),
-    Format("latex", "page", latex.render, (".tex",)),
+    Format(markup.HTML, "page", markup.render_html, (".html", ".htm")),
+    Format(markup.MARKDOWN, "page", markup.render_markdown, (".md", ".markdown")),
+    Format("latex", "page", markup.render_latex, (".tex",)),
     Format("csv", "rows", records.write_csv, (".csv",)),
     Format("junit", "judgement", records.write_junit, (".xml",)),
 )

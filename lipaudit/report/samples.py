@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
-from lipaudit.report import cells, html, opening
+from lipaudit.report import cells, opening
 from lipaudit.report.blocks import (
     Block,
     Cells,
@@ -19,6 +19,7 @@ from lipaudit.report.blocks import (
     Passage,
     make_table,
 )
+from lipaudit.report.markup import HTML
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.sections import find_display, name_chapter
 from lipaudit.tables import Column, Report, Section
@@ -137,7 +138,7 @@ def list_known(report: Report) -> list[str]:
 # Pictures and tokens
 
 
-DRAWN = f"The {html.NAME} format has the pictures, and what attacks made of them."
+DRAWN = f"The {HTML} format has the pictures, and what attacks made of them."
 SHADES = {"margin": "share of the gradient", "direction": "share of the steepest direction"}
 """Meaning of a token's shade, by the output of the Jacobian."""
 

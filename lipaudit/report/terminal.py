@@ -14,8 +14,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from lipaudit.errors import visible
-from lipaudit.report import blocks, html, markdown, records
+from lipaudit.report import blocks, records
 from lipaudit.report.blocks import Card, Gallery, Grid, Heatmap, Paragraph, Passage, Points, Table
+from lipaudit.report.markup import HTML, MARKDOWN
 
 # The width of a file: tables are never split there.
 FULL = 100_000
@@ -85,7 +86,7 @@ def wrap(text: str, width: int) -> list[str]:
 def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case Table(folded=True):
-            formats = f"{records.JSON}, {markdown.NAME} and {html.NAME}"
+            formats = f"{records.JSON}, {MARKDOWN} and {HTML}"
             yield Text(f"\n{block.title}: in the {formats} formats", DIM)
         case Table() | Card() | Heatmap(square=False):
             room = min(width, PROSE) if isinstance(block, Card) else width
@@ -111,7 +112,7 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             yield _prose(" ".join(words), width)
             yield _prose(blocks.explain_shades(block), width, DIM)
         case _:
-            yield _prose(f"Chart, in the {html.NAME} format: {blocks.describe(block)}", width, DIM)
+            yield _prose(f"Chart, in the {HTML} format: {blocks.describe(block)}", width, DIM)
 
 
 def _add_bars(block: Table | Card | Heatmap) -> Grid:

@@ -57,7 +57,7 @@ KINDS += ["ranked", "compared", "judged"]
 @pytest.mark.parametrize("name", RENDERERS)
 def test_every_result_in_every_format(results, page, kind, name, monkeypatch):
     if kind not in ("measured", "without values"):  # only the charts of these are drawn
-        monkeypatch.setattr("lipaudit.report.html.draw_svg", lambda _block: "")
+        monkeypatch.setattr("lipaudit.report.markup.draw_svg", lambda _block: "")
     result, words = results[kind]
     format = RENDERERS[name]
     if format.takes not in result.forms:

@@ -1,0 +1,221 @@
+"""A page in markup: as one HTML file, as GitHub-flavoured Markdown, and its tables as LaTeX.
+
+The HTML file loads nothing, prints, fits a phone, and works without scripts. Its own script is a
+file beside the style; the page permits only the script with this hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from lipaudit.errors import visible
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Card, Gallery, Heatmap, Paragraph, Passage, Points, Table
+from lipaudit.report.charts import draw_svg
+
+HTML = "html"
+
+
+def render_html(page: blocks.Document) -> bytes:
+    """Write a page as HTML."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("lipaudit.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "plain": visible,
+        "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
+        "laid": blocks.lay_out,
+        "numbers": lambda block: [list(map(_write_number, row)) for row in block.rows],
+        "tokens": blocks.shade_tokens,
+        "legend": blocks.explain_shades,
+    }
+    # The page permits only the script with this hash, so a name cannot smuggle in another.
+    script = environment.get_template("page.js").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    text = environment.get_template("report.html").render(page=page, script=script, digest=digest)
+    return visible(text, keep="\n\t").encode()
+
+
+def _write_number(value: Any) -> str:
+    """Return the number to sort a cell by, also where texts are equal; empty for texts."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return ""
+    return f"{value:.6g}".replace("inf", "Infinity")  # as scripts spell it
+
+
+# Markdown
+
+
+MARKDOWN = "markdown"
+# GitHub reads $...$ as mathematics and # and | within tables.
+SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
+
+
+def render_markdown(page: blocks.Document) -> bytes:
+    """Write a page as Markdown."""
+    lines = [f"# {_to_markdown(page.title)}", ""]
+    for chapter in page.chapters:
+        lines += [f"## {_to_markdown(chapter.title)}", ""] if chapter.title else []
+        for block in chapter.blocks:
+            lines += [*_write_markdown(block), ""]
+    return ("\n".join(lines).rstrip("\n") + "\n").encode()
+
+
+def _to_markdown(text: str) -> str:
+    """Escape text for Markdown and HTML."""
+    return SPECIAL.sub(r"\\\1", html.escape(visible(text), quote=False))
+
+
+def _write_markdown(block: blocks.Block) -> Iterator[str]:
+    match block:
+        case Table() | Card() | Heatmap(square=False):
+            yield from _write_markdown_table(block)
+        case Paragraph():
+            text = _to_markdown(block.text)
+            yield f"**{text}**" if block.tone else text
+        case Points():
+            for mark, text, command in block.points:
+                start = f"**{mark}**: " if mark else ""
+                end = f" <code>{_to_markdown(command)}</code>" if command else ""
+                yield f"- {start}{_to_markdown(text)}{end}"
+        case Gallery():
+            for item in block.items:
+                yield f"- {_to_markdown(item.title)}: {_to_markdown('; '.join(item.lines))}"
+            yield from ["", _to_markdown(block.text)]
+        case Passage():
+            tokens = ((_to_markdown(t.text), t.top) for t in blocks.shade_tokens(block))
+            words = (f"**{text}**" if top else text for text, top in tokens)
+            yield from [f"**{_to_markdown(block.title)}**", "", " ".join(words), ""]
+            yield _small(blocks.explain_shades(block))
+        case _:
+            yield _small(f"Chart, in the {HTML} format: {blocks.describe(block)}")
+
+
+def _small(text: str) -> str:
+    return f"<sub>{_to_markdown(text)}</sub>"
+
+
+def _write_markdown_table(block: Table | Heatmap | Card) -> Iterator[str]:
+    grid = blocks.lay_out(block)
+    folded, title = isinstance(block, Table) and block.folded, _to_markdown(grid.title)
+    if title:
+        yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
+    yield _write_markdown_row(grid.heads or [""] * len(grid.align))
+    yield f"| {' | '.join('--:' if side == 'r' else ':--' for side in grid.align)} |"
+    for index, row in enumerate(grid.rows):
+        yield _write_markdown_row(row, "**%s**" if index in grid.strong else "%s")
+    yield from ["", _small("; ".join(grid.notes))] if any(grid.notes) else []
+    yield from ["", "</details>"] if folded else []
+
+
+def _write_markdown_row(texts: Sequence[str], style: str = "%s") -> str:
+    return f"| {' | '.join(style % _to_markdown(text) for text in texts)} |"
+
+
+# LaTeX, with booktabs, for a paper
+
+
+PROSE = r"p{0.5\textwidth}"
+"""Column of a scorecard's sentences: half of a line, so that it fits a page of one column."""
+WRITTEN = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "{}$&#%_"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    **{character: f"{{{character}}}" for character in "[*-"},  # \\ reads [ and *, -- is a dash
+    "–": "--",
+    "—": "---",
+    "…": r"\ldots{}",
+    "‖": r"$\Vert$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "×": r"$\times$",
+    "·": r"$\cdot$",
+    "±": r"$\pm$",
+    "→": r"$\rightarrow$",
+    "∘": r"$\circ$",
+    "•": r"$\bullet$",
+    "∞": r"$\infty$",
+    "\N{MINUS SIGN}": "$-$",
+    "✓": r"$\surd$",
+    "✗": r"$\times$",
+}
+
+
+def render_latex(page: blocks.Document) -> bytes:
+    """Write the scorecard and the tables of a page, without folded tables and pictures."""
+    lines = [r"% needs \usepackage{booktabs}", f"% {_to_latex(page.title)}"]
+    for chapter in page.chapters:
+        lines += ["", f"% {_to_latex(chapter.title)}"] if chapter.title else []
+        for block in chapter.blocks:
+            lines += _write_latex(block)
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _to_latex(text: str) -> str:
+    """Escape text for LaTeX."""
+    return "".join(map(_write_character, visible(text)))
+
+
+def _write_character(character: str) -> str:
+    """Write a character; characters without a LaTeX font become their number."""
+    if character in WRITTEN:
+        return WRITTEN[character]
+    if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8
+        return character
+    kind, *parts = unicodedata.decomposition(character).split() or [""]
+    if kind == "<super>":
+        codes = [chr(int(part, 16)) for part in parts]
+        return rf"\textsuperscript{{{''.join(map(_write_character, codes))}}}"
+    return f"U+{ord(character):04X}"
+
+
+def _write_latex(block: blocks.Block) -> Iterator[str]:
+    match block:
+        case Card(note=""):  # facts
+            yield from (f"% {_to_latex(': '.join(row))}" for row in block.rows)
+        case Table(folded=False) | Heatmap(square=False) | Card():
+            yield from _write_latex_table(blocks.lay_out(block))
+        case Paragraph(tone=tone) if tone:
+            yield from _write_remarks([block.text])
+        case Points():
+            yield from _write_remarks(f"{mark}: {text}" for mark, text, _ in block.points if mark)
+
+
+def _write_remarks(texts: Iterable[str]) -> Iterator[str]:
+    yield from (rf"{{\footnotesize {_to_latex(text)}\par}}" for text in texts)
+
+
+def _write_latex_table(grid: blocks.Grid) -> Iterator[str]:
+    yield from ("", r"\begin{table}", r"\centering")
+    yield from [rf"\caption{{{_to_latex(grid.title)}}}"] if grid.title else []
+    yield from (rf"\begin{{tabular}}{{{grid.align.replace('p', PROSE)}}}", r"\toprule")
+    yield from [_write_latex_row(map(_to_latex, grid.heads)), r"\midrule"] if grid.heads else []
+    for index, row in enumerate(grid.rows):
+        strong = r"\textbf{%s}" if index in grid.strong else "%s"
+        yield _write_latex_row(strong % _to_latex(text) for text in row)
+    yield from (r"\bottomrule", r"\end{tabular}")
+    yield from ["", *_write_remarks(["; ".join(grid.notes)])] if any(grid.notes) else []
+    yield r"\end{table}"
+
+
+def _write_latex_row(texts: Iterable[str]) -> str:
+    return rf"{' & '.join(texts)} \\"

@@ -134,13 +134,13 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         InputError: the report has no results for single samples.
         UsageError: no sample has this name, or several have.
     """
-    from lipaudit.report import samples
+    from lipaudit.report import document
     from lipaudit.tables.summary import worst
 
-    one = samples.choose_sample(report, sample) if sample is not None else None
+    one = document.choose_sample(report, sample) if sample is not None else None
     shown = [one] if one is not None else worst(report)
-    found = [samples.record_sample(report, each) for each in shown]
-    page = samples.inspect_samples(report, name, one)
+    found = [document.record_sample(report, each) for each in shown]
+    page = document.inspect_samples(report, name, one)
     return Subject(("page", "record"), found if one is None else found[0], sheet=page)
 
 

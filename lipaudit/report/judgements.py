@@ -22,9 +22,8 @@ from lipaudit.report.blocks import (
     list_notes,
     make_table,
 )
-from lipaudit.report.document import list_warnings, make_pages, open_several
+from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.opening import find_places, list_figures, open_page
-from lipaudit.report.samples import list_names
 from lipaudit.report.sections import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values

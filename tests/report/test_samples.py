@@ -11,7 +11,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import layouts
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
-from lipaudit.report.samples import choose_sample
+from lipaudit.report.document import choose_sample
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import FLAGS

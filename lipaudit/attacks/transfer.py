@@ -1,5 +1,7 @@
 """Transfer attacks: the examples that attacks on another model saved, tried on this one.
 
+The file of `--save-adv`, which is written and read here, holds tensors with the names of trials.
+
 What breaks one model often breaks another (Papernot et al., arXiv 1605.07277). Where the examples
 of another model break samples that the model's own attacks cannot break, those attacks were weak:
 gradients are masked (Athalye et al., *Obfuscated Gradients*, arXiv 1802.00420).
@@ -12,8 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project
@@ -26,6 +29,45 @@ MADE_OF = "made_of"
 # Its tensors that are no trials: the first example that broke each sample, and the labels.
 FIRST, LABELS = "x", "y"
 SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
+
+
+def find_first(
+    broken: Bool[np.ndarray, "samples trials"],
+) -> Int[np.ndarray, " samples"]:
+    """Return the first trial that broke each sample, else the last."""
+    return np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
+
+
+def encode_examples(
+    chunks: Sequence[Float[np.ndarray, "_ trials ..."]],
+    broken: Bool[np.ndarray, "samples trials"],
+    labels: Int[np.ndarray, " samples"],
+    ids: Sequence[str],
+    trials: Sequence[str],
+) -> bytes:
+    """Return the file of `--save-adv`: tensors, which `--data` does not read.
+
+    `x` holds, for each sample, the first example that broke it, in the order of the trials, else
+    the last one tried. `y` holds the labels, and a tensor per trial holds its examples. The
+    metadata hold the sample ids.
+
+    Args:
+        chunks: the examples of some samples each; embeddings of shorter texts are padded with
+            zeros.
+        broken: which trial broke which sample.
+        labels: the true classes.
+        ids: ids of the samples.
+        trials: names of the trials.
+    """
+    from safetensors.numpy import save
+
+    longest = max(x.shape[2] for x in chunks)
+    room = [[(0, longest - n if i == 2 else 0) for i, n in enumerate(x.shape)] for x in chunks]
+    x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(chunks, room, strict=True)])
+    tensors = {name: np.ascontiguousarray(x_adv[:, i]) for i, name in enumerate(trials)}
+    tensors[FIRST] = np.ascontiguousarray(x_adv[np.arange(len(labels)), find_first(broken)])
+    tensors[LABELS] = labels.astype(np.int64)
+    return save(tensors, {MADE_OF: json.dumps(ids)})
 
 
 def find_examples(

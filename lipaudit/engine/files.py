@@ -1,6 +1,7 @@
 """Files that are written completely or not at all, and the finished parts of a run among them.
 
-Each part is a file of its own, so that an interrupted run can continue. Imports no torch.
+Each part is a file of its own, so that an interrupted run can continue. Imports neither torch
+nor numpy: commands that read reports write files, too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lipaudit.errors import EvaluationError, UsageError, out_of_memory, refuse
 from lipaudit.measures.base import Part
@@ -170,10 +169,17 @@ def encode_part(part: Part, measure: str) -> bytes:
     Raises:
         EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.
     """
+    import numpy as np
+
+    def to_json(value: Any) -> Any:
+        if isinstance(value, np.generic | np.ndarray):
+            return value.tolist()
+        raise TypeError(f"it holds a value of type {type(value).__name__}")
+
     facts = {}
     for name, fact in part.facts.items():
         try:
-            facts[name] = json.loads(json.dumps(fact, default=_to_json))
+            facts[name] = json.loads(json.dumps(fact, default=to_json))
         except (TypeError, ValueError) as error:
             raise EvaluationError(
                 f"the fact {name!r} of the measure {measure} is no JSON value: {error}",
@@ -193,19 +199,14 @@ def encode_part(part: Part, measure: str) -> bytes:
     return file.getvalue()
 
 
-def _to_json(value: Any) -> Any:
-    """Return a number or an array of numpy as JSON values."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"it holds a value of type {type(value).__name__}")
-
-
 def decode_part(content: bytes) -> Part:
     """Read a file of `encode_part`.
 
     Raises:
         ValueError: the content is damaged, or of another kind.
     """
+    import numpy as np
+
     try:
         # numpy checks the checksums of the arrays that it reads, not of the whole file.
         if zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:

@@ -9,36 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.attacks.kinds import (
-    ATTACKS,
-    CHUNK,
-    PRESETS,
-    Attack,
-    Trial,
-    attack_kinds,
-    read_plan,
-    require_suitable,
-)
+from lipaudit.attacks import kinds
+from lipaudit.attacks.kinds import CHUNK, Attack, Trial
 from lipaudit.errors import UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
-from lipaudit.measures.examples import (
-    DRAWN,
-    TABLE,
-    describe_examples,
-    encode_examples,
-    find_first,
-)
 from lipaudit.settings.option import Need, Radii, distinct, option
-from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import (
-    ACCURACY,
-    OUTCOMES,
-    Column,
-    accuracy_column,
-    key_column,
-    text_column,
-)
+from lipaudit.tables import Column, Note, Section
+from lipaudit.tables.columns import ACCURACY, OUTCOMES, accuracy_column, key_column, text_column
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
@@ -52,6 +30,10 @@ if TYPE_CHECKING:
 IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
 # The attack of --transfer.
 TRANSFER = "transfer"
+# File ending for changed texts; any other example is a tensor.
+TABLE = ".jsonl"
+# Number of broken samples stored as examples, the worst first.
+DRAWN = 512
 
 
 def _attack(*efforts: str) -> Need:
@@ -63,7 +45,7 @@ def _attack(*efforts: str) -> Need:
         planned = (attack for trial in options.trials() for attack in trial.attacks)
         return any(attack.kind.effort in efforts for attack in planned)
 
-    known = ", ".join(name for name, kind in ATTACKS.items() if kind.effort in efforts)
+    known = ", ".join(name for name, kind in kinds.ATTACKS.items() if kind.effort in efforts)
     return Need(f"an attack that takes {' or '.join(efforts)}: {known}", holds)
 
 
@@ -98,7 +80,7 @@ class AttackOptions(MeasureOptions):
         None,
         "Comma-separated attacks, or standard, quick, paper, custom:... "
         f"Default {IMAGES}; texts {TEXTS}; embeddings {EMBEDDINGS}.",
-        values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
+        values=lambda: ("autoattack", *kinds.PRESETS, *kinds.attack_kinds()),
     )
     norm: Norm | None = option(
         None, "linf (default for images), l2, l1, or token-l2 (default for text)."
@@ -189,7 +171,7 @@ class AttackOptions(MeasureOptions):
         named = self.model_copy(update={"attack": attack, "eps": eps})
         named.require_needed()
         trials = named.trials()
-        require_suitable(trials, kind, changes, why)
+        kinds.require_suitable(trials, kind, changes, why)
         rewritten = [trial for trial in trials if trial.norm in COUNTED]
         whole = [trial for trial in trials if trial.norm in WHOLE]
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
@@ -226,7 +208,7 @@ class AttackOptions(MeasureOptions):
             UsageError: an attack is unknown, there is no radius, or --transfer has no file or
                 no ball.
         """
-        plan = read_plan(
+        plan = kinds.read_plan(
             self.attack or self.usual,
             norm=self.norm,
             radii=self.eps,
@@ -394,7 +376,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     base.require_decision(net, advice)
     base.require_labels(batch, "an attack")
     trials = options.trials()
-    require_suitable(trials, net.kind, net.changes, NEEDED)
+    kinds.require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     for path in options.transfer:
@@ -411,7 +393,7 @@ def _make_part(
 ) -> Part:
     import torch
 
-    from lipaudit.measures import texts
+    from lipaudit.measures import drawings, texts
 
     clean, *attacked = outcomes
     by_trial = [[o for o in attacked if o.trial == trial] for trial in options.trials()]
@@ -444,7 +426,7 @@ def _make_part(
     }
     if chunk.number * CHUNK < DRAWN:
         some = [clean, *ends]
-        facts["examples"] = describe_examples(net, batch, chunk, some, options.batch_size)
+        facts["examples"] = drawings.describe_examples(net, batch, chunk, some, options.batch_size)
     if chunk.texts is not None:
         fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
         facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
@@ -462,6 +444,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
     import numpy as np
 
+    from lipaudit.attacks.transfer import find_first
     from lipaudit.measures import texts
 
     keys = [trial.key for trial in options.trials()]
@@ -578,6 +561,25 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     return tuple(dict.fromkeys(remarks + base.notes(parts)))
 
 
+def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:
+    """Return the file of `--save-adv`: changed texts, or tensors."""
+    from lipaudit.attacks.transfer import encode_examples
+    from lipaudit.measures import texts
+
+    if options.save_adv is None:
+        return {}
+    if options.save_adv.suffix == TABLE:
+        return {options.save_adv: texts.table(parts)}
+    content = encode_examples(
+        [part.values["x_adv"] for part in parts],
+        ~base.join_parts(parts, "robust").astype(bool),
+        base.join_parts(parts, "label"),
+        base.sample_ids(parts),
+        [str(trial.key) for trial in options.trials()],
+    )
+    return {options.save_adv: content}
+
+
 ATTACK = Measure(
     "attack",
     (ATTACK_TABLE,),
@@ -586,6 +588,6 @@ ATTACK = Measure(
     summarise,
     batch=CHUNK,
     chunk=CHUNK,
-    encode_files=lambda parts, options: encode_examples(parts, options.save_adv, options.trials()),
+    encode_files=encode_files,
     check=check,
 )

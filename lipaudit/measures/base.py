@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from lipaudit.errors import InputError, refuse
 from lipaudit.settings.option import Layers, Settings, option
-from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables import Array, Layout, Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
-from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat, parse_column
 from lipaudit.theory import TOL
 from lipaudit.theory import WITHIN as PROVEN_WITHIN

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
-from lipaudit.tables import Note, Row, Section
+from lipaudit.tables import Column, Note, Row, Section
 from lipaudit.tables.columns import (
     HEAD,
     HEAD_NORMS,
     NEAR,
     NORM_OF,
     WITHIN_COLUMN,
-    Column,
     Reduction,
     describe_norm,
 )

@@ -19,13 +19,12 @@ from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, Part, Values
 from lipaudit.measures.claims import CertifyOptions
-from lipaudit.tables import Note, Row, Section
+from lipaudit.tables import Column, Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
     CERTIFIED,
     CERTIFIED_SHARE,
     OUTCOMES,
-    Column,
     count_column,
     limit_columns,
     number_column,

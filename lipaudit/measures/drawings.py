@@ -1,4 +1,4 @@
-"""What a page draws of samples: their tokens, shares of gradients, and attention maps."""
+"""What a page draws of samples: adversarial examples, tokens, shares of gradients, and maps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipaudit.attacks.evaluate import Chunk, Outcome
 from lipaudit.data.batch import Batch
+from lipaudit.data.images import thumbnail
 from lipaudit.errors import UsageError, refuse
+from lipaudit.measures import texts
 from lipaudit.measures.base import Values
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
@@ -122,3 +125,47 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
         names = name_tokens(net, layer.batch[:1].trim())[0]
         tokens = [*names] if len(names) == len(real) else []
     return torch.cat(pooled).cpu().numpy(), np.array([len(real), len(columns)]), tokens
+
+
+def describe_examples(
+    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
+) -> dict[str, dict[str, Any]]:
+    """Describe each broken sample with the first adversarial example that broke it."""
+    clean, *ends = outcomes
+    fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
+    which = fallen.any(1).nonzero().flatten()
+    if not len(which):
+        return {}
+    first = [ends[t] for t in fallen[which].int().argmax(1).tolist()]
+    x_adv = torch.stack([end.x_adv[i] for i, end in zip(which, first, strict=True)])
+    broken = batch.rows(which.to(batch.x.device))
+    with torch.no_grad():
+        before = torch.cat([net.output(part).softmax(1) for part in broken.split(size)])
+        after = texts.forward_pieces(net, broken, x_adv, size).softmax(1)
+        for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
+            if end.drafts is not None and chunk.texts is not None:
+                reader = chunk.texts.reader
+                ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
+                after[i] = reader.output(ids, None).softmax(1)[0]
+    pairs = torch.stack([chunk.y[which], after.argmax(1)], 1)
+    scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
+    names = dict(enumerate(net.labels or ()))
+    examples: dict[str, dict[str, Any]] = {}
+    for i, (name, end, row) in enumerate(zip(broken.ids, first, which.tolist(), strict=True)):
+        examples[name] = {
+            "trial": str(end.trial.key if end.trial else ""),
+            "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
+            "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
+            "before": scores[0][i].round(decimals=4).tolist(),
+            "after": scores[1][i].round(decimals=4).tolist(),
+        }
+        if net.kind == "image":  # the difference is scaled up around grey
+            x, adversarial = broken.x[i].cpu(), x_adv[i].cpu()
+            times = 0.5 / max(float((adversarial - x).abs().max()), torch.finfo(x.dtype).tiny)
+            examples[name] |= {
+                "image": thumbnail(x, net.box),
+                "adversarial": thumbnail(adversarial, net.box),
+                "difference": thumbnail(0.5 + times * (adversarial - x)),
+                "times": float(f"{times:.2g}"),
+            }
+    return examples

@@ -11,14 +11,13 @@ from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Need, needs, option
-from lipaudit.tables import Note, Section
+from lipaudit.tables import Column, Note, Section
 from lipaudit.tables.columns import (
     CONVERGED,
     NORM,
     STOPPED,
     UPPER,
     WITHIN_COLUMN,
-    Column,
     count_column,
     describe_norm,
     number_column,

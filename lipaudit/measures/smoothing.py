@@ -24,12 +24,11 @@ from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import Balls, TwoCounts, option
-from lipaudit.tables import Note, Row, Section
+from lipaudit.tables import Column, Note, Row, Section
 from lipaudit.tables.columns import (
     ACCURACY,
     CERTIFIED_SHARE,
     OUTCOMES,
-    Column,
     Reduction,
     accuracy_column,
     count_column,

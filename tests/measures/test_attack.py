@@ -15,9 +15,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import AttackOptions, calibration_error, measure
+from lipaudit.measures.attack import AttackOptions, calibration_error, encode_files, measure
 from lipaudit.measures.base import Part, listening
-from lipaudit.measures.examples import encode_examples
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.sections import list_classes
 from lipaudit.tables.columns import wilson
@@ -89,7 +88,7 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
     given = {"attack": "fgsm,pgd", "eps": ("0.05", "0.1"), "steps": 4}
     options = AttackOptions(**given, save_adv=tmp_path / "adv.safetensors")
     parts = list(measure(net, batch.split(CHUNK), options))
-    tensors = load(encode_examples(parts, options.save_adv, options.trials())[options.save_adv])
+    tensors = load(encode_files(parts, options)[options.save_adv])
     (found,) = load_measures()["attack"].summarise(parts, options)
     keys = ["fgsm,linf,0.05", "fgsm,linf,0.1", "pgd,linf,0.05", "pgd,linf,0.1"]
 
@@ -197,13 +196,11 @@ def test_what_an_attack_breaks_is_drawn_with_its_scores(net):
 def test_examples_of_short_and_long_texts_are_written_together(tmp_path):
     def part(name, tokens, value):
         x_adv = np.full((1, 1, tokens, 4), value, dtype=np.float32)
-        values = {"x_adv": x_adv, "robust": np.zeros((1, 1)), "label": np.zeros(1)}
+        values = {"x_adv": x_adv, "robust": np.zeros((1, 1)), "label": np.zeros(1, int)}
         return Part((name,), values)
 
     options = AttackOptions(attack="pgd", eps=("0.1",), save_adv=tmp_path / "adv.safetensors")
-    (written,) = encode_examples(
-        [part("a", 5, 1.0), part("b", 3, 2.0)], options.save_adv, options.trials()
-    ).values()
+    (written,) = encode_files([part("a", 5, 1.0), part("b", 3, 2.0)], options).values()
     x = load(written)["x"]
     assert x.shape == (2, 5, 4)
     assert (x[0] == 1).all()

@@ -103,8 +103,9 @@ def head_bounds(
             "x_norm": tokens.norm.expand_as(known.p_norm),
             "radius": tokens.radius.expand_as(known.p_norm),
         }
-        raised = {bound.name: _compute(bound, known) * (1 + ROUNDING) for bound in records}
-        parts.append(terms | raised)
+        for bound in records:
+            terms[bound.name] = _compute(bound, known) * (1 + ROUNDING)
+        parts.append(terms)
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
     return whole | {bound.name: whole[bound.name] * size for bound in records}

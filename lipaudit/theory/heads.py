@@ -8,7 +8,7 @@ scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -66,7 +66,7 @@ class Heads:
     """All heads of one attention layer on a batch.
 
     P is computed on first use, once in each precision, and kept as long as the heads: pass the
-    same heads to all functions. Heads derived by `to`, `pick`, `row` and `with_same_map` share P;
+    same heads to all functions. Heads derived by `to`, `pick` and `with_same_map` share P;
     `dataclasses.replace` computes it again. Never write to any of the tensors, nor to P.
 
     A batch row is a sample, or one window of a sample (`sample` says which). Padding is encoded
@@ -234,17 +234,19 @@ class Heads:
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
-        index = slice(b, b + 1)
-        return self._take(0, index, "x", "x_kv", "valid", sample=self.sample[index])
+        return self.pick(slice(b, b + 1), axis=0)
 
-    def pick(self, index: slice) -> Heads:
-        """Return some of the heads (all batch rows)."""
-        return self._take(1, index, out=None if self.out is None else self.out[index])
-
-    def _take(self, axis: int, index: slice, *names: str, **changes: Any) -> Heads:
-        """Slice what has an axis of rows (0) or of heads (1), and what is known of P."""
-        both = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
-        changes |= {n: _slice(getattr(self, n), axis, index) for n in (*both, *names)}
+    def pick(self, index: slice, axis: Literal[0, 1] = 1) -> Heads:
+        """Return some of the heads (all batch rows), or along axis 0 some batch rows."""
+        names = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
+        changes: dict[str, Any] = {}
+        if axis == 0:
+            names += ["x", "x_kv", "valid"]
+            changes["sample"] = self.sample[index]
+        elif self.out is not None:
+            changes["out"] = self.out[index]
+        for name in names:
+            changes[name] = _slice(getattr(self, name), axis, index)
         where = index if axis == 0 else (slice(None), index)
         maps = {dtype: p[where].contiguous() for dtype, p in self._maps.items()}
         return replace(self, **changes)._share_maps(maps)

@@ -21,7 +21,7 @@ from lipaudit.models.attention import projections
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
 from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
-from lipaudit.models.attention.trace import Frame, Tracer, fork_random, observe
+from lipaudit.models.attention.trace import Frame, Tracer, fork_random, run
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
 from lipaudit.models.requirements import AGREES
@@ -50,26 +50,24 @@ def add_inputs(
         NotClosedForm: the call does not have this structure.
     """
     parts: dict[str, Projected] = {}
+    tokens: dict[str, Tensor] = {}
     for name in "qkv":
         form: ProjectionForm | None = getattr(structure, name)
         if form is not None:  # q may be constant
             t: Tensor = getattr(call, name)
-            parts[name] = projections.project(form, t, call.origins.leaves(t), len(batch))
-
-    def read_tokens(part: Projected) -> Tensor:
-        """Return X; padded tokens are no part of it: bounds by norms of X would count them."""
-        if batch.mask is None or batch.mask.shape[1] != part.index.length:
-            return part.x
-        return part.x * part.index.pick(batch.mask)[..., None]
-
-    memory, out = read_tokens(parts["k"]), None
+            part = projections.project(form, t, call.origins.leaves(t), len(batch))
+            parts[name], tokens[name] = part, part.x
+            # Padded tokens are no part of X: bounds by norms of X would count them.
+            if batch.mask is not None and batch.mask.shape[1] == part.index.length:
+                tokens[name] = part.x * part.index.pick(batch.mask)[..., None]
+    memory, out = tokens["k"], None
     if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
         out = read(structure.out.kept)[structure.out.order] * structure.out.gain[:, None]
         out = torch.unflatten(out, 0, (call.q.shape[1], -1))
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
         attention,
-        x=read_tokens(parts["q"]) if "q" in parts else memory.new_zeros(width),
+        x=tokens["q"] if "q" in tokens else memory.new_zeros(width),
         x_kv=None if structure.joint else memory,
         to_q=parts["q"].projection if "q" in parts else None,
         to_k=parts["k"].projection,
@@ -185,9 +183,8 @@ def capture(
 
     wanted = frozenset().union(*(site.sources for site in cut))
     tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
-    exact = exact_arithmetic(net.device)
-    with suppress(_AllRead), fork_random(net.module), exact, observe(net, batch, tracer) as x:
-        net.call(x, batch.mask)
+    with suppress(_AllRead), fork_random(net.module), exact_arithmetic(net.device):
+        run(net, batch, tracer)
     for site in pending.values():
         raise EvaluationError(
             f"attention layer {site.index} ({site.module}) was not used for this batch",

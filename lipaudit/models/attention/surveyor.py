@@ -237,7 +237,7 @@ class Surveyor(Tracer):
             if rows != wanted and not folded:
                 return
         origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
-        site = self._make_site(call, address)
+        site = self._make_site(call, address, *analyse(call, self.batch))
         arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
             self.uncut |= find_inner_maps(origin for part in origins for origin in part)
@@ -274,12 +274,18 @@ class Surveyor(Tracer):
         reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
         return replace(site, reason=reason, inputs=())
 
-    def _make_site(self, call: AttentionCall, address: Address) -> capture.Site:
+    def _make_site(
+        self,
+        call: AttentionCall,
+        address: Address,
+        layout: str,
+        kinds: tuple[str, ...],
+        structure: capture.Structure | None,
+        reason: str | None,
+    ) -> capture.Site:
+        """Return the site of a call from its analysis (see `analyse`)."""
         frames, behind = self.place.frames, call.origins.leaves(call.q, call.k, call.v)
-        layout, kinds, structure, reason = analyse(call, self.batch)
-        # The innermost module call that contains the attention and its projections: everything
-        # else that q, k, v and the logits depend on must enter it as an argument.
-        scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
+        scope = _find_scope(frames, call)
         loop = self.loops.get(address)
         addresses = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
@@ -461,28 +467,37 @@ def _share_values(a: Surveyed, b: Surveyed) -> bool:
     return all(len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
 
 
-def _holds(frame: Frame, call: AttentionCall) -> bool:
-    behind = [(graph.root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
+def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
+    """Return the innermost module call that contains an attention and its projections.
+
+    Everything else that q, k, v and the logits depend on must enter it as an argument.
+    """
+    tensors = call.q, call.k, call.v
+    behind = [(graph.root(t), call.origins.leaves(t)) for t in tensors]
     made_by = [origin for _, leaves in behind for _, origin in leaves]
     maps = [origin for origin in made_by if origin.linear]
     # Values that are the input of the keys' map come from no map of this layer.
     projections = [
-        leaves[0].origin
+        leaves[0].origin.address.module
         for mark, leaves in behind
         if len(leaves) == 1 and leaves[0].origin.linear and all(o.root is not mark for o in maps)
     ]
-    if not all(frame.holds(origin.address.module) for origin in projections):
-        return False
-    held = any(frame.holds(origin.address.module) for origin in maps)
-    given = [*frame.inputs.values()]
-    stop = [t.grad_fn for t in given if t.grad_fn is not None]
-    walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
-    # A module that gets q, k and v one by one contains none of their maps, so it is not the
-    # attention module.
-    if made_by and not held and len({node for _, met in walks for node in met}) != 1:
-        return False
-    if isinstance(call.form, Explicit):
-        walks.append(graph.leaves(call.form.logits, stop))
-    known = {id(t) for t in given}
-    beside = [call.origins.by_leaf.get(t) for ends, _ in walks for t in ends if id(t) not in known]
-    return all(frame.holds(origin.address.module) for origin in beside if origin is not None)
+    for frame in reversed(frames):
+        if not all(map(frame.holds, projections)):
+            continue
+        given = [*frame.inputs.values()]
+        stop = [t.grad_fn for t in given if t.grad_fn is not None]
+        walks = [graph.leaves(t, stop) for t in tensors]
+        # A module that gets q, k and v one by one contains none of their maps, so it is not the
+        # attention module.
+        held = any(frame.holds(origin.address.module) for origin in maps)
+        if made_by and not held and len({node for _, met in walks for node in met}) != 1:
+            continue
+        if isinstance(call.form, Explicit):
+            walks.append(graph.leaves(call.form.logits, stop))
+        known = {id(t) for t in given}
+        ends = [t for leaves, _ in walks for t in leaves if id(t) not in known]
+        beside = [call.origins.by_leaf.get(t) for t in ends]
+        if all(frame.holds(origin.address.module) for origin in beside if origin is not None):
+            return frame
+    return frames[0]

@@ -207,9 +207,8 @@ class Tracer(AttentionMode):
         return leaf.clone()
 
 
-@contextmanager
-def observe(net: Net, batch: Batch, tracer: Tracer) -> Iterator[Tensor]:
-    """Observe the run of a model inside the block; yield the input of `net.call`.
+def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
+    """Return the output of a model that a tracer observes.
 
     In float64, everything is computed so.
     """
@@ -218,12 +217,7 @@ def observe(net: Net, batch: Batch, tracer: Tracer) -> Iterator[Tensor]:
     # are taken out first: what is computed of a layer on the way is not the model's.
     place = tracer.place.following(net.module)
     with torch.enable_grad(), place, tracer, wide, watch_embeddings(net, tracer.input):
-        yield batch.x if net.kind == "text" else tracer.input(batch.x)
-
-
-def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
-    """Return the output of an observed model."""
-    with observe(net, batch, tracer) as x:
+        x = batch.x if net.kind == "text" else tracer.input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 
 

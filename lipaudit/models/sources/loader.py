@@ -273,23 +273,19 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     text = f"{few(named)} was given, but the model takes {spec.kind}"
     refuse(named and spec.kind != "image", text, "Leave it out.", UsageError)
     module, facts = spec.module, dict(spec.preprocess)
-    call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
-    if spec.kind == "tokens":  # a copy, because the module may write to it
-        return (lambda x, mask: call(x.clone(), mask)), facts
-    if spec.kind != "image":
-        return call, facts
-    channels = spec.input_shape[0]
     mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
-    for key, values in (("mean", mean), ("std", std)):
-        refuse(
-            len(values) not in (1, channels) or (key == "std" and min(values) <= 0),
-            f"{key} {values} does not fit {channels} channels, or is not positive",
-            f"Give --{key} one value, or {channels} separated by commas. Pixels are divided by "
-            "std, which must be positive.",
-            UsageError,
-        )
-    mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
-    facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+    if spec.kind == "image":
+        channels = spec.input_shape[0]
+        for key, values in (("mean", mean), ("std", std)):
+            refuse(
+                len(values) not in (1, channels) or (key == "std" and min(values) <= 0),
+                f"{key} {values} does not fit {channels} channels, or is not positive",
+                f"Give --{key} one value, or {channels} separated by commas. Pixels are divided "
+                "by std, which must be positive.",
+                UsageError,
+            )
+        mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
+        facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
     @cache  # a copy to a GPU at every call would wait for it
     def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -298,19 +294,26 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
                 torch.tensor(v, device=device, dtype=dtype)[:, None, None] for v in (mean, std)
             ]
 
-    def normalise(x: Tensor, mask: Tensor | None) -> Any:
-        shift, scale = constants(x.device, x.dtype)
-        return call((x - shift) / scale, mask)
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        if spec.kind == "image":
+            shift, scale = constants(x.device, x.dtype)
+            x = (x - shift) / scale
+        elif spec.kind == "tokens":  # a copy, because the module may write to it
+            x = x.clone()
+        if spec.call is not None:
+            return spec.call(x, mask)
+        return module(x) if mask is None else module(x, mask)
 
-    return normalise, facts
+    return call, facts
 
 
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Any, Tensor, nn.Module | None]:
     """Run one blank sample; return the result, its output tensor and the embedding module."""
-    module, device, image = spec.module, next(devices(spec.module)), spec.kind == "image"
-    if spec.kind == "text":
+    module, device = spec.module, next(devices(spec.module))
+    image, text = spec.kind == "image", spec.kind == "text"
+    if text:
         most = min(PROBE_TOKENS, *spec.input_shape)
         ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
         ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
@@ -325,11 +328,6 @@ def _probe(
         if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
             entries.append(name)
 
-    def is_entry(name: str, part: nn.Module) -> bool:
-        if not image:
-            return spec.kind == "text" and isinstance(part, nn.Embedding)
-        return "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
-
     check = "--input-size and --model-kwargs" if image else "--model-kwargs"
     explained = explain_failure(
         f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
@@ -337,7 +335,11 @@ def _probe(
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call`.",
     )
-    parts = [part for part in module.named_modules() if is_entry(*part)]
+    named = [*module.named_modules()]
+    parts = [(n, part) for n, part in named if text and isinstance(part, nn.Embedding)]
+    for name, part in named if image else ():
+        if "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]:
+            parts.append((name, part))
     with explained, watch_modules(parts, watch), eager(), torch.no_grad():
         result = call(x, None)
         output = read(result)

@@ -20,7 +20,7 @@ def sharp(known: Ingredients) -> Tensor:
     # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:
     # ||G x||^2 = sum_i ||sum_l G_il x_l||^2 <= sum_i (sum_l B_il ||x_l||)^2 <= ||B||^2 ||x||^2.
     # `bound_by_blocks` takes it to J J^T, whose norm is ||J||^2, or to J, and says what B is.
-    return known.once(bound_by_blocks).minimum(known.once(theorem3))
+    return bound_by_blocks(known).minimum(known.once(theorem3))
 
 
 SHARP = Bound(

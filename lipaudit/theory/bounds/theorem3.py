@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def theorem3(known: Ingredients) -> Tensor:
-    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), or the form for all heads."""
-    return bound_by_softmax(known, known.softmax_norm_max)
+def theorem3(known: Ingredients, m: Tensor | None = None) -> Tensor:
+    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our form for heads of every kind.
 
-
-def bound_by_softmax(known: Ingredients, m: Tensor) -> Tensor:
-    """Return Theorem 3, given m, which is max_i ||M(P_i)|| or more: [Y25]'s form, or ours."""
+    m is max_i ||M(P_i)||, or a limit of it.
+    """
     from lipaudit.theory.ingredients import value_and_growth
 
+    m = known.softmax_norm_max if m is None else m
     if known.affine:
         # J dX = P dX W_V + E with rows E_i = dS_i M(P_i) X W_V and dS = dX A X^T + X A dX^T, for
         # M(P_i) 1 = 0: constants of a row drop out. ||E||_F <= m ||dS||_F ||X|| ||W_V||, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lipaudit.theory.bounds.record import Bound
-from lipaudit.theory.bounds.theorem3 import bound_by_softmax
+from lipaudit.theory.bounds.theorem3 import theorem3
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ def theorem3_g1(known: Ingredients) -> Tensor:
     # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
     # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
     # = p_(1)^2 / (p_(1) - g_1) - 1.
-    return bound_by_softmax(known, known.g1_max)
+    return theorem3(known, known.g1_max)
 
 
 THEOREM3_G1 = Bound(

@@ -239,11 +239,9 @@ class Heads:
     def pick(self, index: slice, axis: Literal[0, 1] = 1) -> Heads:
         """Return some of the heads (all batch rows), or along axis 0 some batch rows."""
         names = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
+        names += ["x", "x_kv", "valid", "sample"] if axis == 0 else []
         changes: dict[str, Any] = {}
-        if axis == 0:
-            names += ["x", "x_kv", "valid"]
-            changes["sample"] = self.sample[index]
-        elif self.out is not None:
+        if axis == 1 and self.out is not None:
             changes["out"] = self.out[index]
         for name in names:
             changes[name] = _slice(getattr(self, name), axis, index)

@@ -43,19 +43,18 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     return frozenset()
 
 
-def analyse(
-    call: AttentionCall, batch: Batch
-) -> tuple[str, tuple[str, ...], capture.Structure | None, str | None]:
-    """Return layout, kinds, structure and reason of a call (see `Site`).
+_Analysis = tuple[str, tuple[str, ...], capture.Structure | None, str | None]
+"""Layout, kinds, structure and reason of a call (see `Site`)."""
 
-    The layout is the first one with a closed form, else the likeliest.
-    """
+
+def analyse(call: AttentionCall, batch: Batch) -> _Analysis:
+    """Analyse a call in the first layout with a closed form, else in the likeliest."""
     layouts = calls.list_layouts(call, len(batch))
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
         return layouts[0], ("rounded",) * 3, None, reason
-    tried: list[tuple[str, tuple[str, ...], None, str]] = []
+    tried: list[_Analysis] = []
     for layout in layouts:
         kinds: list[str] = []
         try:
@@ -237,7 +236,7 @@ class Surveyor(Tracer):
             if rows != wanted and not folded:
                 return
         origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
-        site = self._make_site(call, address, *analyse(call, self.batch))
+        site = self._make_site(call, address, analyse(call, self.batch))
         arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
             self.uncut |= find_inner_maps(origin for part in origins for origin in part)
@@ -275,15 +274,9 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def _make_site(
-        self,
-        call: AttentionCall,
-        address: Address,
-        layout: str,
-        kinds: tuple[str, ...],
-        structure: capture.Structure | None,
-        reason: str | None,
+        self, call: AttentionCall, address: Address, analysis: _Analysis
     ) -> capture.Site:
-        """Return the site of a call from its analysis (see `analyse`)."""
+        layout, kinds, structure, reason = analysis
         frames, behind = self.place.frames, call.origins.leaves(call.q, call.k, call.v)
         scope = _find_scope(frames, call)
         loop = self.loops.get(address)

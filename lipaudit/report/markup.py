@@ -67,15 +67,15 @@ SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
 def render_markdown(page: blocks.Document) -> bytes:
     """Write a page as Markdown."""
-    lines = [f"# {_to_markdown(page.title)}", ""]
+    lines = [f"# {escape_markdown(page.title)}", ""]
     for chapter in page.chapters:
-        lines += [f"## {_to_markdown(chapter.title)}", ""] if chapter.title else []
+        lines += [f"## {escape_markdown(chapter.title)}", ""] if chapter.title else []
         for block in chapter.blocks:
             lines += [*_write_markdown(block), ""]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
 
 
-def _to_markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape text for Markdown and HTML."""
     return SPECIAL.sub(r"\\\1", html.escape(visible(text), quote=False))
 
@@ -85,33 +85,33 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
         case Table() | Card() | Heatmap(square=False):
             yield from _write_markdown_table(block)
         case Paragraph():
-            text = _to_markdown(block.text)
+            text = escape_markdown(block.text)
             yield f"**{text}**" if block.tone else text
         case Points():
             for mark, text, command in block.points:
                 start = f"**{mark}**: " if mark else ""
-                end = f" <code>{_to_markdown(command)}</code>" if command else ""
-                yield f"- {start}{_to_markdown(text)}{end}"
+                end = f" <code>{escape_markdown(command)}</code>" if command else ""
+                yield f"- {start}{escape_markdown(text)}{end}"
         case Gallery():
             for item in block.items:
-                yield f"- {_to_markdown(item.title)}: {_to_markdown('; '.join(item.lines))}"
-            yield from ["", _to_markdown(block.text)]
+                yield f"- {escape_markdown(item.title)}: {escape_markdown('; '.join(item.lines))}"
+            yield from ["", escape_markdown(block.text)]
         case Passage():
-            tokens = ((_to_markdown(t.text), t.top) for t in blocks.shade_tokens(block))
+            tokens = ((escape_markdown(t.text), t.top) for t in blocks.shade_tokens(block))
             words = (f"**{text}**" if top else text for text, top in tokens)
-            yield from [f"**{_to_markdown(block.title)}**", "", " ".join(words), ""]
+            yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
             yield _small(blocks.explain_shades(block))
         case _:
             yield _small(f"Chart, in the {HTML} format: {blocks.describe(block)}")
 
 
 def _small(text: str) -> str:
-    return f"<sub>{_to_markdown(text)}</sub>"
+    return f"<sub>{escape_markdown(text)}</sub>"
 
 
 def _write_markdown_table(block: Table | Heatmap | Card) -> Iterator[str]:
     grid = blocks.lay_out(block)
-    folded, title = isinstance(block, Table) and block.folded, _to_markdown(grid.title)
+    folded, title = isinstance(block, Table) and block.folded, escape_markdown(grid.title)
     if title:
         yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
     yield _write_markdown_row(grid.heads or [""] * len(grid.align))
@@ -123,7 +123,7 @@ def _write_markdown_table(block: Table | Heatmap | Card) -> Iterator[str]:
 
 
 def _write_markdown_row(texts: Sequence[str], style: str = "%s") -> str:
-    return f"| {' | '.join(style % _to_markdown(text) for text in texts)} |"
+    return f"| {' | '.join(style % escape_markdown(text) for text in texts)} |"
 
 
 # LaTeX, with booktabs, for a paper
@@ -162,15 +162,15 @@ WRITTEN = {
 
 def render_latex(page: blocks.Document) -> bytes:
     """Write the scorecard and the tables of a page, without folded tables and pictures."""
-    lines = [r"% needs \usepackage{booktabs}", f"% {_to_latex(page.title)}"]
+    lines = [r"% needs \usepackage{booktabs}", f"% {escape_latex(page.title)}"]
     for chapter in page.chapters:
-        lines += ["", f"% {_to_latex(chapter.title)}"] if chapter.title else []
+        lines += ["", f"% {escape_latex(chapter.title)}"] if chapter.title else []
         for block in chapter.blocks:
             lines += _write_latex(block)
     return ("\n".join(lines) + "\n").encode()
 
 
-def _to_latex(text: str) -> str:
+def escape_latex(text: str) -> str:
     """Escape text for LaTeX."""
     return "".join(map(_write_character, visible(text)))
 
@@ -191,7 +191,7 @@ def _write_character(character: str) -> str:
 def _write_latex(block: blocks.Block) -> Iterator[str]:
     match block:
         case Card(note=""):  # facts
-            yield from (f"% {_to_latex(': '.join(row))}" for row in block.rows)
+            yield from (f"% {escape_latex(': '.join(row))}" for row in block.rows)
         case Table(folded=False) | Heatmap(square=False) | Card():
             yield from _write_latex_table(blocks.lay_out(block))
         case Paragraph(tone=tone) if tone:
@@ -201,17 +201,17 @@ def _write_latex(block: blocks.Block) -> Iterator[str]:
 
 
 def _write_remarks(texts: Iterable[str]) -> Iterator[str]:
-    yield from (rf"{{\footnotesize {_to_latex(text)}\par}}" for text in texts)
+    yield from (rf"{{\footnotesize {escape_latex(text)}\par}}" for text in texts)
 
 
 def _write_latex_table(grid: blocks.Grid) -> Iterator[str]:
     yield from ("", r"\begin{table}", r"\centering")
-    yield from [rf"\caption{{{_to_latex(grid.title)}}}"] if grid.title else []
+    yield from [rf"\caption{{{escape_latex(grid.title)}}}"] if grid.title else []
     yield from (rf"\begin{{tabular}}{{{grid.align.replace('p', PROSE)}}}", r"\toprule")
-    yield from [_write_latex_row(map(_to_latex, grid.heads)), r"\midrule"] if grid.heads else []
+    yield from [_write_latex_row(map(escape_latex, grid.heads)), r"\midrule"] if grid.heads else []
     for index, row in enumerate(grid.rows):
         strong = r"\textbf{%s}" if index in grid.strong else "%s"
-        yield _write_latex_row(strong % _to_latex(text) for text in row)
+        yield _write_latex_row(strong % escape_latex(text) for text in row)
     yield from (r"\bottomrule", r"\end{tabular}")
     yield from ["", *_write_remarks(["; ".join(grid.notes)])] if any(grid.notes) else []
     yield r"\end{table}"

@@ -18,14 +18,13 @@ from lipaudit.report import (
     REPORT,
     Format,
     find_format,
-    latex,
-    markdown,
     of_comparison,
     of_reports,
     render,
     terminal,
 )
 from lipaudit.report.blocks import Card, Chapter, Document, Heatmap, Table
+from lipaudit.report.markup import escape_latex, escape_markdown, render_latex
 from lipaudit.report.opening import KINDS
 from lipaudit.tables import Column, Section
 from tests.commands import invoke, refuse
@@ -159,29 +158,29 @@ def test_reports_and_comparisons_are_whole_tables(report, other):
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_every_special_character_is_set_as_it_is(hostile):
     shown = hostile.replace("\n", r"\x0a")
-    assert literal(latex.escape(hostile)) == shown
+    assert literal(escape_latex(hostile)) == shown
     blocks = (
         Card(((hostile, hostile),)),
         Table(hostile, (NAME, VALUE), ((hostile, 1.0), (hostile, 2.0)), strong={1}),
         Heatmap(hostile, ((1.0,),), (hostile,), (hostile,), VALUE),
     )
     page = Document(hostile, (Chapter("c", hostile, blocks),))
-    assert len(check(latex.render(page).decode())) == 2
+    assert len(check(render_latex(page).decode())) == 2
 
 
 @pytest.mark.parametrize(
     ("escape", "text", "written"),
     [
-        (latex.escape, "‖J‖ ≤ 2×", r"$\Vert$J$\Vert$ $\leq$ 2$\times$"),
-        (latex.escape, "headᵃ", r"head\textsuperscript{a}"),
-        (latex.escape, "café ñ Å", "café ñ Å"),
-        (latex.escape, "中\x1b", r"U+4E2D\textbackslash{}x1b"),
-        (markdown.escape, "<script>", "&lt;script&gt;"),
-        (markdown.escape, "a|b", r"a\|b"),
-        (markdown.escape, "*x* _y_ `z`", r"\*x\* \_y\_ \`z\`"),
-        (markdown.escape, "[x](javascript:1)", r"\[x\](javascript:1)"),
-        (markdown.escape, "two\n# lines", "two\\\\x0a\\# lines"),
-        (markdown.escape, "back\\slash", r"back\\slash"),
+        (escape_latex, "‖J‖ ≤ 2×", r"$\Vert$J$\Vert$ $\leq$ 2$\times$"),
+        (escape_latex, "headᵃ", r"head\textsuperscript{a}"),
+        (escape_latex, "café ñ Å", "café ñ Å"),
+        (escape_latex, "中\x1b", r"U+4E2D\textbackslash{}x1b"),
+        (escape_markdown, "<script>", "&lt;script&gt;"),
+        (escape_markdown, "a|b", r"a\|b"),
+        (escape_markdown, "*x* _y_ `z`", r"\*x\* \_y\_ \`z\`"),
+        (escape_markdown, "[x](javascript:1)", r"\[x\](javascript:1)"),
+        (escape_markdown, "two\n# lines", "two\\\\x0a\\# lines"),
+        (escape_markdown, "back\\slash", r"back\\slash"),
     ],
 )
 def test_a_sign_is_written_so_that_its_format_shows_it(escape, text, written):

@@ -226,7 +226,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
+def explain_failure(what: str, advice: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Turn exceptions of a library or of the user's code into an `InputError`.
 
     lipaudit's own errors pass through.
@@ -234,12 +234,13 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
     Args:
         what: what failed; type and first line of the exception follow in brackets.
         advice: the hint.
-        kinds: the exceptions to convert; by default all except faults of memory or a device.
+        kinds: the exceptions to convert; by default all except faults of memory or a device, and
+            the attempt to end the program, whose exit code would be taken for lipaudit's.
 
     Raises:
         InputError: the block raised such an exception.
     """
-    caught = kinds or (Exception,)
+    caught = kinds or (Exception, SystemExit)
     try:
         yield
     except LipauditError:

@@ -71,6 +71,7 @@ def make_measure(name: str) -> Callable[..., None]:
         ):
             if report is None:
                 return
+            observer.silence.close()
             emit(report, output)
         require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
@@ -191,6 +192,7 @@ def audit(
                 for format in ("json", "html"):
                     files.write(target / f"report.{format}", render(report, format))
             except EvaluationError:  # such as a full disk: print the figures first
+                observer.silence.close()
                 with suppress(EvaluationError):
                     emit(of_reports(*reports.values()), output, details=extent.details)
                 raise
@@ -203,7 +205,8 @@ def audit(
     saved = shlex.quote(str(folder)) + "/*" * several + "/report.json"
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
     shard = any(report.shard for report in reports.values())
-    if shard or not several:
+    whole = all(report.status == "complete" for report in reports.values())
+    if shard or (whole and not several):
         following = "merge of all shards" if shard else f"baseline save {saved}"
         terminal.tell(f"next:   lipaudit {following}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")

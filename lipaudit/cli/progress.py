@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
@@ -40,7 +41,7 @@ class OnStderr(Observer):
         console: where it is drawn.
         bar: the bar of the current measure, on a terminal.
         said: notes that were printed.
-        silence: what is silent inside the block.
+        silence: keeps stdout for the result, inside the block until it is closed.
     """
 
     terminal: Terminal
@@ -51,6 +52,8 @@ class OnStderr(Observer):
     def __enter__(self) -> Self:
         gc.enable()  # `main` disabled it, and the garbage of models holds tensors
         self.silence = ExitStack()
+        # What a model prints is no part of the result.
+        self.silence.enter_context(redirect_stdout(sys.stderr))
         if self.terminal.quiet:
             self.silence.enter_context(silence_clients())
         return self

@@ -182,7 +182,8 @@ def check(
     # The plan of an audit without options, which most people run next.
     request = plan_audit(model, AuditOptions(), run, demo=is_demo(model), command=typed_command())
     with OnStderr(terminal):
-        _emit_facts(preview(request), output)
+        facts = preview(request)
+    _emit_facts(facts, output)
 
 
 KIND = typer.Argument(help="Kind of file: py, a factory for your own model.")

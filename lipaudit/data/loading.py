@@ -90,10 +90,9 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         kinds = "Give --data a text file, an .npz file, or random."
         refuse(net.kind != "image", f"{path} is a folder of images; {takes}", kinds)
         samples = draw_table(read_folder(path), net, options)
-    elif holds_arrays(_find_file(spec)):
+    elif _are_arrays(path):
         samples = draw_arrays(*load_arrays(path), net, options, origin=str(path))
     else:
-        refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", FORMS)
         refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         text = path.suffix == ".txt"
         samples = read_text(path, net, options) if text else draw(read_table(path), net, options)
@@ -132,15 +131,21 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     if path.is_dir():
         shape = find_common_shape(path)
         return () if shape is None else (SampleForm("image", shape),)
-    return list_forms(load_arrays(path)[0]) if holds_arrays(_find_file(spec)) else ()
+    return list_forms(load_arrays(path)[0]) if _are_arrays(path) else ()
 
 
-def _find_file(spec: str) -> Path:
-    path = Path(spec)
-    known = (*DIGIT_FILES, "random", *neighbours(path))
-    text = f"there is no data {spec!r}"
-    refuse(not path.is_file(), text, suggestion(spec, known, FORMS))
-    return path
+def _are_arrays(path: Path) -> bool:
+    """Whether a file holds arrays, and not texts.
+
+    Raises:
+        InputError: the file does not exist, or has an unsupported format.
+    """
+    advice = suggestion(str(path), (*DIGIT_FILES, "random", *neighbours(path)), FORMS)
+    refuse(not path.is_file(), f"there is no data {str(path)!r}", advice)
+    arrays = holds_arrays(path)
+    known = arrays or path.suffix in (*SUFFIXES, ".txt")
+    refuse(not known, f"{path} has an unsupported format", FORMS)
+    return arrays
 
 
 def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:

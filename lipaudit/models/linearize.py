@@ -30,7 +30,8 @@ from lipaudit.models.requirements import AGREES, agree
 
 def _refuse_dropout(probability: float) -> Tensor:
     text = f"dropout is on (p = {probability:g}), so forward passes differ"
-    refuse(probability > 0, text, "Call model.eval() first, or set the probability to 0.")
+    advice = "Call F.dropout with training=self.training, or set the probability to 0."
+    refuse(probability > 0, text, advice)
     return NotImplemented
 
 
@@ -82,7 +83,7 @@ def _run_batch_norm(
     if training and (running_mean is not None or mixes):
         raise InputError(
             "a BatchNorm layer uses batch statistics, so samples depend on each other",
-            "Call model.eval() first. A BatchNorm without running statistics is not supported.",
+            "Give the BatchNorm running statistics (track_running_stats=True).",
         )
     if training or running_mean is None or running_var is None:
         return NotImplemented

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -119,14 +119,24 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def eager() -> AbstractContextManager[Any]:
-    """Run compiled code as plain Python: compiled kernels cannot be observed.
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled code as plain Python, and `nn.TransformerEncoder` without its fast path.
 
-    This covers modules that are wrapped or compiled in place, parts of them, and functions.
+    Kernels cannot be observed. Compiled code may be wrapped or compiled in place, whole or in
+    part. The fast path is also another function, which torch takes only without gradients: it
+    sets the outputs at padded tokens to 0.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled: the import takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    mha: Any = torch.backends.mha
+    # Where nothing is compiled, importing the compiler would take a second.
+    compiled = "torch._dynamo" in sys.modules
+    fast = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
+    finally:
+        mha.set_fastpath_enabled(fast)
 
 
 # Copies with at least this many entries get separate memory pages.

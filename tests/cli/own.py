@@ -105,6 +105,7 @@ def convolution():
 
 
 def module():
+    print("people's factories print")
     return load_demo("standard").module
 
 
@@ -121,6 +122,7 @@ def in_place():
 def inside():
     model = module()
     model.blocks[0] = torch.compile(model.blocks[0])
+    model.register_forward_hook(lambda *_: print("and their models, too"))
     return model
 
 

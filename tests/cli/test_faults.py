@@ -45,6 +45,31 @@ def test_what_torch_compile_wraps_is_measured_as_it_was(monkeypatch):
     assert found == [truth] * 3
 
 
+def test_a_transformer_encoder_is_one_function_with_and_without_gradients():
+    """Its fast path, which needs no gradients, sets the outputs at padded tokens to 0."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.embed, self.encoder = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 1)
+
+        def forward(self, ids):
+            return self.encoder(self.embed(ids), src_key_padding_mask=ids == 0).mean(1)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, ids = Encoder().eval(), torch.tensor([[3, 4, 5, 0, 0], [6, 7, 8, 9, 0]])
+    attack = {"eps": "0.1", "attack": "fgsm"}
+    y = module(ids).argmax(1)
+    report = lipaudit.audit(module, {"jacobian": {}, "attack": attack}, data=(ids, y))
+    norms, attacked = report.section("jacobian"), report.section("attack")
+    assert "randomised" not in [note.code for note in attacked.notes]
+    top, second = module(ids).detach().topk(2).values.T
+    assert norms.samples["margin"] == pytest.approx((top - second).tolist(), rel=1e-4)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_a_compiled_module_is_measured_from_python_and_compiled_again_afterwards():
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     spec = lipaudit.ModelSpec(torch.compile(module, backend="eager"), (1, 8, 8))

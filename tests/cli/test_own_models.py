@@ -12,6 +12,7 @@ from torch import nn
 import lipaudit
 from lipaudit.errors import InputError
 from tests.commands import invoke, refuse
+from tests.measures.cases import Bag
 
 
 def shape(*args: str) -> list[int]:
@@ -42,6 +43,15 @@ def test_data_say_what_a_model_takes_and_a_size_that_is_given_goes_before_them()
 def test_token_ids_and_vectors_say_so_too():
     np.savez("ids.npz", x=np.arange(12).reshape(4, 3), y=np.array([0, 1, 0, 1]))
     invoke("jacobian", "py:tests.cli.own:ids", "--data", "ids.npz", "-n", "1")
+    words = ("attack", "py:tests.cli.own:ids", "--attack", "words", "--eps", "1", "--data")
+    refuse(4, "the model cannot read a padded text", *words, "ids.npz")
+    data = (torch.arange(24).view(4, 6) % 20, torch.zeros(4, dtype=torch.long))
+    report = lipaudit.measure(Bag(20), "attack", data=data, attack="words", eps="1")
+    assert report.status == "complete"
+    np.savez("large.npz", x=np.array([[1, 2, 20]]), y=np.array([0]))
+    refuse(4, "the vocabulary has 20", *words, "large.npz")
+    Path("ids.pt").touch()
+    refuse(4, "ids.pt has an unsupported format", *words, "ids.pt")
     module = nn.Sequential(nn.Flatten(), nn.Linear(10, 3))
     report = lipaudit.measure(module, "jacobian", data=torch.randn(4, 5, 2), samples=1)
     truth = float(torch.linalg.matrix_norm(module[1].weight.detach(), 2))

@@ -99,6 +99,7 @@ def test_what_is_measured_before_is_kept_and_the_other_measures_go_on(data, else
     options = ("--only", "jacobian,attention", "--run-dir", "run")
     done = invoke(*args, *options, code=3)
     assert "the model fails on sample" in done.stderr
+    assert "next:" not in done.stderr  # a partial report cannot be a baseline
     report = load("run/report.json")
     assert report.failures.keys() == {"jacobian"}
     assert len(report.section("attention").samples["ids"]) == 6

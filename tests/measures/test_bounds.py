@@ -201,7 +201,7 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "attention-unread"]
     assert [note.level for note in notes] == ["warning"] * said
-    assert all("(the model itself, test_bounds.py:" in note.text for note in notes)
+    assert all("(the model itself at test_bounds.py:" in note.text for note in notes)
     (second,), _ = measured(net, batch, layers=(1,))  # has the norms that it has among all
     assert [layer for layer, _, _ in second.facts["heads"]] == [1, 1]
     np.testing.assert_array_equal(second.values["exact"], every.values["exact"][:, 2:4])

@@ -64,7 +64,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the modules with more uses than their layers explain."""
         layers = Counter(modules)
         return [
-            f"{module or 'the model itself'}, {self.lines[module]}"
+            f"{module or 'the model itself'} at {self.lines[module]}"
             for module, count in self.counts.items()
             if count > layers[module]
         ]

@@ -171,7 +171,9 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     spec = replace(spec, quantised=spec.quantised or dequantise(module, later=later))
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module, name)
-    module.eval().requires_grad_(False)
+    # A program of torch.export has no modes.
+    with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
+        module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
     if options.quantize:
         refuse(
@@ -223,7 +225,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     facts = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)} | {
         "call": call,
         "read": read,
-        "entry": spec.entry or entry,
+        "entry": (entry := spec.entry or entry),
+        "vocabulary": spec.vocabulary or getattr(entry, "num_embeddings", None),
         "architecture": spec.architecture or type(module).__name__,
         "preprocess": preprocess,
         "notes": spec.notes
@@ -330,7 +333,7 @@ def _probe(
 
     check = "--input-size and --model-kwargs" if image else "--model-kwargs"
     explained = explain_failure(
-        f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
+        f"{type(module).__name__} cannot be run on a sample ({spec.kind}) of shape "
         f"{spec.input_shape}",
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call`.",

@@ -43,16 +43,21 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
     place, _, name = reference.rpartition(":")
     nameless = not place or not name
     refuse(nameless, f"py:{reference} has no factory name", f"Write {EXAMPLE}.", UsageError)
-    # The user's module may import its neighbours, like `python FILE` and `python -m`: Python puts
-    # the folder of a script first.
+    # The user's module may import its neighbours and parse its arguments, like `python FILE` and
+    # `python -m`: Python puts the folder of a script first, and there are no arguments.
     root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
-    with patch.object(sys, "path", [str(root), *sys.path]):
-        with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
+    argv, path = [place], [str(root), *sys.path]
+    with patch.object(sys, "argv", argv), patch.object(sys, "path", path):
+        advice = f"Write {EXAMPLE}, the second for a file with relative imports."
+        with explain_failure(f"{place} cannot be imported", advice):
             module = _import_module(place)
         functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
         otherwise = None if functions else "The module has no functions."
         advice = suggestion(name, functions, otherwise)
         refuse(not hasattr(module, name), f"{place} has no {name!r}", advice)
+        text = f"py:{reference} is a module, not a function that returns one"
+        advice = f"Write a function, such as `def build(): return {name}`."
+        refuse(isinstance(getattr(module, name), nn.Module), text, advice)
         with explain_failure(
             f"the factory py:{reference} failed",
             "Check the factory: it is called with --model-kwargs as its only arguments.",

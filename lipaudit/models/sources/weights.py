@@ -25,7 +25,8 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
 # First parts of the names of files beside a model: states of a training, copies, LoRA.
 BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|consolidated")
-CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# Usual names of the weights in a checkpoint, the best first.
+CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
 
 HALF = {torch.float16, torch.bfloat16}
 # Stored weights that a scale turns into values.
@@ -53,15 +54,23 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
             content: Any = load_file(path)
     else:
         content = _read_pickle(path)
-    content = content if isinstance(content, Mapping) else {}
-    inside = next((key for key in CONTAINERS if isinstance(content.get(key), Mapping)), None)
-    if inside is not None:
-        content = content[inside]
-        notes = (Note.info("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
-    state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
-    refuse(not state, f"{path} holds no named tensors", "Save only the model's state_dict().")
+    state = _find_tensors(content)
+    parts = content.items() if isinstance(content, Mapping) else ()
+    inside = {key: found for key, part in parts if (found := _find_tensors(part))}
+    usual = [key for key in CONTAINERS if key in inside]
+    if usual or (len(inside) == 1 and not state):
+        key = (usual or [*inside])[0]
+        state = inside[key]
+        notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
+    held = f"several sets of weights: {few([*inside])}" if inside else "no named tensors"
+    refuse(not state, f"{path} holds {held}", "Save only the model's state_dict().")
     state, scaled = _apply_scales(state, path)
     return state, notes + scaled + note_half_precision(v.dtype for v in state.values())
+
+
+def _find_tensors(content: Any) -> State:
+    pairs = content.items() if isinstance(content, Mapping) else ()
+    return {name: value for name, value in pairs if isinstance(value, Tensor)}
 
 
 def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
@@ -146,13 +155,15 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
 
 def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     """Describe how a state dict differs from a module's; empty if it fits."""
-    takes = module.state_dict()
+    takes = module.state_dict(keep_vars=True)
     shapes = [
         f"{k} {tuple(state[k].shape)} for {tuple(takes[k].shape)}"
         for k in takes
         if k in state and takes[k].shape != state[k].shape
     ]
-    missing = [k for k in takes if k not in state]
+    # A file may hold tied weights once.
+    given = {id(takes[k]) for k in takes if k in state}
+    missing = [k for k in takes if k not in state and id(takes[k]) not in given]
     return describe_misfit(missing, [k for k in state if k not in takes], shapes)
 
 
@@ -172,12 +183,13 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     refuse(
         wrong,
         f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
-        "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
+        "Check --arch and --model-kwargs (such as num_classes, img_size), and that the file has "
+        "the weights of this model alone.",
     )
     takes = module.state_dict()
     stored = (k for k, v in state.items() if not v.is_floating_point() and not v.is_complex())
     refuse_codes([k for k in stored if takes[k].is_floating_point()], origin)
-    module.load_state_dict(dict(state))
+    module.load_state_dict(dict(state), strict=False)  # tied weights may be missing
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:

@@ -39,6 +39,15 @@ def many(classes): return Scaled(classes)
 def half(): return Scaled().half()
 def nothing(): return {"weights": 1}
 def empty(): return nn.Flatten()
+def ending(): raise SystemExit(1)
+class Exported(Scaled):
+    def train(self, mode=True): raise NotImplementedError
+def exported(): return Exported()
+built = Scaled()
+def tied():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight, second.bias = first.weight, first.bias
+    return nn.Sequential(nn.Flatten(), first, second)
 def failing(): raise RuntimeError("no such licence")
 def described():
     return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
@@ -183,13 +192,16 @@ def test_complex_constants_keep_their_imaginary_part(dtype):
         ("py:{file}:nothing", SIZE, InputError, "returned dict"),
         ("py:{file}:nan", SIZE, InputError, "not finite: head.bias"),
         ("py:{file}:empty", SIZE, InputError, "has no parameters"),
+        ("py:{file}:ending", SIZE, InputError, "failed (SystemExit: 1)"),
+        ("py:{file}:exported", SIZE, InputError, "cannot be put in eval mode"),
+        ("py:{file}:built", SIZE, InputError, "`def build(): return built`"),
         ("py:{file}:many", SIZE, InputError, "missing 1 required positional argument"),
         ("py:{file}:odd", {}, InputError, "1 labels (a) for 4 outputs"),
         ("py:{file}.none.py:build", {}, InputError, "FileNotFoundError"),
         ("py:no.such.module:build", {}, InputError, "ModuleNotFoundError"),
         ("py:build", {}, UsageError, "has no factory name"),
         ("py:{file}:plain", {}, UsageError, "--input-size"),
-        ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on one sample"),
+        ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on a sample"),
         ("py:{file}:plain", {"input_size": (1, 2, 3, 4)}, UsageError, "is not a shape"),
         ("py:{file}:sequence", {"std": (1.0,)}, UsageError, "takes tokens"),
         ("", {}, InputError, "no model"),
@@ -225,15 +237,29 @@ def test_weights_are_loaded_into_a_factory_s_model(source, tmp_path):
     assert "--arch timm:NAME" in refused(tmp_path / "w.safetensors", UsageError)
     inside = {f"vit.{name}": value for name, value in weights.items()}
     torch.save({"state_dict": inside, "epoch": 3}, tmp_path / "epoch=3.ckpt")
-    for name in ("w.safetensors", "epoch=3.ckpt"):
+    last = {"epoch": 3, "best": 0.9, "optimizer": {"state": {0: {"step": torch.ones(1)}}}}
+    torch.save(last | {"model_state_dict": weights}, tmp_path / "last.pt")
+    torch.save(last | {"net": weights}, tmp_path / "net.pt")
+    for name in ("w.safetensors", "epoch=3.ckpt", "last.pt", "net.pt"):
         net = load_net(str(tmp_path / name), LoadOptions(**arch))
         assert (net.source, net.classes) == ("file", 3)
         assert torch.equal(net.module[1].weight, weights["1.weight"])
+    torch.save({"net": weights, "teacher": weights}, tmp_path / "net.pt")
+    assert "several sets of weights: net, teacher" in refused(tmp_path / "net.pt", **arch)
     save_file(weights | {"2.bias": torch.rand(3)}, tmp_path / "w.safetensors")
     assert "2.bias surplus" in refused(str(tmp_path / "w.safetensors"), **arch)
     assert "a fixed number of classes" in refused(
         str(tmp_path / "epoch=3.ckpt"), UsageError, classes=2, **arch
     )
+
+
+def test_a_file_may_hold_tied_weights_once(source, tmp_path):
+    arch = {"arch": f"py:{source}:tied", "input_size": (1, 1, 2)}
+    save_file({"1.weight": torch.rand(2, 2), "1.bias": torch.rand(2)}, tmp_path / "w.safetensors")
+    net = load_net(str(tmp_path / "w.safetensors"), LoadOptions(**arch))
+    assert torch.equal(net.module[2].weight, load_file(tmp_path / "w.safetensors")["1.weight"])
+    save_file({f"{i}.weight": torch.rand(2, 2) for i in (1, 2)}, tmp_path / "w.safetensors")
+    assert "1.bias, 2.bias missing" in refused(tmp_path / "w.safetensors", **arch)
 
 
 def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):

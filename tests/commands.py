@@ -60,6 +60,11 @@ def read_figures(report: Report | str | Path) -> dict[str, Any]:
     return document
 
 
+def read_sections(report: Report | str | Path) -> list[dict[str, Any]]:
+    """Return the sections of a report, but for times."""
+    return read_figures(report)["sections"]
+
+
 def read_without_maps(report: Report | str | Path) -> dict[str, Any]:
     """Return the figures without the attention map, which several processes do not draw."""
     document = read_figures(report)

@@ -55,3 +55,27 @@ class Calls(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return what the function makes of the parts and the inputs."""
         return self.function(*self.parts, *inputs)
+
+
+class Classifier(nn.Module):
+    """Two heads over tokens, with dropout and running statistics."""
+
+    def __init__(self, tokens: int = 4, width: int = 12, classes: int = 3) -> None:
+        super().__init__()
+        self.embed, self.shape = nn.Linear(width, 8), (tokens, width)
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.1)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x.reshape(len(x), *self.shape))
+        tokens = self.norm(tokens.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.drop(self.attention(tokens, tokens, tokens)[0]).mean(1))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return the module that a function makes, with the same weights each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()

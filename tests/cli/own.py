@@ -1,5 +1,8 @@
 """Models of one's own: `py:tests.cli.own:FACTORY` on the command line."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -132,3 +135,18 @@ def traced():
 
 def full():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+MADE = []
+"""Every module that `tracked` has made, and how many of the earlier ones were alive then."""
+
+
+def tracked():
+    gc.collect()
+    alive = sum(made() is not None for made, _ in MADE)
+    model = module()
+    MADE.append((weakref.ref(model), alive))
+    return ModelSpec(model, (1, 8, 8))
+
+
+one = two = three = tracked

@@ -3,7 +3,6 @@
 import csv
 import gc
 import json
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,11 @@ import torch
 from PIL import Image
 
 import lipaudit
-from lipaudit import api
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.measures import load_measures
 from lipaudit.report import render
 from lipaudit.schema import load
+from tests.cli import own
 from tests.commands import break_measure, invoke, refuse
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
@@ -178,20 +177,14 @@ def test_three_models_are_ranked_on_one_screen():
 
 @pytest.mark.parametrize("broken", [(), ("bounds",)])
 def test_one_model_is_in_memory_at_a_time(monkeypatch, broken):
-    loads, alive, load_net = [], [], api.load_net
-
-    def counted(*args, **options):
-        gc.collect()
-        alive.append(sum(net() is not None for net in loads))
-        net = load_net(*args, **options)
-        loads.append(weakref.ref(net.module))
-        return net
-
-    monkeypatch.setattr(api, "load_net", counted)
+    own.MADE.clear()
     for name in broken:
         break_measure(monkeypatch, name, EvaluationError("out of luck"))
-    audit("-n", "1", "--only", ",".join(("jacobian", *broken)), code=3 if broken else 0)
-    assert alive == [0] * 6
+    models = [f"py:tests.cli.own:{name}" for name in ("one", "two", "three")]
+    only = ",".join(("jacobian", *broken))
+    how = ("-n", "1", "--data", "demo", "--only", only)
+    audit(*how, models=models, code=3 if broken else 0)
+    assert [alive for _, alive in own.MADE] == [0] * 6
 
 
 def test_where_one_model_fails_the_others_go_on(monkeypatch):

@@ -7,7 +7,6 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from lipaudit.cli import progress
 from lipaudit.cli.app import Terminal, app
 from lipaudit.cli.output import Unheeded
 from lipaudit.cli.progress import OnStderr
@@ -97,7 +96,7 @@ def test_of_remarks_that_differ_by_a_measure_or_a_number_one_is_said(capsys):
 
 def test_off_a_terminal_a_line_says_now_and_then_how_long_is_left(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     with OnStderr(Terminal()) as observer:
         observer.begins("attack", 128)
         now[0] = 40.0

@@ -16,6 +16,7 @@ from lipaudit.models.net import ModelSpec
 from lipaudit.schema import load
 from tests.commands import invoke, replace_parts
 from tests.models.conftest import Handwritten
+from tests.nets import seeded
 
 FACTORY = """
 from tests.engine.test_failing import spec
@@ -44,9 +45,7 @@ class Failing(Handwritten):
 
 
 def spec(how: str) -> ModelSpec:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return ModelSpec(Failing(how), (5, 12), kind="tokens")
+    return ModelSpec(seeded(lambda: Failing(how)), (5, 12), kind="tokens")
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +127,7 @@ class Faulty(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def sound():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return ModelSpec(Handwritten(), (5, 12), kind="tokens")
+    return ModelSpec(seeded(Handwritten), (5, 12), kind="tokens")
 
 
 def measured(spec: ModelSpec, name: str) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lipaudit.engine import launcher
 from lipaudit.engine.files import Journal
@@ -32,6 +31,7 @@ from lipaudit.measures import load_measures
 from lipaudit.schema import load
 from tests import processes
 from tests.commands import invoke, read_figures, read_without_maps
+from tests.simulated.conftest import MODELS as SPECS
 from tests.simulated.conftest import SMALL
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
@@ -218,13 +218,8 @@ def demo(tmp_path_factory) -> Model:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Model:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
     folder = tmp_path_factory.mktemp("llama")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = LlamaConfig(**SMALL, num_key_value_heads=2)
-        LlamaForSequenceClassification(config).save_pretrained(folder / "model")
+    SPECS["llama"]().module.save_pretrained(folder / "model")
     ids = np.random.default_rng(0).integers(3, SMALL["vocab_size"], size=(130, 8))
     np.savez(folder / "ids.npz", x=ids, y=np.arange(130) % 3)
     args = (str(folder / "model"), "--data", str(folder / "ids.npz"))

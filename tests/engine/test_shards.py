@@ -17,7 +17,6 @@ from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
@@ -87,20 +86,21 @@ def test_a_shard_measures_whole_batches_of_its_own():
     assert parts[0] == {name for i, name in enumerate(everything) if i // 2 % 2 == 0}
 
 
-def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
+SURVEYED = {"attention": AttentionOptions(), "jacobian": JacobianOptions(per_layer=True)}
+
+
+def test_a_model_is_surveyed_at_the_first_batch_of_the_run():
     """What layers are is found out once: a shard must not find it out at other samples."""
-    net = load_net("demo")
-    first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
-    places = []
-    note = lambda net, batch: places.append(batch.ids) or find_layers(net, batch)  # noqa: E731
-    for module in ("measures.layers", "models.attention.survey"):
-        monkeypatch.setattr(f"lipaudit.{module}.find_layers", note)
-    whole = Share(first, [second])
-    both = {"attention": AttentionOptions(), "jacobian": JacobianOptions(per_layer=True)}
-    for name, options in both.items():
-        (part,) = load_measures()[name].compute(net, whole, options)
+    for name, options in SURVEYED.items():
+        net, seen = load_net("demo"), []
+        first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
+        net.module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        (part,) = load_measures()[name].compute(net, Share(first, [second]), options)
         assert part.ids == second.ids
-    assert places == [first.ids, first.ids]
+        # A survey is at points near the samples: none of its passes sees the second batch.
+        near = [[(x[0] - (2 * b.x[0] - 1)).abs().max() for b in (first, second)] for x in seen]
+        assert [one < other for one, other in near[:3]] == [True] * 3
+        assert near[-1][1] < near[-1][0]
 
 
 def test_an_empty_shard_says_so_everywhere():

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import EvaluationError
 from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.theory import Policy, ascent
+from lipaudit.theory import Policy
 from lipaudit.theory.bounds.record import load_bounds
 from tests.measures.cases import dense, dense_norm
 from tests.nets import draw, own_batch, own_net
@@ -127,12 +126,6 @@ def test_every_head_and_radius_has_a_row_between_both_ends(demo):
     for name, values in alone.values.items():
         np.testing.assert_array_equal(values, part.values[name])
     assert len(sections) == 2
-
-
-def test_a_constant_below_what_was_found_stops_the_run(demo, monkeypatch):
-    monkeypatch.setattr(ascent, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
-    with pytest.raises(EvaluationError, match=r"ball_sharp at r = 1/100 of head 0\.0"):
-        measured(*demo, radius="1/100", layers="0")
 
 
 def test_heads_that_are_not_affine_have_no_constant_and_a_reason():

@@ -11,16 +11,16 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures import growth
 from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
-from lipaudit.models.attention import survey
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings.option import read_lengths
 from lipaudit.theory.ascent import steepest_tokens
 from tests.measures.cases import dense_norm, run_measure
-from tests.nets import own_batch, own_net
+from tests.nets import own_batch, own_net, seeded
 
 WIDTH, WORDS = 12, 40
 
@@ -54,9 +54,7 @@ class Reader(nn.Module):
 
 
 def reader(*, dtype="float64", **how):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = Reader(**how)
+    module = seeded(lambda: Reader(**how))
     return own_net(module, (64,), dtype, kind="text", classifier=False, vocabulary=WORDS)
 
 
@@ -100,14 +98,12 @@ def test_layers_heads_and_the_model_have_the_norms_of_dense_jacobians(causal):
         assert row.fitted == pytest.approx(math.exp(constant) * 12**slope, rel=1e-5)
 
 
-def test_a_model_is_surveyed_once(monkeypatch):
+def test_a_model_is_surveyed_once():
     """For the worst case and for all batches and lengths: of a layer with a closed form."""
-    surveys, real = [], survey.survey
-    monkeypatch.setattr(survey, "survey", lambda *at: surveys.append(at) or real(*at))
     net, batch = reader(), words(5, 20)
     section, *_ = measured(net, batch, modes=("real", "adversarial"), lengths=(3, 6, 12, 18))
     assert {row.mode for row in section.rows} == {"real", "adversarial"}
-    assert len(surveys) == 1
+    assert len(net.surveys) == 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -171,18 +167,18 @@ def test_an_ascent_repeats_within_its_interval():
     assert "no exponent for the ascent of head 0.0 at R = " in notes["searches-apart"]
 
 
-def test_the_interval_of_an_ascent_is_that_of_its_searches(monkeypatch):
-    def end_apart(*given, **how):
-        for end in steepest_tokens(*given, **how):
-            shares = torch.linspace(0.9, 1.0, len(end.norm), dtype=end.norm.dtype)
-            yield replace(end, norm=end.norm.max() * shares)
-
-    monkeypatch.setattr("lipaudit.measures.growth.steepest_tokens", end_apart)
-    how = {"modes": ("ascent",), "lengths": (2, 3), "heads": ("0.0",)}
-    (section,) = measured(reader(), words(1), **how)  # and no exponent
-    for row in section.rows:
-        assert row.norm_low == pytest.approx(0.9 * row.norm, rel=2e-3)
-        assert row.norm_high == pytest.approx(row.norm / 0.9, rel=2e-3)
+def test_the_interval_of_an_ascent_is_that_of_its_searches():
+    """At so large a radius they end apart."""
+    net, batch, radius, lengths = reader(), words(1), 32.0, (2, 3)
+    how = {"modes": ("ascent",), "lengths": lengths, "heads": ("0.0",), "radius": radius}
+    section, *_ = measured(net, batch, **how)
+    (heads,) = capture(net, find_layers(net, batch), batch, lambda layer: layer.heads())
+    end = next(steepest_tokens(heads.pick(slice(1)), radius, lengths, seed=0, causal=False))
+    worst, best = float(end.norm.min()), float(end.norm.max())
+    assert worst < 0.8 * best
+    row = next(row for row in section.rows if row.radius == radius)
+    found = row.norm, row.norm_low, row.norm_high
+    assert found == pytest.approx((best, worst, best**2 / worst), rel=2e-3)
 
 
 def test_samples_that_are_too_short_are_left_out():
@@ -225,13 +221,12 @@ def test_a_model_that_can_interpolate_is_refused_with_the_option_that_makes_it()
     assert "--model-kwargs dynamic_img_size=true" in refusal.value.advice
 
 
-def test_models_of_one_size_are_refused_before_the_worst_case(monkeypatch):
-    monkeypatch.setattr(growth, "worst_case", lambda *at: pytest.fail("it was begun"))
+def test_models_of_one_size_are_refused_before_the_worst_case():
     net = of_timm("cait_xxs24_224")
     with pytest.raises(InputError, match="does not take 8 tokens") as refusal:
         list(measure(net, [PIXELS], ScalingOptions(lengths=(8, 16))))
+    assert net.surveys == []  # which the worst case begins with
     modes = refusal.value.advice.partition("--mode ")[2].rstrip(".").split(",")
-    monkeypatch.undo()
     section, *_ = measured(net, PIXELS, modes=tuple(modes), lengths=(3, 4))
     assert section.measure == "scaling"
 

@@ -178,11 +178,6 @@ def test_figures_are_the_same_in_every_run_and_the_gate_needs_no_statistics(tmp_
     assert "not proven" not in done.stdout
 
 
-def test_the_measure_is_an_api_too():
-    section = lipaudit.measure("demo", "weights").section("weights")
-    assert len(section.rows) == 12
-
-
 @pytest.mark.parametrize("at_samples", [False, True])
 def test_only_norms_at_samples_depend_on_the_samples(at_samples):
     report = lipaudit.measure("demo", "weights", data="random", at_samples=at_samples)

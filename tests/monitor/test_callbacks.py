@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 import lipaudit
 from lipaudit import schema
-from tests.monitor.conftest import Classifier, median, reports
+from tests.monitor.conftest import median, reports
+from tests.nets import Classifier
 from tests.tutorials import TRAINER, examples, run_example
 
 pytestmark = pytest.mark.usefixtures("blank_charts")

@@ -52,7 +52,7 @@ def test_compiled_and_distributed_models_are_measured_themselves(module, watch):
         assert monitor.report.section("jacobian") == ours.report.section("jacobian")
     assert net.module.training
     assert ours.report.run.model == theirs.report.run.model
-    assert ours.report.run.model.spec == "Classifier, step 0"
+    assert ours.report.run.model.spec == "Restless, step 0"
 
 
 def test_the_figures_are_those_of_an_audit_of_the_same_weights(module, data, tmp_path):
@@ -77,7 +77,7 @@ def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(watc
     assert sorted(reports(tmp_path)) == [0, 3, 6, 7]
     assert 0 < monitor.seconds < time.monotonic() - start
     page = (tmp_path / "report.html").read_text()
-    places = [page.index(f"Classifier, step {step}") for step in (0, 3, 6, 7)]
+    places = [page.index(f"Restless, step {step}") for step in (0, 3, 6, 7)]
     assert places == sorted(places)
 
     def fail():
@@ -174,8 +174,8 @@ def test_a_training_that_goes_on_replaces_the_reports_of_its_steps(module, watch
     same = {step for step in after if median(after[step]) == median(before[step])}
     assert same == {0, 30}
     page = (tmp_path / "report.html").read_text()
-    assert "Classifier, step 20" in page
-    assert "Classifier, step 30" not in page
+    assert "Restless, step 20" in page
+    assert "Restless, step 30" not in page
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,6 @@ def test_every_section_is_in_the_contents_and_links_to_itself(parsed):
     assert own == contents == [f"#{name}" for name in sections]
 
 
-def test_equal_reports_give_equal_bytes(report):
-    alone = keep(report, report.section("jacobian"))
-    assert render(alone, "html") == render(alone, "html")
-
-
 def scaled(row, layer: int, head: int):
     """Return a row as that of another head, with figures of its own."""
     factor = 1 + 0.003 * head + 0.04 * layer

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.huggingface import describe_transformers
-from tests.nets import TEXT
+from tests.nets import TEXT, seeded
 from tests.simulated import device
 
 SMALL = TEXT | {"pad_token_id": 0, "num_labels": 3}
@@ -25,26 +26,17 @@ def simulated() -> str:
     return device.NAME
 
 
-def _bert() -> ModelSpec:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return _seeded(lambda: BertForSequenceClassification(BertConfig(**SMALL)))
-
-
-def _llama() -> ModelSpec:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(**SMALL, num_key_value_heads=2)
-    return _seeded(lambda: LlamaForSequenceClassification(config))
+def _make(kind: str, **more: Any) -> ModelSpec:
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
+    make = getattr(transformers, f"{kind}ForSequenceClassification")
+    return describe_transformers(seeded(lambda: make(config)), LoadOptions())
 
 
-def _seeded(make: Callable[[], torch.nn.Module]) -> ModelSpec:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return describe_transformers(make(), LoadOptions())
-
-
-MODELS: dict[str, Callable[[], Any]] = {"demo": lambda: "demo", "bert": _bert, "llama": _llama}
+MODELS: dict[str, Callable[[], Any]] = {
+    "demo": lambda: "demo",
+    "bert": lambda: _make("Bert"),
+    "llama": lambda: _make("Llama", num_key_value_heads=2),
+}
 
 
 def samples(model: str, count: int = 4) -> dict[str, Any]:

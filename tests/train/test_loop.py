@@ -15,36 +15,17 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches
-from tests.nets import own_net
+from tests.nets import Classifier, own_net, seeded
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
 
-class WithDropout(nn.Module):
-    """One attention layer between dropouts, for 8x8 images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = nn.Linear(8, 16)
-        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.drop = nn.Dropout(0.2)
-        self.norm = nn.BatchNorm1d(16)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x):
-        rows = self.drop(self.read(x[:, 0]))
-        rows = rows + self.attention(rows, rows, rows, need_weights=False)[0]
-        return self.head(self.norm(rows.mean(1)))
-
-
 def seeded_net(make):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return own_net(make(), (1, 8, 8), kind="image")
+    return own_net(seeded(make), (1, 8, 8), kind="image")
 
 
 def net_with_dropout():
-    return seeded_net(WithDropout)
+    return seeded_net(lambda: Classifier(8, 8, 10))
 
 
 @pytest.fixture(scope="module")

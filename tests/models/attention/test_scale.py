@@ -17,17 +17,16 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.theory.bounds.record import load_bounds
-from tests.nets import TEXT, hf_net, own_batch
+from tests.nets import TEXT, hf_net, own_batch, seeded
 
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
 
 
 def network(inputs, outputs, dtype):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = nn.Linear(inputs, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, outputs)
-        layers[-1].bias.data.zero_()
-    return nn.Sequential(*layers).to(dtype)
+    sizes = (inputs, 24), (24, 24), (24, outputs)
+    first, second, last = seeded(lambda: nn.Sequential(*(nn.Linear(*size) for size in sizes)))
+    last.bias.data.zero_()
+    return nn.Sequential(first, nn.Tanh(), second, last).to(dtype)
 
 
 def norms_of(model, x, norm="2"):

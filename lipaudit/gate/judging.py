@@ -22,8 +22,8 @@ from lipaudit.gate.pairing import Key, RuleValues
 from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
 from lipaudit.measures import USUAL
-from lipaudit.tables import Report, Section
-from lipaudit.tables.columns import Reduction, reduce_values
+from lipaudit.tables import Reduction, Report, Section
+from lipaudit.tables.columns import reduce_values
 from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import FLAGS
 

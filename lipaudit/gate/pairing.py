@@ -16,8 +16,8 @@ import numpy as np
 from lipaudit.errors import BaselineError, EvaluationError, UsageError, refuse, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
-from lipaudit.tables import Report, Row, Section, trials
-from lipaudit.tables.columns import Reduction, naming, reduce_values
+from lipaudit.tables import Reduction, Report, Row, Section, trials
+from lipaudit.tables.columns import naming, reduce_values
 from lipaudit.tables.trials import WORST, TrialKey
 
 Record = TypeVar("Record", Report, Section)

@@ -26,9 +26,9 @@ from lipaudit.measures.scaling import SCALING
 from lipaudit.measures.smoothing import SMOOTHING
 from lipaudit.measures.weights import WEIGHTS
 from lipaudit.settings.option import Names, Need, Settings, option
-from lipaudit.tables import Column
+from lipaudit.tables import Column, Layout
 from lipaudit.tables.plugins import entries
-from lipaudit.tables.report import Drawing, Layout
+from lipaudit.tables.report import Drawing
 from lipaudit.theory import NODES
 
 GROUP = "lipaudit.measures"

@@ -15,9 +15,8 @@ from lipaudit.errors import UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Need, Radii, distinct, option
-from lipaudit.tables import Column, Note, Section
-from lipaudit.tables.columns import ACCURACY, OUTCOMES, accuracy_column, key_column, text_column
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Section
+from lipaudit.tables.columns import ACCURACY, OUTCOMES
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
@@ -276,16 +275,19 @@ ATTACK_TABLE = Layout(
         ),
     },
     fixed={
-        "attack": key_column("attack", "Name of the attack; worst = all attacks together."),
-        "norm": key_column(
+        "attack": Column.text(
+            "attack", "Name of the attack; worst = all attacks together.", needed=True
+        ),
+        "norm": Column.text(
             "norm",
             "Norm of the perturbation, or the unit that is changed (words, characters, patch).",
+            needed=True,
         ),
         "eps": eps_column(
             "Radius, for pixels in [0, 1] or token embeddings; or the number of changes."
         ),
         **ACCURACY,
-        "robust_class": accuracy_column(
+        "robust_class": Column.share(
             "worst class",
             f"Lowest accuracy under attack of a class with at least {FEWEST_OF_CLASS} samples.",
             domain="ball",
@@ -293,7 +295,7 @@ ATTACK_TABLE = Layout(
             reading="It is low by chance if the class has few samples. Of classes with equal "
             "accuracy, the one with the most samples is named.",
         ),
-        "class": text_column("which", "The worst class, and how many samples n it has."),
+        "class": Column.text("which", "The worst class, and how many samples n it has."),
         "ece_clean": ece_column("clean ECE", "Expected calibration error without attack."),
         "ece": ece_column(
             "ECE",

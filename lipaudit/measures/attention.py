@@ -15,9 +15,9 @@ from lipaudit.errors import UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
-from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import HEAD, Column, Reduction, count_column, number_column
-from lipaudit.tables.report import Attended, Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
+from lipaudit.tables.columns import HEAD
+from lipaudit.tables.report import Attended
 from lipaudit.tables.summary import steepest
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ ATTENTION_TABLE = Layout(
     ),
     fixed={
         **HEAD,
-        "tokens": count_column("tokens", "Keys of the longest sample."),
+        "tokens": Column.count("tokens", "Keys of the longest sample."),
         "top1": Column("p(1)", f"Largest entry of a row; {OVER_ROWS}."),
         "top2": Column("p(2)", f"Second largest entry of a row; {OVER_ROWS}."),
         "g1": Column(
@@ -128,8 +128,10 @@ ATTENTION_TABLE = Layout(
             reading="Share of all attention that goes to one key. Sinks are normal in "
             "language models; a change of the sink token reaches every other token.",
         ),
-        "sink_token": number_column(
-            "sink at", "Position of the most attended key (in its window), in most samples."
+        "sink_token": Column(
+            "sink at",
+            "Position of the most attended key (in its window), in most samples.",
+            format="d",
         ),
         "uniform": _share(
             "uniform", "Share of the rows of all samples that are close to uniform."
@@ -147,7 +149,7 @@ ATTENTION_TABLE = Layout(
         "categorical": _share(
             "categorical", "Share of the rows of all samples that are close to one-hot."
         ),
-        "short_rows": count_column(
+        "short_rows": Column.count(
             "short rows", "Rows with fewer than 3 keys; the shares leave them out."
         ),
         "p_norm": Column(

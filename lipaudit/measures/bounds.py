@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
-from lipaudit.tables import Column, Note, Row, Section
-from lipaudit.tables.columns import (
-    HEAD,
-    HEAD_NORMS,
-    NEAR,
-    NORM_OF,
-    WITHIN_COLUMN,
-    Reduction,
-    describe_norm,
-)
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
+from lipaudit.tables.columns import HEAD, HEAD_NORMS, NEAR, NORM_OF, WITHIN_COLUMN
 from lipaudit.theory import LAYER_WITHIN, POLICY
 from lipaudit.theory import WITHIN as PROVEN_WITHIN
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
@@ -123,13 +114,13 @@ LAYERS_TABLE = Layout(
     fixed={
         "layer": HEAD["layer"],
         "module": HEAD["module"],
-        "exact": describe_norm(
+        "exact": Column.norm(
             "exact",
             "Norm with the heads concatenated, before W_O (--concat).",
             "exact",
             reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
         ),
-        "exact_out": describe_norm("with W_O", "Norm after the output projection.", "exact_out"),
+        "exact_out": Column.norm("with W_O", "Norm after the output projection.", "exact_out"),
         "within": WITHIN_COLUMN,
         "sharp_sum": _limit("||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds."),
         "sharp_rss": _limit(
@@ -160,7 +151,7 @@ BALLS_TABLE = Layout(
             "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
         ),
         "exact": Column("exact", "||J|| at X.", reading=NEAR),
-        "ball_norm": describe_norm(
+        "ball_norm": Column.norm(
             "norm found",
             "Largest ||J|| that gradient ascent finds in the ball.",
             "ball_norm",

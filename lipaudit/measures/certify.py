@@ -19,18 +19,8 @@ from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, Part, Values
 from lipaudit.measures.claims import CertifyOptions
-from lipaudit.tables import Column, Note, Row, Section
-from lipaudit.tables.columns import (
-    ACCURACY,
-    CERTIFIED,
-    CERTIFIED_SHARE,
-    OUTCOMES,
-    count_column,
-    limit_columns,
-    number_column,
-    text_column,
-)
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Row, Section
+from lipaudit.tables.columns import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, limit_columns
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -90,22 +80,22 @@ CERTIFY_TABLE = Layout(
         ),
     },
     fixed={
-        "norm": text_column("norm", "Norm of the ball.", needed=True),
+        "norm": Column.text("norm", "Norm of the ball.", needed=True),
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **ACCURACY,
         "certified": CERTIFIED_SHARE,
         **limit_columns("certified"),
-        "undecided": count_column("undecided", "Samples neither broken nor certified."),
+        "undecided": Column.count("undecided", "Samples neither broken nor certified."),
         "places": _proven_column(
             "places",
             "Share of the places of a patch that are proven, of samples that are not broken.",
             format=".1%",
         ),
-        "order": count_column(
+        "order": Column.count(
             "order", "Proof method: 1 is affine, 2 quadratic (tighter and slower).", default=1
         ),
-        "nodes": number_column(
-            "nodes", "Number of parts of balls that branch and bound examined."
+        "nodes": Column(
+            "nodes", "Number of parts of balls that branch and bound examined.", format="d"
         ),
         "seconds": SECONDS,
     },
@@ -120,8 +110,8 @@ RADII_TABLE = Layout(
         "radius: an attack found a misclassified input at this distance."
     ),
     fixed={
-        "norm": text_column("norm", "Norm of the ball.", needed=True),
-        "samples": count_column("samples", "Number of correctly classified samples."),
+        "norm": Column.text("norm", "Norm of the ball.", needed=True),
+        "samples": Column.count("samples", "Number of correctly classified samples."),
         "radius": _proven_column("certified", "Median certified radius."),
         "radius_adversarial": _found_column(
             "adversarial", "Median distance to the nearest adversarial example found."

@@ -16,16 +16,8 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import option, read_list
-from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import (
-    OUTCOMES,
-    Reduction,
-    accuracy_column,
-    count_column,
-    limit_columns,
-    text_column,
-)
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
+from lipaudit.tables.columns import OUTCOMES, limit_columns
 from lipaudit.tables.trials import COUNTED, Norm
 
 if TYPE_CHECKING:
@@ -113,7 +105,7 @@ class CorruptOptions(MeasureOptions):
         return [(name, level) for name in self.corruption or () for level in self.severity]
 
 
-rate_column = partial(accuracy_column, status="estimate")
+rate_column = partial(Column.share, status="estimate")
 # Without a better direction: a comparison lists the means over severities alone.
 severity_column = partial(
     rate_column, meaning="At this severity; of texts: number of errors.", format=".0%", better=None
@@ -130,7 +122,7 @@ CORRUPT_TABLE = Layout(
     ),
     sample_columns={"correct": OUTCOMES["correct"]},
     fixed={
-        "corruption": text_column("corruption", "mean: mean over those that follow.", needed=True),
+        "corruption": Column.text("corruption", "mean: mean over those that follow.", needed=True),
         "accuracy": rate_column(
             "accuracy",
             "Share of the corrupted copies that are classified correctly.",
@@ -147,7 +139,7 @@ CORRUPT_TABLE = Layout(
             reduction=Reduction("mean", "worst"),
         ),
         **{name: severity_column(name[-1], reduction=Reduction("mean", name)) for name in LEVELS},
-        "samples": count_column("samples", "Number of samples."),
+        "samples": Column.count("samples", "Number of samples."),
     },
 )
 

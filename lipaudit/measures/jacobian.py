@@ -11,19 +11,8 @@ from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Need, needs, option
-from lipaudit.tables import Column, Note, Section
-from lipaudit.tables.columns import (
-    CONVERGED,
-    NORM,
-    STOPPED,
-    UPPER,
-    WITHIN_COLUMN,
-    count_column,
-    describe_norm,
-    number_column,
-    text_column,
-)
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Section
+from lipaudit.tables.columns import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
 from lipaudit.tables.trials import ENDS, STARTS, Target, find_layer, parse_start
 
 if TYPE_CHECKING:
@@ -140,7 +129,9 @@ JACOBIAN_TABLE = Layout(
             reading="Distance to the nearest class if the model were linear. An attack may "
             "succeed within it, or fail beyond it.",
         ),
-        "rivals": number_column("rivals", "Number of other classes j considered for the radius."),
+        "rivals": Column(
+            "rivals", "Number of other classes j considered for the radius.", format="d"
+        ),
         "complete": Column(
             "complete",
             "Whether no other class can be nearer.",
@@ -152,22 +143,22 @@ JACOBIAN_TABLE = Layout(
         "correct": Column("correct", "Whether the prediction is right.", format=""),
     },
     fixed={
-        "from": text_column("from", "Input of the Jacobian."),
-        "to": text_column("to", "Output of the Jacobian."),
-        "module": text_column(
+        "from": Column.text("from", "Input of the Jacobian."),
+        "to": Column.text("to", "Output of the Jacobian."),
+        "module": Column.text(
             "module", "Block that is differentiated, or whose output is the input; empty: neither."
         ),
-        "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
-        "samples": count_column("samples", "Number of samples."),
-        "mean": describe_norm("mean", "Mean norm.", "norm", "mean"),
-        "median": describe_norm("median", "Median norm.", "norm", "median"),
-        "p95": describe_norm("p95", "95th percentile.", "norm", "p95"),
-        "max": describe_norm("max", "Largest norm.", "norm", "max"),
-        "method": text_column("method", "Method of the norm: dense VJPs or Lanczos."),
+        "norm": Column.text("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
+        "samples": Column.count("samples", "Number of samples."),
+        "mean": Column.norm("mean", "Mean norm.", "norm", "mean"),
+        "median": Column.norm("median", "Median norm.", "norm", "median"),
+        "p95": Column.norm("p95", "95th percentile.", "norm", "p95"),
+        "max": Column.norm("max", "Largest norm.", "norm", "max"),
+        "method": Column.text("method", "Method of the norm: dense VJPs or Lanczos."),
         "tol": Column("tol", "Requested relative accuracy (estimated).", domain=""),
         "within": WITHIN_COLUMN,
         "products": Column("products", "Mean number of Jacobian products per sample.", domain=""),
-        "converged": count_column("converged", f"{STOPPED}: samples.", reading=CONVERGED),
+        "converged": Column.count("converged", f"{STOPPED}: samples.", reading=CONVERGED),
     },
 )
 

@@ -27,9 +27,8 @@ from lipaudit.settings.option import (
     read_list,
     repeat_option,
 )
-from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import NORM, Column, count_column, text_column
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Row, Section
+from lipaudit.tables.columns import NORM
 from lipaudit.theory.bounds.record import Bound, load_bounds
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ PART = {
 
 # The tokens at which a norm was computed.
 MODE = {
-    "mode": text_column("mode", "real, adversarial, radius or ascent."),
+    "mode": Column.text("mode", "real, adversarial, radius or ascent."),
     "masked": Column("masked", "For worst cases: whether later keys are masked.", format=""),
 }
 
@@ -130,9 +129,9 @@ SCALING_TABLE = Layout(
     ),
     fixed={
         **PART,
-        "module": text_column("module", "Module."),
+        "module": Column.text("module", "Module."),
         **MODE,
-        "n": count_column("n", "Tokens.", least=1.0, needed=True),
+        "n": Column.count("n", "Tokens.", least=1.0, needed=True),
         "radius": Column("R", "max_i ||x_i||, mean over the windows."),
         "n_max": Column(
             "n_max",

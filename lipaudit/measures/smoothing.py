@@ -24,18 +24,8 @@ from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import Balls, TwoCounts, option
-from lipaudit.tables import Column, Note, Row, Section
-from lipaudit.tables.columns import (
-    ACCURACY,
-    CERTIFIED_SHARE,
-    OUTCOMES,
-    Reduction,
-    accuracy_column,
-    count_column,
-    limit_columns,
-    text_column,
-)
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
+from lipaudit.tables.columns import ACCURACY, CERTIFIED_SHARE, OUTCOMES, limit_columns
 from lipaudit.tables.trials import Norm, parse_radius
 
 if TYPE_CHECKING:
@@ -111,7 +101,7 @@ class SmoothingOptions(MeasureOptions):
 WHERE = "the smoothed classifier in the ball, with probability 1 - alpha"
 READING = "Each certificate holds with probability 1 - alpha, not all at once; the model has none."
 CERTIFIED = replace(CERTIFIED_SHARE, domain=WHERE, reading=READING)
-_share_column = partial(accuracy_column, status="empirical")
+_share_column = partial(Column.share, status="empirical")
 
 SMOOTHING_TABLE = Layout(
     name="smoothing",
@@ -127,7 +117,7 @@ SMOOTHING_TABLE = Layout(
     sample_columns={
         # The predicted class is empty where the smoothed classifier abstains.
         **{name: OUTCOMES[name] for name in ("label", "predicted", "correct")},
-        "votes": count_column("votes", "Noisy copies, of N, with the class that N0 others chose."),
+        "votes": Column.count("votes", "Noisy copies, of N, with the class that N0 others chose."),
         "share": Column("share", "Clopper-Pearson limit of their share.", status="estimate"),
         "radius": Column(
             "smoothed radius",
@@ -139,7 +129,7 @@ SMOOTHING_TABLE = Layout(
         "certified": replace(CERTIFIED, format="d"),
     },
     fixed={
-        "norm": text_column("norm", "Norm of the ball: l2.", needed=True),
+        "norm": Column.text("norm", "Norm of the ball: l2.", needed=True),
         "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **{name: ACCURACY[name] for name in ("eps_text", "samples")},
         "clean": _share_column("clean", "Accuracy of the model without noise or denoiser."),
@@ -151,7 +141,7 @@ SMOOTHING_TABLE = Layout(
         ),
         "certified": CERTIFIED,
         **limit_columns("certified"),
-        "abstained": count_column("abstained", "Samples without a proven majority of the votes."),
+        "abstained": Column.count("abstained", "Samples without a proven majority of the votes."),
         "seconds": seconds_column("Wall time."),
     },
 )

@@ -11,9 +11,8 @@ from lipaudit.errors import StructureError, of_machine, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
-from lipaudit.tables import Note, Section
-from lipaudit.tables.columns import HEAD, Column, count_column, key_column, text_column
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables import Column, Display, Layout, Note, Section
+from lipaudit.tables.columns import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,7 +85,7 @@ HEADS = Layout(
         "qk_rank": _rank_column("rank QK", "Stable rank of W_QK."),
         "ov": _norm_column("||W_OV||", "Spectral norm of W_V W_O."),
         "ov_rank": _rank_column("rank OV", "Stable rank of W_OV."),
-        "why": text_column("why not", "Why the weights cannot be attributed to the head."),
+        "why": Column.text("why not", "Why the weights cannot be attributed to the head."),
     },
 )
 
@@ -95,7 +94,7 @@ BLOCKS = Layout(
     title="What do the norms of the weights multiply to?",
     display=Display(about="This product of norms is no bound of the model: see the notes."),
     fixed={
-        "module": text_column("block", "Block, or all blocks together.", needed=True),
+        "module": Column.text("block", "Block, or all blocks together.", needed=True),
         "ov_sum": _norm_column("sum ||W_OV||", "Sum of ||W_OV|| over the heads of the block."),
         "mlp": _norm_column("MLP", "Product of the norms of the block's other linear layers."),
         "log10_product": _norm_column(
@@ -110,7 +109,7 @@ MAPS = Layout(
     title="How large are the other linear maps?",
     display=Display(about="Linear layers that no head accounts for, mostly MLPs.", by="norm"),
     fixed={
-        "module": text_column("module", "Linear layer.", needed=True),
+        "module": Column.text("module", "Linear layer.", needed=True),
         "norm": _norm_column("||W||", "Spectral norm."),
         "rank": _rank_column("rank", "Stable rank."),
         "condition": _column("condition", "Largest over smallest singular value, if not 0."),
@@ -122,10 +121,12 @@ GAINS = Layout(
     title="Which channels do normalisations amplify?",
     display=Display(about=f"Outliers: gains {OUTLIER:g} standard deviations off.", by="gain"),
     fixed={
-        "module": key_column("module", "LayerNorm or RMSNorm; without a gain if it is a variant."),
+        "module": Column.text(
+            "module", "LayerNorm or RMSNorm; without a gain if it is a variant.", needed=True
+        ),
         "gain": _norm_column("gain", "Largest absolute gain of a channel."),
-        "outliers": count_column("outliers", "Number of outlier channels [Kovaleva et al. 2021]."),
-        "channels": text_column("channels", "The farthest outliers, with their gains."),
+        "outliers": Column.count("outliers", "Number of outlier channels [Kovaleva et al. 2021]."),
+        "channels": Column.text("channels", "The farthest outliers, with their gains."),
     },
 )
 TABLES = (HEADS, BLOCKS, MAPS, GAINS)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.tables.columns import Column, count_column, text_column
+from lipaudit.tables import Column
 
 MISSING = "–"
 # Unicode superscripts, which need no markup; only LaTeX writes them in its own way.
@@ -105,22 +105,22 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 HEADINGS: Mapping[str, Column] = {
     column.label: column
     for column in (
-        text_column("head", "LAYER.HEAD, a layer or the model. Both are counted from 0."),
-        text_column("model", "The checkpoint, as given for MODEL."),
-        text_column("fact", "What a report says of its model, data and run."),
-        text_column("figure", "A column of a section, with the attack or radius where needed."),
+        Column.text("head", "LAYER.HEAD, a layer or the model. Both are counted from 0."),
+        Column.text("model", "The checkpoint, as given for MODEL."),
+        Column.text("fact", "What a report says of its model, data and run."),
+        Column.text("figure", "A column of a section, with the attack or radius where needed."),
         # samples
-        text_column("sample", "A sample by the first characters of its id, a hash of its values."),
-        text_column("place", "Where a sample is: file of a folder, line of a table, or index."),
-        text_column("broken", "Smallest radius, for each norm, at which an attack broke it."),
+        Column.text("sample", "A sample by the first characters of its id, a hash of its values."),
+        Column.text("place", "Where a sample is: file of a folder, line of a table, or index."),
+        Column.text("broken", "Smallest radius, for each norm, at which an attack broke it."),
         Column("value", "The value for the sample on this page.", format=""),
         Column("all", "Median over all samples, or the share of yes.", format=""),
         Column("from the worst", "Rank of a sample among all; 1 is the worst.", format=""),
         # bounds
-        text_column("bound", "An upper bound on a norm, by its name; in a chart its value."),
-        text_column("status", "How far a figure is proven. Of a report: complete or partial."),
-        text_column("holds", "Where a bound holds: at the samples X, or on a set of inputs."),
-        count_column("heads", "Number of heads with a finite value."),
+        Column.text("bound", "An upper bound on a norm, by its name; in a chart its value."),
+        Column.text("status", "How far a figure is proven. Of a report: complete or partial."),
+        Column.text("holds", "Where a bound holds: at the samples X, or on a set of inputs."),
+        Column.count("heads", "Number of heads with a finite value."),
         Column("median", "Median of bound / exact over the heads.", unit="×", domain=""),
         Column("largest", "Largest bound / exact over the heads.", unit="×", domain=""),
         # attention maps
@@ -141,28 +141,28 @@ HEADINGS: Mapping[str, Column] = {
             status="estimate",
         ),
         # comparisons and the gate
-        text_column("metric", "What a rule judges: a column and a statistic."),
-        text_column("rule", "A check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT."),
-        text_column("row", "The row of a section that a rule judges: a head, an attack."),
-        text_column("verdict", "Such as pass or regressed: see `lipaudit explain regressed`."),
+        Column.text("metric", "What a rule judges: a column and a statistic."),
+        Column.text("rule", "A check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT."),
+        Column.text("row", "The row of a section that a rule judges: a head, an attack."),
+        Column.text("verdict", "Such as pass or regressed: see `lipaudit explain regressed`."),
         Column("old", "Value of the first report, on the shared samples.", format=""),
         Column("new", "Value of the report compared with the first.", format=""),
         Column("baseline", "Value of the report to compare with.", format=""),
         Column("current", "Value of the judged report, on the shared samples.", format=""),
-        text_column("change", "New against old: relative (%), in points (pp) or a difference."),
-        text_column("paired", "The tested change: median over samples, for heads geometric mean."),
-        text_column("limits", "Interval of the paired change, corrected for all rules."),
-        text_column("95 % limits", "Interval of the paired change, for each figure alone."),
-        count_column("samples", "Number of shared samples."),
-        text_column("outcome", "Of a ranking: best, behind the best or not distinguishable."),
-        count_column("lost", "Samples that were right, robust or certified and no longer are."),
-        count_column("gained", "Samples that are right, robust or certified and were not."),
+        Column.text("change", "New against old: relative (%), in points (pp) or a difference."),
+        Column.text("paired", "The tested change: median over samples, for heads geometric mean."),
+        Column.text("limits", "Interval of the paired change, corrected for all rules."),
+        Column.text("95 % limits", "Interval of the paired change, for each figure alone."),
+        Column.count("samples", "Number of shared samples."),
+        Column.text("outcome", "Of a ranking: best, behind the best or not distinguishable."),
+        Column.count("lost", "Samples that were right, robust or certified and no longer are."),
+        Column.count("gained", "Samples that are right, robust or certified and were not."),
         Column("McNemar", "Exact p-value of: as many lost as gained.", format=".2g", domain=""),
-        text_column("became", "The sample's result in the first and in the other report."),
+        Column.text("became", "The sample's result in the first and in the other report."),
         Column("p (Holm)", "p-value of: no change, for all heads.", format=".2g", domain=""),
         Column("stands", "Whether the change is proven, corrected over all heads.", format=""),
         # several models
-        count_column("rank", "1 for the best model and all not distinguishable from it."),
+        Column.count("rank", "1 for the best model and all not distinguishable from it."),
         Column("difference", "Paired, from the best model, with corrected limits.", domain=""),
     )
 }

@@ -30,19 +30,17 @@ from lipaudit.report.blocks import (
     make_table,
 )
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.tables import Column, Note, Row, Section
+from lipaudit.tables import Column, Display, Note, Row, Section
 from lipaudit.tables.columns import (
-    count_column,
     find_bounds,
     finite,
     group_values,
     log10_ratio,
     naming,
     order,
-    text_column,
     wilson,
 )
-from lipaudit.tables.report import Display, Drawing
+from lipaudit.tables.report import Drawing
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 Sections = Mapping[str, Section]
@@ -316,7 +314,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         flags = {"clean": "correct", **{key.ball: key.column("robust") for key in balls}}
         columns = {name: replace(section.columns["robust"], label=name) for name in flags}
         columns |= {name: section.columns[name] for name in ("clean", "samples")}
-        columns["class"] = text_column("class", "Name of the class, or its number.")
+        columns["class"] = Column.text("class", "Name of the class, or its number.")
         known = zip(samples["label"], section.ids, range(len(section.ids)), strict=True)
         groups = group_values((label, i) for label, name, i in known if not is_repeat(name))
         rows: list[Cells] = []
@@ -362,7 +360,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:
     """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
-    series, depth = list[Series](), count_column("attention layer", "")
+    series, depth = list[Series](), Column.count("attention layer", "")
     for label, section in sections.items():
         named = ((find_layer(row.get("from")), row) for row in section.rows)
         rows = [row.replace(layer=layer) for layer, row in named if layer is not None]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, islice, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -130,6 +130,35 @@ class Column:
     needed: bool = False
     least: float | None = None
 
+    @classmethod
+    def text(cls, label: str, meaning: str, *, default: str = "", **how: Any) -> Column:
+        """Return a column of text, which may name a row."""
+        return cls(label, meaning, format="s", default=default, **how)
+
+    @classmethod
+    def count(cls, label: str, meaning: str, *, default: int = 0, **how: Any) -> Column:
+        """Return a column of whole numbers, which count something."""
+        return cls(label, meaning, format="d", default=default, **how)
+
+    @classmethod
+    def share(
+        cls,
+        label: str,
+        meaning: str,
+        format: str = ".1%",
+        better: Better | None = "higher",
+        **how: Any,
+    ) -> Column:
+        """Return a column of shares, which are usually better higher."""
+        return cls(label, meaning, format=format, better=better, **how)
+
+    @classmethod
+    def norm(
+        cls, label: str, meaning: str, values: str, stat: Statistic = "median", **how: Any
+    ) -> Column:
+        """Return the column of a statistic of norms, which are better lower."""
+        return cls(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
+
     def read(self, name: str, value: Any) -> Any:
         """Return a cell of this column, with strings for NaN and infinities converted.
 
@@ -151,20 +180,6 @@ class Column:
         if reason:
             raise ValueError(f"{name} {reason}" if value is not None else f"{name} is missing")
         return value
-
-
-# Columns of text, which may name a row, and of whole numbers, which may be missing.
-text_column = partial(Column, format="s", default="")
-key_column = partial(text_column, needed=True)
-count_column = partial(Column, format="d", default=0)
-number_column = partial(Column, format="d")
-
-
-def describe_norm(
-    label: str, meaning: str, values: str, stat: Statistic = "median", **how: Any
-) -> Column:
-    """Return the column of a statistic of norms, which are better lower."""
-    return Column(label, meaning, better="lower", reduction=Reduction(stat, values), **how)
 
 
 def naming(columns: Mapping[str, Column]) -> list[str]:
@@ -465,18 +480,18 @@ NORM_OF = (
 WITHIN_COLUMN = Column("within", f"{PROVEN}.", status="estimate", format=".2g", reading=WITHIN)
 
 HEAD = {
-    "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
-    "head": count_column("head", "Head within the layer.", needed=True),
-    "module": text_column("module", "Module that computes the attention."),
+    "layer": Column.count("layer", "Attention layer, in the order of execution.", needed=True),
+    "head": Column.count("head", "Head within the layer.", needed=True),
+    "module": Column.text("module", "Module that computes the attention."),
 }
 
 
 HEAD_NORMS = {
     **HEAD,
-    "kind": text_column(
+    "kind": Column.text(
         "kind", "How queries, keys and values are computed from X (affine, local or numerical)."
     ),
-    "input": text_column(
+    "input": Column.text(
         "input",
         "Input of the norms and bounds.",
         default="one input",
@@ -487,14 +502,14 @@ HEAD_NORMS = {
         "module input: all inputs of the innermost module around the layer, with numerical norms. "
         "`lipaudit bounds --input module` computes every norm that way.",
     ),
-    "tokens": count_column("tokens", "Tokens of the longest sample."),
-    "exact": describe_norm(
+    "tokens": Column.count("tokens", "Tokens of the longest sample."),
+    "exact": Column.norm(
         "exact",
         "||J||, the norm of the head's Jacobian.",
         "exact",
         reading=NORM_OF.format("the layer's input", "the head's output"),
     ),
-    "exact_max": describe_norm("exact max", "Largest ||J|| over the samples.", "exact", "max"),
+    "exact_max": Column.norm("exact max", "Largest ||J|| over the samples.", "exact", "max"),
     "sharp_ratio_max": Column(
         "sharp/exact",
         "Largest sharp / exact over samples.",
@@ -531,27 +546,26 @@ HEAD_NORMS = {
 }
 
 
-accuracy_column = partial(Column, format=".1%", better="higher")
-_limit = partial(Column, format=".1%", status="estimate")
-
-
 def limit_columns(name: str) -> dict[str, Column]:
     """Return the columns of the ends of the interval of a share."""
     meaning = "95 % confidence limit (Wilson)."
-    return {f"{name}_{end}": _limit(end, meaning) for end in ("low", "high")}
+    return {
+        f"{name}_{end}": Column(end, meaning, format=".1%", status="estimate")
+        for end in ("low", "high")
+    }
 
 
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
-    "eps_text": text_column("eps", "The radius as it was typed."),
-    "samples": count_column("samples", "Number of samples."),
-    "clean": accuracy_column(
+    "eps_text": Column.text("eps", "The radius as it was typed."),
+    "samples": Column.count("samples", "Number of samples."),
+    "clean": Column.share(
         "clean",
         "Accuracy without attack.",
         status="empirical",
         reduction=Reduction("mean", "correct"),
     ),
-    "robust": accuracy_column(
+    "robust": Column.share(
         "robust",
         "Accuracy under attack.",
         status="empirical",
@@ -562,7 +576,7 @@ ACCURACY = {
     **limit_columns("robust"),
 }
 
-CERTIFIED_SHARE = accuracy_column(
+CERTIFIED_SHARE = Column.share(
     "certified",
     "Share of samples that are proven to be classified correctly on their whole ball.",
     status="certified",

@@ -14,15 +14,15 @@ from lipaudit.report import of_comparison, of_reports, render
 from lipaudit.report.blocks import Heatmap, Histogram, Table
 from lipaudit.report.sections import show_section, show_sections
 from lipaudit.tables import Column, Layout, Note
-from lipaudit.tables.columns import HEAD, count_column, text_column
+from lipaudit.tables.columns import HEAD
 from tests.gate.cases import report, rules, sample_ids
 
 PAGES = ("table", "markdown", "html")
 SPREAD = Layout(
     name="spread",
     fixed={
-        "stage": text_column("stage", "Part of the model.", needed=True),
-        "depth": count_column("depth", "Blocks before it."),
+        "stage": Column.text("stage", "Part of the model.", needed=True),
+        "depth": Column.count("depth", "Blocks before it."),
         "spread": Column(
             "||S|| <= 1", "How far features spread.", better="lower", unit="nat", format=".2f",
             status="estimate", domain="ball",

@@ -17,7 +17,8 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from lipaudit.tables.columns import HEAD_NORMS, Better, Column, Reduction
+from lipaudit.tables import Column, Reduction
+from lipaudit.tables.columns import HEAD_NORMS, Better
 from lipaudit.tables.plugins import entries
 
 if TYPE_CHECKING:

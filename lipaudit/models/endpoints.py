@@ -260,7 +260,10 @@ def _read_output(
         return net.read(forward())
     if what == "features":  # the input of a classifier's last linear layer
         linears = [m for m in net.module.modules() if isinstance(m, nn.Linear)]
-        return _record(linears, lambda args, _: args[0], forward)[-1]
+        inputs = _record(linears, lambda args, _: args[0], forward)
+        text = f"{net.architecture} has no linear layer, whose input would be its features"
+        refuse(not inputs, text, "Use --to logits.")
+        return inputs[-1]
     if what == "hidden" and scorer is not None:
         seen: list[Tensor] = []
 

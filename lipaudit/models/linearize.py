@@ -25,7 +25,7 @@ from lipaudit.errors import (
 )
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, Widening, exact_arithmetic, keep
-from lipaudit.models.requirements import AGREES, agree
+from lipaudit.models.requirements import AGREES, REPEAT, agree
 
 
 def _refuse_dropout(probability: float) -> Tensor:
@@ -375,7 +375,7 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     refuse(
         not agree(whole.output, again, AGREES),
         "the model's output differs from one forward pass to the next",
-        "Call model.eval(), and switch off dropout, noise and random token selection.",
+        REPEAT,
     )
     raise InputError(
         "the output of one sample depends on another one of its batch",

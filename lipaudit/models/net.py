@@ -144,6 +144,10 @@ class ModelSpec:
         size = (given,) if isinstance(given, int) else tuple(given)
         image = isinstance(given, int) and self.kind == "image"
         object.__setattr__(self, "input_shape", (3, *size, *size) if image else size)
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if isinstance(value, int | float):  # one for all channels
+                object.__setattr__(self, name, (value,))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from lipaudit.tables import Note
 SAME = 1e-5
 # Largest relative difference between two ways to compute a result, with different rounding.
 AGREES = 1e-4
+# Advice on a model whose output changes from one forward pass to the next.
+REPEAT = "Switch off dropout, noise and random choices, and state that a forward pass changes."
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
@@ -43,7 +45,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     """
     random = (
         "the model is random: two forward passes over the same samples differ",
-        "Switch noise and dropout off.",
+        REPEAT,
     )
     mixed = (
         "the output of a sample depends on the other samples of its batch",
@@ -126,7 +128,8 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         change.amax() > AGREES * largest + 10 * noise.amax(),
         "the output of one sample depends on another one (beside it, outputs change by up to "
         f"{float(change.amax()):.2g})",
-        "Use running statistics, as model.eval() does.",
+        "A BatchNorm needs running statistics; nn.TransformerEncoder and nn.MultiheadAttention "
+        "need batch_first=True where samples are in the first axis.",
     )
 
 

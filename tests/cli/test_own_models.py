@@ -40,6 +40,28 @@ def test_data_say_what_a_model_takes_and_a_size_that_is_given_goes_before_them()
     refuse(4, "there is no data 'picture'", "jacobian", *image, "picture")
 
 
+class Placed(nn.Module):
+    """Positions are looked up before tokens, at as many places."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.tokens = nn.Embedding(6, 4), nn.Embedding(20, 4)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        return (self.places(places) * self.tokens(ids)).sum(1)
+
+
+def test_the_jacobian_is_that_of_the_embedding_which_takes_the_ids():
+    module = Placed()
+    truth = torch.linalg.matrix_norm(torch.cat([p.diag() for p in module.places.weight], 1), 2)
+    ids = torch.arange(12).view(2, 6)
+    report = lipaudit.measure(module, "jacobian", data=ids)
+    assert report.section("jacobian").samples["norm"][0] == pytest.approx(float(truth), rel=1e-4)
+    with pytest.raises(InputError, match="Placed has no linear layer"):
+        lipaudit.measure(module, "jacobian", data=ids, to="features")
+
+
 def test_token_ids_and_vectors_say_so_too():
     np.savez("ids.npz", x=np.arange(12).reshape(4, 3), y=np.array([0, 1, 0, 1]))
     invoke("jacobian", "py:tests.cli.own:ids", "--data", "ids.npz", "-n", "1")

@@ -325,18 +325,18 @@ def _probe(
         # Grey pixels, and zeros for floats: inputs that every model should accept.
         grey = 0.5 if image else 0.0
         x = torch.full((1, *spec.input_shape), grey, device=device, dtype=precision(module))
-    entries: list[str] = []
+    entries: list[tuple[bool, str]] = []  # whether it takes the ids themselves, and its name
 
     def watch(name: str, args: tuple[Any, ...], _output: Any) -> None:
         if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
-            entries.append(name)
+            entries.append((image or bool((args[0] == x).all()), name))
 
     check = "--input-size and --model-kwargs" if image else "--model-kwargs"
     explained = explain_failure(
         f"{type(module).__name__} cannot be run on a sample ({spec.kind}) of shape "
         f"{spec.input_shape}",
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
-        "ModelSpec with its own `call`.",
+        "ModelSpec with its own `call(x, mask)`.",
     )
     named = [*module.named_modules()]
     parts = [(n, part) for n, part in named if text and isinstance(part, nn.Embedding)]
@@ -358,7 +358,9 @@ def _probe(
         "the model's output on a blank sample is not finite",
         "Check the weights. A masked class needs a finite logit.",
     )
-    return result, output, module.get_submodule(entries[0]) if entries else None
+    # The first that takes the ids, before tables of positions and types of the same shape.
+    entry = max(entries, key=lambda each: each[0], default=None)
+    return result, output, None if entry is None else module.get_submodule(entry[1])
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:

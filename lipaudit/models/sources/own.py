@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 from torch import Tensor, nn
@@ -129,6 +129,10 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
             values fit each.
     """
     if isinstance(model, ModelSpec):
+        odd = not isinstance(model.module, nn.Module) or model.kind not in get_args(Kind)
+        text = f"a ModelSpec has a {type(model.module).__name__} of the kind {model.kind!r}"
+        kinds = ", ".join(get_args(Kind))
+        refuse(odd, text, f"It needs an nn.Module, and one of the kinds {kinds}.")
         return replace(model, module=unwrap(model.module))
     module: Any = unwrap(model)
     if hasattr(module, "pretrained_cfg"):

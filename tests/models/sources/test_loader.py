@@ -50,13 +50,15 @@ def tied():
     return nn.Sequential(nn.Flatten(), first, second)
 def failing(): raise RuntimeError("no such licence")
 def described():
-    return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
+    return ModelSpec(Scaled(), (3, 2, 2), mean=.5, std=(.25,), labels=tuple("abcd"))
 def flat(inputs=12): return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 3))
 def sequence(): return ModelSpec(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False)
 @dataclass(frozen=True)
 class Dated(ModelSpec):
     date: str = ""
 def dated(): return Dated(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False, date="today")
+def string(): return ModelSpec("module", 2)
+def video(): return ModelSpec(Scaled(), 2, kind="video")
 def odd(): return ModelSpec(Scaled(), (3, 2, 2), labels=("a",))
 def nan():
     module = Scaled()
@@ -194,6 +196,8 @@ def test_complex_constants_keep_their_imaginary_part(dtype):
         ("py:{file}:empty", SIZE, InputError, "has no parameters"),
         ("py:{file}:ending", SIZE, InputError, "failed (SystemExit: 1)"),
         ("py:{file}:exported", SIZE, InputError, "cannot be put in eval mode"),
+        ("py:{file}:string", SIZE, InputError, "a str of the kind 'image'"),
+        ("py:{file}:video", SIZE, InputError, "kinds image, tokens, text"),
         ("py:{file}:built", SIZE, InputError, "`def build(): return built`"),
         ("py:{file}:many", SIZE, InputError, "missing 1 required positional argument"),
         ("py:{file}:odd", {}, InputError, "1 labels (a) for 4 outputs"),

@@ -98,7 +98,7 @@ HASHED = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_bucke
     ("kind", "settings", "says"),
     [
         ("Canine", HASHED, "CanineModel has no embedding table"),
-        ("Vilt", TEXT | PIXELS, r"ViltModel cannot be run on one .*pixel_values"),
+        ("Vilt", TEXT | PIXELS, r"ViltModel cannot be run on a sample .*pixel_values"),
     ],
 )
 def test_what_takes_neither_text_nor_images_alone_is_refused(tmp_path, kind, settings, says):

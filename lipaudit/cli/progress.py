@@ -59,8 +59,8 @@ class OnStderr(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ends("")  # first: the bar puts back the stdout that it found
         self.silence.close()
-        self.ends("")
 
     def note(self, note: Note) -> None:
         """Print a note; of notes that differ by a measure or a number, only the first.

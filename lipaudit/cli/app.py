@@ -18,6 +18,7 @@ import typer.core
 
 from lipaudit import __version__
 from lipaudit.cli.output import say
+from lipaudit.engine.launcher import find_place
 from lipaudit.errors import UsageError, explain_error, refuse, suggestion, visible
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, option
@@ -400,8 +401,6 @@ def _terminate(_number: int, _frame: object) -> None:
 def _report_error(error: BaseException, *, verbose: bool) -> int:
     """Print an error on stderr, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        from lipaudit.engine.launcher import find_place
-
         stopped, place = error.args == ("terminated",), None
         with suppress(UsageError):
             place = find_place()

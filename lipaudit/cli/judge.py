@@ -17,8 +17,11 @@ import typer
 from lipaudit import schema
 from lipaudit.cli import app
 from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
+from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
+from lipaudit.engine import files, launcher
 from lipaudit.errors import BaselineError, LipauditError, UsageError, refuse
+from lipaudit.measures import load_measures
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
 
@@ -129,8 +132,6 @@ def compare(
     check_outputs(output, REPORT)
     # The store of a launcher serves one run: two models would use one port.
     if (models := sum(not is_report(each) for each in reports[1:])) > 1:
-        from lipaudit.cli.measure import require_alone
-
         require_alone("comparing several")
         text = f"--report names one file, and {models} MODELs are measured"
         refuse(how.report, text, "Leave it out: each report gets a folder.", UsageError)
@@ -223,11 +224,10 @@ def update(
     report: Saved, reason: Reason, terminal: Terminal, output: Target = DEFAULT_BASE
 ) -> None:
     """Replace a baseline by a report, and record why."""
-    from lipaudit.engine.files import require_writable, write
     from lipaudit.gate.conditions import promote
 
-    require_writable(output)
-    write(output, schema.dumps(promote(schema.load(report), reason)).encode())
+    files.require_writable(output)
+    files.write(output, schema.dumps(promote(schema.load(report), reason)).encode())
     terminal.tell(f"wrote {output}")
 
 
@@ -279,9 +279,8 @@ def read_or_measure(
         refuse(flags, text, "Leave them out: they are for a MODEL.", UsageError)
         return baseline, schema.load(Path(current))
     from lipaudit.api import open_job
-    from lipaudit.cli.measure import RUNS, make_folder, require_alone
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine import execute, files
+    from lipaudit.engine import execute
     from lipaudit.gate.conditions import require_samples
     from lipaudit.report import render
 
@@ -322,10 +321,9 @@ def read_or_measure(
 def _require_free(examples: Path, baseline: Report, inputs: tuple[Path, ...]) -> None:
     """Refuse to save examples over a file that is read, or that the baseline's run saved."""
     from lipaudit.attacks.transfer import hash_file
-    from lipaudit.engine.files import require_writable
     from lipaudit.gate.conditions import list_examples
 
-    require_writable(examples)
+    files.require_writable(examples)
     taken = examples.resolve() in [path.resolve() for path in inputs]
     taken |= examples.exists() and hash_file(examples) in list_examples(baseline).values()
     text = f"the examples of MODEL would overwrite {examples}, which is still needed"
@@ -373,11 +371,8 @@ def _plan_again(
 ) -> Request:
     """Return the request of the baseline for another model; given options change only paths."""
     from lipaudit.attacks.transfer import find_saved
-    from lipaudit.cli.measure import typed_command
-    from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
     from lipaudit.gate.conditions import list_examples
-    from lipaudit.measures import load_measures
 
     measures, counts = {}, {}
     attacked, examples = baseline.section("attack"), how.transfer
@@ -404,4 +399,5 @@ def _plan_again(
             measures[section.measure] = kind.parse(known)
             counts[section.measure] = len(section.ids) or baseline.run.data.samples
     options = _repeat_run(baseline, how, {"report"})
-    return Request(model, measures, options, counts, command=typed_command(), place=find_place())
+    place = launcher.find_place()
+    return Request(model, measures, options, counts, command=typed_command(), place=place)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipaudit import schema
 from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit
+from lipaudit.engine import files, launcher
 from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError, refuse
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.measures.base import MeasureOptions
@@ -53,7 +55,7 @@ def make_measure(name: str) -> Callable[..., None]:
             raise UsageError("Missing argument 'MODEL'", f"Give a MODEL, or {others}.")
         from lipaudit.api import open_job
         from lipaudit.cli.progress import OnStderr
-        from lipaudit.engine import execute, launcher, prepare
+        from lipaudit.engine import execute, prepare
         from lipaudit.report import REPORT
 
         check_outputs(output, REPORT)
@@ -92,7 +94,6 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         UsageError: an option without an effect, or a file that cannot be written.
         InputError: the list, a network or a property cannot be read.
     """
-    from lipaudit.engine import files
     from lipaudit.engine.exchange import decide_instances
 
     odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
@@ -120,7 +121,6 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
-    from lipaudit import schema
     from lipaudit.engine.exchange import verify_proofs
 
     given = run.model_fields_set - run._configured
@@ -164,7 +164,6 @@ def audit(
     """
     from lipaudit import api
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine import files, launcher
     from lipaudit.report import REPORT, of_reports, render
 
     several = len(models) > 1
@@ -227,7 +226,6 @@ def merge(
       lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 -o shard-1.json
       lipaudit merge shard-*.json -o all.json -o all.html
     """
-    from lipaudit import schema
     from lipaudit.engine import results
     from lipaudit.report import REPORT
 
@@ -281,10 +279,8 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
     Raises:
         UsageError: a shard, several processes or a time limit is requested.
     """
-    from lipaudit.engine.launcher import find_place
-
     refused = {
-        "several processes": find_place(),
+        "several processes": launcher.find_place(),
         "--shard": run and run.shard,
         "--time-limit": None if limited else run and run.time_limit,
     }

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lipaudit.engine.files import require_writable, write
 from lipaudit.errors import EvaluationError, visible
+from lipaudit.tables import Report
 
 if TYPE_CHECKING:
     from lipaudit.cli.app import Output
     from lipaudit.report import Form, Format, Subject
-    from lipaudit.tables import Report
 
 # Escape sequences of colours and progress bars: a terminal gets these, and no others.
 _SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
@@ -93,7 +94,6 @@ def check_outputs(
         UsageError: a format or suffix is unknown, or cannot show the result; or a file cannot be
             written.
     """
-    from lipaudit.engine.files import require_writable
     from lipaudit.report import find_format
 
     files = {path: find_format(path, forms) for path in output.output}
@@ -118,9 +118,7 @@ def emit(
         UsageError: a format or suffix is unknown, or cannot show the result.
         EvaluationError: a file cannot be written.
     """
-    from lipaudit.engine.files import write
     from lipaudit.report import of_reports
-    from lipaudit.tables import Report
 
     subject = of_reports(result) if isinstance(result, Report) else result
     # A result that took time is shown even where a file cannot be written any more.

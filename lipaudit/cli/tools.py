@@ -16,11 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lipaudit.cli.app import BY_MEASURE, ModelArgument, Output, Terminal
+from lipaudit.cli.measure import require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit_facts
+from lipaudit.engine.files import require_writable, write
 from lipaudit.errors import UsageError, refuse, suggestion
-from lipaudit.measures import AuditOptions
-from lipaudit.settings import RunOptions
+from lipaudit.measures import AuditOptions, option_types
+from lipaudit.models.sources import demo_names, timm_names
+from lipaudit.schema import json_schema
+from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings.option import Settings
 from lipaudit.tables.columns import group_values
+from lipaudit.theory.bounds.record import SYMBOLS
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -32,10 +38,7 @@ WIDEST = 100
 @cache
 def list_explanations() -> tuple[Topic, ...]:
     """Return all topics of `explain`: results and options."""
-    from lipaudit.measures import option_types
     from lipaudit.report.topics import list_options, list_topics
-    from lipaudit.settings import Recipe
-    from lipaudit.settings.option import Settings
 
     groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
@@ -57,7 +60,6 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
       lipaudit explain jacobian.norm:median
     """
     from lipaudit.report.topics import FORMULA, find_topics
-    from lipaudit.theory.bounds.record import SYMBOLS
 
     text = " ".join(name or ())
     entries = find_topics(text, list_explanations()) if text else list_explanations()
@@ -148,8 +150,6 @@ def models(
 
     Example: lipaudit models vit_tiny
     """
-    from lipaudit.models.sources import demo_names, timm_names
-
     known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))
     names = [each for each in known if name in each]
     if not names:
@@ -173,7 +173,6 @@ def check(
     Example: lipaudit check ./vit --data val/
     """
     from lipaudit.api import is_demo, plan_audit
-    from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import preview
 
@@ -197,8 +196,6 @@ def init(
 
     Example: lipaudit init py -o model.py
     """
-    from lipaudit.engine.files import require_writable, write
-
     text = f"{output} is not the name of a {kind} file"
     advice = f"Choose a name that ends in .{kind}."
     refuse(output.suffix != f".{kind}", text, advice, UsageError)
@@ -212,6 +209,4 @@ def init(
 
 def schema(output: Output, terminal: Terminal) -> None:
     """Print the JSON Schema of a report."""
-    from lipaudit.schema import json_schema
-
     emit_facts(json_schema(), output)

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lipaudit.data import tables
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_batch
-from lipaudit.data.tables import (
-    LABELS,
-    SampleTable,
-    choose_column,
-    choose_text_columns,
-    draw_rows,
-    find_fault,
-    limit_tokens,
-    shorten,
-)
+from lipaudit.data.tables import SampleTable
 from lipaudit.errors import InputError, refuse
 from lipaudit.tables import Note
 
@@ -82,14 +74,14 @@ class QuestionForm:
         empty = next((name for name in self.needed if is_empty(row.get(name))), None)
         refuse(empty, f"has no {empty!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
-        refuse(fault := find_fault(row, texts), fault)
+        refuse(fault := tables.find_fault(row, texts), fault)
         prompt = "\n".join(str(row[name]) for name in self.prompts)
         if self.kind == "continuation":
             return Question(prompt, (str(row[self.follows]),))
         if self.kind == "choices":
             choices = _read_choices(row[self.follows])
             return Question(prompt, choices, _find_answer(row[self.label], choices))
-        refuse(fault := find_fault(row, (self.label,)), fault)
+        refuse(fault := tables.find_fault(row, (self.label,)), fault)
         label = row[self.label]
         value = label if label in self.values else str(label)
         refuse(value not in self.values, f"has the label {label!r}, which is not a class")
@@ -123,7 +115,7 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
     Raises:
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
-    limit, notes = limit_tokens(net, options)
+    limit, notes = tables.limit_tokens(net, options)
     origin, tokenize, vocabulary = table.origin, net.tokenize, net.vocabulary
     if tokenize is None or not vocabulary:
         advice = "Put tokenizer.json beside config.json."
@@ -162,7 +154,7 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
     table = replace(table, faults=faults)
-    drawn, skipped = draw_rows(table, options, read, what="rows")
+    drawn, skipped = tables.draw_rows(table, options, read, what="rows")
     if cut := sum(is_cut for _, (_, is_cut) in drawn):
         text = (
             f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
@@ -171,7 +163,7 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         notes += (Note.warn("text-cut", text),)
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
     batch = make_batch([ids for _, (ids, _) in drawn], net, [asked[i].right for i, _ in drawn])
-    origins = (SampleOrigin(table.name(i), shorten((asked[i].prompt,))) for i, _ in drawn)
+    origins = (SampleOrigin(table.name(i), tables.shorten((asked[i].prompt,))) for i, _ in drawn)
     task = Task(form.kind, names.get(form.kind, tuple(LETTERS[: usual[0][0]])))
     return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
 
@@ -199,10 +191,11 @@ def _choose_form(
     """
     columns, origin = table.columns, table.origin
     choices = next((name for name in CHOICES if name in columns), "")
-    label = choose_column(table, options.label_column, (*(ANSWERS if choices else ()), *LABELS))
+    usual = (*(ANSWERS if choices else ()), *tables.LABELS)
+    label = tables.choose_column(table, options.label_column, usual)
     pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
     plain = options.text_column is None and options.label_column is None
-    texts = () if options.text_column is None else choose_text_columns(table, options)
+    texts = () if options.text_column is None else tables.choose_text_columns(table, options)
     if pair is None and label is None and len(texts) == 2:
         pair, plain = (texts[0], texts[1]), True
     if not choices and pair is not None and plain:
@@ -213,7 +206,7 @@ def _choose_form(
             "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
             "choices and answer (--label-column); or a text and a label.",
         )
-    prompts = choose_text_columns(table, options, usual=PROMPTS)
+    prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
     if choices:
         return QuestionForm("choices", prompts, choices, label)
     known, needed = table.classes.get(label), (*prompts, label)

@@ -60,9 +60,8 @@ class Repository:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
-        return Path(constants.HF_HUB_CACHE) / repo_folder_name(
-            repo_id=self.name, repo_type=self.kind
-        )
+        folder = repo_folder_name(repo_id=self.name, repo_type=self.kind)
+        return Path(constants.HF_HUB_CACHE) / folder
 
 
 # Message and advice by the name of the client's exception.
@@ -284,10 +283,9 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         commit = find_commit(repository, offline=offline)
         whole = _open_table(commit, config, whole_split)
         commit.remember()
+    text = f"the split {split!r} cannot be read"
     advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
-    with explain_failure(
-        f"the split {split!r} cannot be read", advice, ValueError, AssertionError
-    ):
+    with explain_failure(text, advice, ValueError, AssertionError):
         (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
     refuse(not len(data), f"{origin} is empty", "Choose another split.")

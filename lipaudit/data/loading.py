@@ -10,27 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lipaudit.data import images, tables
 from lipaudit.data.batch import DataOptions as DataOptions
 from lipaudit.data.batch import SampleOrigin, make_batch
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
-from lipaudit.data.images import (
-    SampleForm,
-    draw_arrays,
-    find_common_shape,
-    holds_arrays,
-    list_forms,
-    load_arrays,
-)
-from lipaudit.data.tables import (
-    SUFFIXES,
-    cut_windows,
-    draw_table,
-    read_folder,
-    read_table,
-    read_text,
-)
+from lipaudit.data.images import SampleForm
 from lipaudit.errors import UsageError, neighbours, refuse, suggestion
 from lipaudit.tables import Note
 
@@ -71,7 +57,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     spec = spec or ("demo" if net.source == "demo" else "random")
     # Each source refuses models that take another kind of samples.
     path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
-    draw = read_continuations if options.scored and is_text else draw_table
+    draw = read_continuations if options.scored and is_text else tables.draw_table
     if spec == "random":
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
@@ -82,20 +68,22 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
             "Give your own data, or --data random.",
         )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            samples = draw_arrays(*load_arrays(file), net, options, origin=str(file))
+            samples = images.draw_arrays(*images.load_arrays(file), net, options, origin=str(file))
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
         samples = replace(draw(table, net, options), commit=commit)
     elif path.is_dir():
         kinds = "Give --data a text file, an .npz file, or random."
         refuse(net.kind != "image", f"{path} is a folder of images; {takes}", kinds)
-        samples = draw_table(read_folder(path), net, options)
+        samples = tables.draw_table(tables.read_folder(path), net, options)
     elif _are_arrays(path):
-        samples = draw_arrays(*load_arrays(path), net, options, origin=str(path))
+        samples = images.draw_arrays(*images.load_arrays(path), net, options, origin=str(path))
     else:
         refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
-        text = path.suffix == ".txt"
-        samples = read_text(path, net, options) if text else draw(read_table(path), net, options)
+        if path.suffix == ".txt":
+            samples = tables.read_text(path, net, options)
+        else:
+            samples = draw(tables.read_table(path), net, options)
     return _finish(samples, spec, net, options)
 
 
@@ -112,7 +100,7 @@ def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) ->
     Raises:
         InputError: the shape does not fit the model, or values are out of range.
     """
-    return _finish(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
+    return _finish(images.draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
 
 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
@@ -129,9 +117,9 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
         return ()
     path = Path(spec)
     if path.is_dir():
-        shape = find_common_shape(path)
+        shape = images.find_common_shape(path)
         return () if shape is None else (SampleForm("image", shape),)
-    return list_forms(load_arrays(path)[0]) if _are_arrays(path) else ()
+    return images.list_forms(images.load_arrays(path)[0]) if _are_arrays(path) else ()
 
 
 def _are_arrays(path: Path) -> bool:
@@ -142,8 +130,8 @@ def _are_arrays(path: Path) -> bool:
     """
     advice = suggestion(str(path), (*DIGIT_FILES, "random", *neighbours(path)), FORMS)
     refuse(not path.is_file(), f"there is no data {str(path)!r}", advice)
-    arrays = holds_arrays(path)
-    known = arrays or path.suffix in (*SUFFIXES, ".txt")
+    arrays = images.holds_arrays(path)
+    known = arrays or path.suffix in (*tables.SUFFIXES, ".txt")
     refuse(not known, f"{path} has an unsupported format", FORMS)
     return arrays
 
@@ -185,7 +173,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
-        x, origins, notes = cut_windows(story, net, options, origin="random", after=story)
+        x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
         size, length = net.vocabulary or 1, min(options.max_tokens, *shape)
         ids, what = torch.randint(size, (count, length), generator=rng), "random token ids"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -36,9 +37,8 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
         yield f"; {title}"
         yield from (f"(declare-const X_{i} Real)" for i in range(low.numel()))
         yield from (f"(declare-const Y_{i} Real)" for i in range(classes))
-        for i, ends in enumerate(
-            zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
-        ):
+        ranges = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
+        for i, ends in enumerate(ranges):
             # Shortest decimals that are read as the same numbers; not all tools read exponents.
             least, most = (np.format_float_positional(end, trim="0") for end in ends)
             yield from (f"(assert (>= X_{i} {least}))", f"(assert (<= X_{i} {most}))")
@@ -99,17 +99,14 @@ def read_property(path: Path) -> Property:
                 (name,) = {*condition} - {""}
                 end, most = -condition[""] / condition[name], condition[name] > 0
                 ends[most][name] = (min if most else max)(ends[most].get(name, end), end)
-        inputs, outputs = (
-            [f"{c}_{i}" for i in range(sum(n[0] == c for n in names))] for c in "XY"
-        )
-        size, used = (
-            max(map(len, clauses)),
-            {n for c in clauses for each in c for n in each} - {""},
-        )
+        counts = Counter(name[0] for name in names)
+        inputs, outputs = ([f"{kind}_{i}" for i in range(counts[kind])] for kind in "XY")
+        used = {name for clause in clauses for each in clause for name in each} - {""}
         if any(ends[0][name] > ends[1][name] for name in inputs):
             raise ValueError("the range of an input is empty")
         if not used or used - {*outputs} or not all(clauses):
             raise ValueError("no condition on declared outputs")
+        size = max(map(len, clauses))
         full = [(clause * size)[:size] for clause in clauses]
         values = (
             [-_round_up(-ends[0][name]) for name in inputs],

@@ -21,14 +21,7 @@ from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loader import restore
-from lipaudit.theory.penalties import (
-    Reduction,
-    count_entries,
-    jasmin_of_largest,
-    jasmin_rows,
-    over_rows,
-    specformer,
-)
+from lipaudit.theory import penalties
 
 # Largest number of attention map entries in memory at a time.
 ENTRIES = 2**22
@@ -40,7 +33,7 @@ def attention_penalty(
     name: str = "jasmin",
     *,
     k: int = 0,
-    reduction: Reduction = "max",
+    reduction: penalties.Reduction = "max",
     mask: Tensor | None = None,
     entries: int = ENTRIES,
 ) -> Iterator[Callable[[], Tensor]]:
@@ -76,7 +69,7 @@ def attention_penalty(
     if name != "jasmin":
         advice = "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch)."
         raise UsageError(f"{name!r} is not a penalty on attention maps", advice)
-    if k == 1 or k < 0 or reduction not in get_args(Reduction):
+    if k == 1 or k < 0 or reduction not in get_args(penalties.Reduction):
         raise UsageError(
             f"k = {k}, reduction = {reduction!r}", "Use k = 0, 2, 3... and max or mean."
         )
@@ -91,7 +84,7 @@ class _Watch:
     """The penalties of the layers observed so far."""
 
     k: int
-    reduction: Reduction
+    reduction: penalties.Reduction
     mask: Tensor | None
     entries: int
     batch: int | None = None
@@ -115,7 +108,7 @@ class _Watch:
             values, counted = _row_values(call, self.k, self.entries)
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
-        self.layers.append(over_rows(values, counted, self.reduction).sum() / self.batch)
+        self.layers.append(penalties.over_rows(values, counted, self.reduction).sum() / self.batch)
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:
         """Exclude padding from the rows of a layer, whose heads may be folded into the batch."""
@@ -144,7 +137,7 @@ def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tens
     """Return the penalty of every row of P, (..., queries), and whether it counts."""
     form, mask, queries = call.form, None, call.q.shape[-2]
     if isinstance(form, Explicit):
-        return jasmin_rows(form.p, k)
+        return penalties.jasmin_rows(form.p, k)
     if form.causal:
         seen = torch.ones(queries, call.k.shape[-2], dtype=torch.bool, device=call.q.device)
         mask = make_additive(seen.tril(), call.q.dtype)
@@ -173,8 +166,8 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
             unseen = logits.isneginf().all(-1, keepdim=True)
             p = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
         if not places:  # found once, reused in the backward pass
-            places.append(p.detach().topk(count_entries(p.shape[-1], k)).indices)
-        return jasmin_of_largest(p.gather(-1, places[0]), k)
+            places.append(p.detach().topk(penalties.count_entries(p.shape[-1], k)).indices)
+        return penalties.jasmin_of_largest(p.gather(-1, places[0]), k)
 
     # The backward pass computes P again: kept, it would need memory of queries x keys.
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -213,7 +206,8 @@ class SpecformerPenalty:
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
         pairs = zip(self._weights, self.vectors, strict=True)
-        values, self.vectors = zip(*(specformer(read(), v) for read, v in pairs), strict=True)
+        steps = [penalties.specformer(read(), v) for read, v in pairs]
+        values, self.vectors = zip(*steps, strict=True)
         return torch.stack(values).sum()
 
 

@@ -31,9 +31,7 @@ FIRST, LABELS = "x", "y"
 SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
 
 
-def find_first(
-    broken: Bool[np.ndarray, "samples trials"],
-) -> Int[np.ndarray, " samples"]:
+def find_first(broken: Bool[np.ndarray, "samples trials"]) -> Int[np.ndarray, " samples"]:
     """Return the first trial that broke each sample, else the last."""
     return np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
 

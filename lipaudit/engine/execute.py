@@ -22,13 +22,7 @@ from lipaudit.engine import results
 from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job, Request, load_options, prepare
-from lipaudit.errors import (
-    BaselineError,
-    EvaluationError,
-    find_user_error,
-    out_of_memory,
-    refuse,
-)
+from lipaudit.errors import BaselineError, EvaluationError, find_user_error, out_of_memory, refuse
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import TRANSFER, AttackOptions
 from lipaudit.measures.base import (

@@ -261,9 +261,7 @@ ATTACK_TABLE = Layout(
             domain="",
         ),
         "confidence": Column(
-            "confidence",
-            "Largest softmax. @ATTACK: of the last example tried.",
-            domain="",
+            "confidence", "Largest softmax. @ATTACK: of the last example tried.", domain=""
         ),
         "loss": Column(
             "loss",

@@ -16,15 +16,7 @@ from lipaudit.errors import UsageError, refuse
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.smoothing import SmoothingOptions
-from lipaudit.settings.option import (
-    Need,
-    Radii,
-    Regions,
-    TwoCounts,
-    needs,
-    option,
-    repeat_option,
-)
+from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option, repeat_option
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
 from lipaudit.theory import NODES
 

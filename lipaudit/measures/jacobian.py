@@ -299,9 +299,7 @@ def _measure_batch(
     of_layers = [compute_jacobian_norms(cut(*each), **accuracy) for each in blocks]
     decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
-        linear,
-        directions=net.kind != "image" and options.norm == "2" and not decides,
-        **accuracy,
+        linear, directions=net.kind != "image" and options.norm == "2" and not decides, **accuracy
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
     facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}

@@ -16,14 +16,7 @@ from lipaudit.report.cells import format_significant
 from lipaudit.settings import MODEL, RunOptions
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
-from lipaudit.tables.summary import (
-    Accuracy,
-    Radii,
-    Summary,
-    list_shared_notes,
-    summary,
-    worst,
-)
+from lipaudit.tables.summary import Accuracy, Radii, Summary, list_shared_notes, summary, worst
 from lipaudit.tables.trials import find_layer
 
 SEED = "seed"

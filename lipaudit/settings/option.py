@@ -460,8 +460,7 @@ Size = Annotated[
 # Two numbers from 1 to 10^9.
 PAIR = r"([1-9]\d{0,8}),([1-9]\d{0,8})"
 TwoCounts = Annotated[
-    str,
-    _read_with(lambda text: "{},{}".format(*_read_integers(PAIR, text)), "like 100,1000"),
+    str, _read_with(lambda text: "{},{}".format(*_read_integers(PAIR, text)), "like 100,1000")
 ]
 # Seconds.
 Duration = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, islice, takewhile
@@ -141,16 +141,9 @@ class Column:
         return cls(label, meaning, format="d", default=default, **how)
 
     @classmethod
-    def share(
-        cls,
-        label: str,
-        meaning: str,
-        format: str = ".1%",
-        better: Better | None = "higher",
-        **how: Any,
-    ) -> Column:
+    def share(cls, label: str, meaning: str, **how: Any) -> Column:
         """Return a column of shares, which are usually better higher."""
-        return cls(label, meaning, format=format, better=better, **how)
+        return replace(cls(label, meaning, format=".1%", better="higher"), **how)
 
     @classmethod
     def norm(

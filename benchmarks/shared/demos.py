@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.loader import assemble, load_net
-from lipaudit.models.sources.timm import DigitsViT, describe_demo
+from lipaudit.models.sources.timm import DigitsViT, load_demo
 from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train
@@ -57,7 +58,9 @@ def make_demo(seed: int) -> Net:
         model = DigitsViT()
         torch.nn.init.normal_(model.pos_embed, std=0.02)
         torch.nn.init.normal_(model.cls_token, std=0.02)
-    return assemble(describe_demo(model, "untrained"), LoadOptions(), name="demo", source="demo")
+    name = "DigitsViT (untrained)"
+    spec = replace(load_demo(), module=model, entry=model.patch_embed, architecture=name)
+    return assemble(spec, LoadOptions(), name="demo", source="demo")
 
 
 def train_demo(recipe: Recipe, net: Net | None = None) -> Iterator[tuple[Net, Epoch]]:

@@ -25,7 +25,7 @@ from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models.certificate import Bracket, certificate
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.onnx_graph import Graph, Query
-from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Report
@@ -65,7 +65,7 @@ def decide_instances(
             query(torch.zeros_like(query.centre)[None])
         spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
         how = LoadOptions(device="cpu", dtype=query.dtype)
-        with eager(), exact_arithmetic(torch.device("cpu")):
+        with exact_arithmetic(torch.device("cpu")):
             net = assemble(spec, how, name=asked, source="file")
             x = torch.zeros(1, *spec.input_shape, dtype=net.dtype)
             sample = Batch(x, torch.tensor([0]), ("0",))
@@ -141,7 +141,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             radius = max(proven, key=float)
             label = told["predicted"][at] if wanted[name] < 0 else wanted[name]
             leaves = _read_leaves(proofs, name_proof(name, float(radius)), job.net.device)
-            with eager(), exact_arithmetic(job.net.device):
+            with exact_arithmetic(job.net.device):
                 proof = replace(make_proof(job.net, sample, options, math.inf), leaves=leaves)
                 result = certificate(job.net, sample, label, float(radius), proof)
             yield name, radius.text, result.certified

@@ -34,7 +34,7 @@ from lipaudit.measures.base import (
     share_columns,
 )
 from lipaudit.models.net import OWN, Net
-from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.models.sources.loader import load_net
 from lipaudit.schema import dumps, loads
@@ -201,7 +201,7 @@ def run_measure(
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
-            with eager(), exact_arithmetic(net.device), listening(*hears):
+            with exact_arithmetic(net.device), listening(*hears):
                 for part in kind.compute(net, share, options):
                     journal.keep(part)
                     parts.append(part)
@@ -250,7 +250,7 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
         return
     net, samples = job.net, job.samples
     for batch in batches:
-        with eager(), exact_arithmetic(net.device):  # as it was measured
+        with exact_arithmetic(net.device):  # as it was measured
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
         if failure is not None:
             index, text, cause = failure

@@ -25,7 +25,7 @@ from lipaudit.measures.layers import note_unread
 from lipaudit.models import requirements
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.net import NEEDED, LoadOptions, Net
-from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources import classifiers
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
@@ -155,13 +155,12 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         ready = classifiers.score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
-        with eager(), exact_arithmetic(net.device):
+        with exact_arithmetic(net.device):
             requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
     request, refused = _leave_out_refused(
         request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
-    with eager():
-        differences = requirements.compare_derivative(ready, samples.batch)
+    differences = requirements.compare_derivative(ready, samples.batch)
     notes = ready.notes + samples.notes + unsuited + refused + differences
     if not any(options.reads_samples for options in request.measures.values()):
         notes = tuple(note for note in notes if note.code != "random-data")
@@ -215,9 +214,9 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
     kind = load_measures()[name]
-    kind.check(net, batch, options)
-    if kind.chunk and batch.mask is not None:  # others get texts of one length at a time
-        with eager(), exact_arithmetic(net.device):
+    with exact_arithmetic(net.device):
+        kind.check(net, batch, options)
+        if kind.chunk and batch.mask is not None:  # others get texts of one length at a time
             requirements.require_padding_is_unread(net, batch)
     return options
 
@@ -290,7 +289,7 @@ def preview(request: Request) -> dict[str, Any]:
     net, batch = job.net, job.samples.batch
     notes = [note.text for note in job.notes]
     heads: Counter[str] = Counter()
-    with eager(), exact_arithmetic(net.device):
+    with exact_arithmetic(net.device):
         try:
             # A model that scores reads several texts per sample: no layer is read.
             one = batch[:1].trim().to(net.device, net.dtype)
@@ -336,7 +335,7 @@ def _time_batch(job: Job) -> dict[str, Any]:
     net = job.net
     count = min(TIMED, job.request.run.batch_size or TIMED)
     batch = job.samples.batch[:count].trim().to(net.device, net.dtype)
-    with eager(), exact_arithmetic(net.device), torch.no_grad():
+    with exact_arithmetic(net.device), torch.no_grad():
         for _ in range(2):  # the first pass compiles kernels and fills caches
             start = time.perf_counter()
             net.output(batch).sum().item()  # waits for the device

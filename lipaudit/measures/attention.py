@@ -238,7 +238,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
         parts.append(_read_map(some, options))
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
-    by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
+    by_row = softmax.row_statistics(softmax.RowProfile(**read), gamma=options.gamma)
     # The mean attention on the first and on the most attended key, and the position of the latter.
     received = sum_windows(mass, heads.sample, samples)
     share = received / received.sum(-1, keepdim=True)

@@ -34,7 +34,6 @@ from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
 from lipaudit.models.net import Net, watch_modules
-from lipaudit.models.precision import eager
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
@@ -283,7 +282,7 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
             counts.append(out.numel())
 
     innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
-    with watch_modules(innermost, count), eager(), torch.no_grad():
+    with watch_modules(innermost, count), torch.no_grad():
         net.output(sample)
     inputs = inputs or _count_inputs(net, sample)
     rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0)
@@ -319,8 +318,7 @@ def require_rules(net: Net, sample: Batch) -> None:
     first.view(-1)[0] = True
     start = ball(point, 0.0, moving=first, dtype=net.dtype, settle=math.inf)
     try:
-        with eager():
-            output = run(lambda z: net.forward(z, sample), start, module=net.module)
+        output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
         return  # slack grows faster than symbols: later operations are checked in the run
     refuse(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -30,10 +30,20 @@ SEEDED = ("cuda", "xpu")
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute in the tensors' own precision with gradients: no TF32, autocast or inference mode.
 
+    Compiled code runs as plain Python, and `nn.TransformerEncoder` without its fast path: kernels
+    cannot be observed. Compiled code may be wrapped or compiled in place, whole or in part. The
+    fast path is also another function, which torch takes only without gradients: it sets the
+    outputs at padded tokens to 0.
+
     All settings are restored. TF32 would leave three digits of a spectral norm. A model may still
     change settings itself, for example by `torch.backends.cudnn.flags()`: it is measured as it is.
     """
     with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled: the import takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        mha: Any = torch.backends.mha
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -117,26 +127,6 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
             with accelerator.device(each):
                 accelerator.manual_seed(seed)
         yield
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled code as plain Python, and `nn.TransformerEncoder` without its fast path.
-
-    Kernels cannot be observed. Compiled code may be wrapped or compiled in place, whole or in
-    part. The fast path is also another function, which torch takes only without gradients: it
-    sets the outputs at padded tokens to 0.
-    """
-    mha: Any = torch.backends.mha
-    # Where nothing is compiled, importing the compiler would take a second.
-    compiled = "torch._dynamo" in sys.modules
-    fast = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
-    finally:
-        mha.set_fastpath_enabled(fast)
 
 
 # Copies with at least this many entries get separate memory pages.

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from lipaudit.theory import LAYER_WITHIN, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
-from lipaudit.theory.spectral import Norms, random_starts, shift_exponent, spectral_norms
+from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_size
 
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
@@ -126,8 +126,7 @@ def layer_norms(
             before.append(norms.times(float(size.amax())))
         if heads.out is not None:
             out = heads.out.double() * size.to(heads.out.device)[:, None, None]
-            exponent = torch.frexp(out.abs().amax().cpu()).exponent
-            out = shift_exponent(out, -exponent)
+            out, exponent = take_size(out)
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(some, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.theory import POLICY, Policy
-from lipaudit.theory.spectral import shift_exponent
+from lipaudit.theory.spectral import shift_exponent, take_size
 
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
@@ -404,15 +404,15 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     """
     to_v = heads.to_v
     if to_v is None:
-        v, exponents = _take_size(heads.v, 0, 2, 3)
+        v, exponents = take_size(heads.v, 0, 2, 3)
         return heads.with_same_map(v=v), exponents.double().exp2()
     # An expanded weight stays expanded: heads that are normalised together share it.
     shared = to_v.weight.stride(0) == 0
-    weight, exponents = _take_size(to_v.weight[:1] if shared else to_v.weight, 1, 2)
+    weight, exponents = take_size(to_v.weight[:1] if shared else to_v.weight, 1, 2)
     bias = None if to_v.bias is None else shift_exponent(to_v.bias, -exponents[:, None])
     unit = replace(to_v, weight=weight.expand_as(to_v.weight), bias=bias)
     if to_v.local is not None:
-        local, behind = _take_size(to_v.local, 0, 2, 3, 4)
+        local, behind = take_size(to_v.local, 0, 2, 3, 4)
         unit, exponents = replace(unit, local=local), exponents + behind
     exponents = exponents.expand(len(to_v.weight))
     v = shift_exponent(heads.v, -exponents[:, None, None])
@@ -423,9 +423,3 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
             source = heads.x if heads.x_kv is None else heads.x_kv
             v = source[:, None] @ unit.weight
     return heads.with_same_map(v=v, to_v=unit), exponents.double().exp2()
-
-
-def _take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
-    """Divide each head by the power of two next to its largest entry; and return the exponents."""
-    exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent  # 0 for 0
-    return shift_exponent(t, -exponents), exponents.flatten()

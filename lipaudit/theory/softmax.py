@@ -94,7 +94,7 @@ def profile_rows(
     return RowProfile(rows.first, rows.second, rows.g1, gk, following, norm, entropy(p), keys)
 
 
-def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:
+def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tensor]:
     """Return the statistics of each row, NaN where a row does not count.
 
     p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
@@ -103,8 +103,7 @@ def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> d
     with one key no normalised entropy, rows with fewer than 3 no regime.
 
     Args:
-        profile: profile of the rows, with the same k.
-        k: the k of g_1/g_k, > 1.
+        profile: profile of the rows, for some k > 1.
         gamma: threshold of the regimes, 0 < gamma < 1/4.
 
     Examples:

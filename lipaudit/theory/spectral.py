@@ -64,6 +64,19 @@ def shift_exponent(
     return t
 
 
+def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
+    """Divide by the power of two next to the largest entry along some axes; of all without axes.
+
+    Returns:
+        The quotient, and the exponents, (others,) on the CPU; 0 for 0.
+
+    >>> take_size(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
+    tensor([2, 0], dtype=torch.int32)
+    """
+    exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
+    return shift_exponent(t, -exponents), exponents.flatten()
+
+
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
 
 
@@ -383,14 +396,16 @@ class _Krylov:
         count, size = start.shape
         live = start.ne(0).sum(1)
         block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count).double()
-        block[:, 0] = _normalize(start)
+        # By the power of two first: squares may underflow.
+        block[:, 0] = F.normalize(take_size(start, 1)[0], dim=1)
         # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
         # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did.
         if guess is not None:
             # In one dimension every vector is exact, and the sum of two opposite ones is zero.
-            mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
+            unit = F.normalize(take_size(guess, 1)[0], dim=1)
+            mixed = block[:, 0] + unit * (live > 1)[:, None]
             length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
-            block[:, 0] = _normalize(mixed)
+            block[:, 0] = F.normalize(take_size(mixed, 1)[0], dim=1)
         self.index, self.size, self.steps = torch.arange(count), live.cpu(), 0
         self.done = self.exhausted = torch.zeros(count, dtype=torch.bool)
         self.basis, self.coupling = [block], block.new_zeros(count, 1, 1)
@@ -511,9 +526,3 @@ class _Krylov:
 
     def _vector(self, k: int) -> Tensor:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
-
-
-def _normalize(vectors: Tensor) -> Tensor:
-    """Return unit vectors; 0 stays 0. Squares may underflow: first divide by a power of two."""
-    exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
-    return F.normalize(shift_exponent(vectors, -exponent[:, None]), dim=1)

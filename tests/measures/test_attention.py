@@ -75,7 +75,7 @@ def test_one_hot_rows_are_categorical_as_far_as_their_keys_are_seen():
     """Their other entries are 0 by rounding, which is no mask."""
     rows = torch.eye(5, dtype=torch.float64)[:3]
     keys = torch.tensor([5, 2, 0])  # all seen; two seen; a padded query
-    found = row_statistics(profile_rows(rows, keys=keys), k=2)
+    found = row_statistics(profile_rows(rows, k=2, keys=keys))
     assert found["categorical"].tolist()[0] == 1.0
     assert found["entropy_normalized"].tolist()[:2] == [0.0, 0.0]
     assert found["categorical"][1:].isnan().all()

@@ -19,7 +19,7 @@ from lipaudit import ModelSpec
 from lipaudit.data.vnnlib import read_property
 from lipaudit.errors import InputError
 from lipaudit.models.onnx_graph import Graph, Query, export_onnx
-from lipaudit.models.precision import eager
+from lipaudit.models.precision import exact_arithmetic
 from tests.commands import invoke, refuse
 from tests.measures.cases import Small, Words, in_order
 from tests.nets import TEXT, Calls, draw, hf_net, own_batch, own_net
@@ -302,7 +302,7 @@ def text_net(name, **how):
 def test_networks_are_read_as_a_runtime_reads_them(name, tmp_path):
     model, x = MODELS[name]()
     batch, file = own_batch(x), tmp_path / "m.onnx"
-    with eager():
+    with exact_arithmetic(torch.device("cpu")):
         file.write_bytes(export_onnx(model, batch))
         graph = Graph(file)
         point = model.point(batch) + 0.1 * draw(0, 3, *model.point(batch).shape[1:])

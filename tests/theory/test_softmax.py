@@ -112,7 +112,7 @@ def test_uniform_maps_of_every_length():
         assert norm_max == p.max()
         assert g1_max >= norm_max
         assert (g(p) >= softmax_norm(p)).all()
-        assert (row_statistics(profile_rows(p), k=2)["g1_ratio"] >= 1).all()
+        assert (row_statistics(profile_rows(p, k=2))["g1_ratio"] >= 1).all()
 
 
 @settings(deadline=None, max_examples=200)

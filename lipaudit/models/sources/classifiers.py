@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch, Task
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import ModelSpec, Net
-from lipaudit.models.precision import eager, exact_arithmetic, lifting
+from lipaudit.models.precision import exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources import text_models
 from lipaudit.models.sources.weights import few
@@ -253,7 +253,7 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
     next_logits = net.next_logits
     assert next_logits is not None
     score = lifting(lambda z: next_logits(z, 0))
-    with eager(), exact_arithmetic(net.device), torch.no_grad():
+    with exact_arithmetic(net.device), torch.no_grad():
         z = lifting(entry)(ids)
         whole, start = score(z), score(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))

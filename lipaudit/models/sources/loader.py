@@ -30,7 +30,7 @@ from lipaudit.errors import (
 from lipaudit.models.net import OWN, Net, watch_modules
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.precision import devices, eager, precision, seed_device
+from lipaudit.models.precision import devices, exact_arithmetic, precision, seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
@@ -343,7 +343,7 @@ def _probe(
     for name, part in named if image else ():
         if "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]:
             parts.append((name, part))
-    with explained, watch_modules(parts, watch), eager(), torch.no_grad():
+    with explained, watch_modules(parts, watch), exact_arithmetic(device), torch.no_grad():
         result = call(x, None)
         output = read(result)
     halved = output.dtype in HALF and x.dtype == torch.float32

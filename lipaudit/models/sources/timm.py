@@ -356,11 +356,6 @@ def load_demo(name: str = "standard") -> ModelSpec:
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(read_weights(path)[0])
-    return describe_demo(module, DEMOS[name])
-
-
-def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
-    """Return what lipaudit knows of a demo model."""
     return ModelSpec(
         module,
         (1, SIZE, SIZE),
@@ -368,5 +363,5 @@ def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
         std=(STD,),
         labels=tuple("0123456789"),
         entry=module.patch_embed,
-        architecture=f"DigitsViT ({history})",
+        architecture=f"DigitsViT ({DEMOS[name]})",
     )

@@ -42,7 +42,6 @@ class AttentionOptions(MeasureOptions):
     """
 
     samples: ClassVar[int] = 32
-    reads_heads: ClassVar[bool] = True
 
     layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
     gamma: float = option(

@@ -50,8 +50,6 @@ class MeasureOptions(Settings):
     once: ClassVar[Mapping[str, Any]] = {}
     # Whether the measure needs labels.
     labelled: ClassVar[bool] = False
-    # Whether the measure needs attention heads.
-    reads_heads: ClassVar[bool] = False
     # When it has a language model score continuations: it may read texts alone, do so where
     # --score is given, or have no other way to measure one.
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"

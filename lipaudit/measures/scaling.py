@@ -57,7 +57,6 @@ class ScalingOptions(MeasureOptions):
     """
 
     samples: ClassVar[int] = 4
-    reads_heads: ClassVar[bool] = True
 
     lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")
     modes: ScalingModes = option(

@@ -43,7 +43,6 @@ class WeightsOptions(NormOptions):
 
     # One, which shows what the weights are used for.
     samples: ClassVar[int] = 1
-    reads_heads: ClassVar[bool] = True
 
     at_samples: bool = option(False, "Also compute the Jacobian norm of every block at samples.")
     tol: float = _of_norms("tol")

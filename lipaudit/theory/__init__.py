@@ -40,19 +40,13 @@ class Policy:
     chunk_entries: int = 2**22
     dense_entries: int = 2**18
 
-    def chunks(self, total: int, entries: int) -> list[slice]:
-        """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""
-        return cut(total, entries, self.chunk_entries)
+    def chunks(self, total: int, entries: int, limit: int | None = None) -> list[slice]:
+        """Cut `total` items of `entries` numbers each: `limit` numbers at a time, or one item.
 
-
-def cut(total: int, entries: int, limit: int) -> list[slice]:
-    """Cut `total` items of `entries` numbers each: up to `limit` at a time, or one item.
-
-    >>> cut(5, 4, 10)
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-    """
-    size = max(1, limit // max(1, entries))
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+        The limit is `chunk_entries` by default.
+        """
+        size = max(1, (limit or self.chunk_entries) // max(1, entries))
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 POLICY = Policy()

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipaudit.theory.head_bounds import chunks
+from lipaudit.theory.head_bounds import split_heads
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, Projection, are_affine, projections, unit_values
 from lipaudit.theory.products import mean_value
@@ -343,7 +343,7 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
     n, dv = unit.q.shape[2], unit.v.shape[3]
     u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
     norms = []
-    for some in map(unit.pick, chunks(unit)):
+    for some in split_heads(unit):
         # In the coordinates that the projections of a head read; R preserves lengths there.
         weights = torch.cat([projection.weight for projection in projections(some)], -1)
         read = torch.linalg.qr(weights, mode="r").R

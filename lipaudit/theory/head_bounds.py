@@ -23,7 +23,7 @@ matrix H >= 0. ||H x|| is convex in x, so it is largest where one x_j is 1: at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine, refuse
-from lipaudit.theory import cut
 from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
@@ -95,8 +94,8 @@ def head_bounds(
     tokens = Tokens(heads)
     heads, size = unit_values(heads)
     parts = []
-    for some in chunks(heads):
-        known = Ingredients(heads.pick(some), tokens)
+    for some in split_heads(heads):
+        known = Ingredients(some, tokens)
         terms = {
             "p_norm": known.p_norm,
             "softmax_norm_max": known.softmax_norm_max,
@@ -111,11 +110,11 @@ def head_bounds(
     return whole | {bound.name: whole[bound.name] * size for bound in records}
 
 
-def chunks(heads: Heads) -> list[slice]:
-    """Cut the heads of a layer, so that a temporary stays near `map_entries` numbers."""
+def split_heads(heads: Heads) -> Iterator[Heads]:
+    """Yield some heads of a layer at a time: a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    return cut(count, per_head, heads.policy.map_entries)
+    yield from map(heads.pick, heads.policy.chunks(count, per_head, heads.policy.map_entries))
 
 
 def _compute(bound: Bound, known: Ingredients) -> Tensor:
@@ -163,7 +162,7 @@ def ball_sharp(
     if r == 0:
         return sharp
     unit, size = unit_values(heads)
-    parts = [bound_growth(unit.pick(some), r) for some in chunks(unit)]
+    parts = [bound_growth(some, r) for some in split_heads(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 

@@ -100,11 +100,8 @@ def make_zero_shot(
     """
     names, kind = spec.labels or (), type(module).__name__
     tokenizer = text_models.load_tokenizer(path)
-    refuse(
-        tokenizer is None,
-        f"{kind} has no tokenizer in its folder, and --classes needs it",
-        "Copy tokenizer.json and tokenizer_config.json into it.",
-    )
+    text = f"{kind} has no tokenizer in its folder, and --classes needs it"
+    refuse(tokenizer is None, text, "Copy tokenizer.json and tokenizer_config.json into it.")
     config = text_models.find_text_config(module.config)
     most = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
@@ -151,16 +148,13 @@ def make_zero_shot(
     shown = " | ".join(prompts)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
     facts = f"{len(names)} classes (sha256 {digest}), prompt {shown!r}"
-    note = Note.info(
-        "zero-shot",
+    text = (
         f"zero-shot classifier with {len(names)} classes: {kind} compares images with {shown!r}, "
-        "and the text embeddings are fixed",
+        "and the text embeddings are fixed"
     )
+    notes = (Note.info("zero-shot", text), *spec.notes)
     return replace(
-        spec,
-        read=read,
-        preprocess={**spec.preprocess, "zero-shot": facts},
-        notes=(note, *spec.notes),
+        spec, read=read, preprocess={**spec.preprocess, "zero-shot": facts}, notes=notes
     )
 
 

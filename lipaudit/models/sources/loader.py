@@ -168,51 +168,40 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     """
     module = own.unwrap(spec.module)
     later = options.weights == "stored" and options.device_map is None
-    spec = replace(spec, quantised=spec.quantised or dequantise(module, later=later))
+    quantised = spec.quantised or dequantise(module, later=later)
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module, name)
     # A program of torch.export has no modes.
     with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
         module.eval().requires_grad_(False)
-    spec = replace(spec, module=module)
     if options.quantize:
-        refuse(
-            options.weights == "stored",
-            f"--quantize {options.quantize} rounds weights on loading, and --weights stored keeps "
-            "them",
-            "Leave one of them out.",
-            UsageError,
-        )
-        refuse(
-            spec.quantised,
-            f"--quantize {options.quantize} rounds float weights, and {name} is quantised "
-            f"({spec.quantised})",
-            "Leave --quantize out.",
-            UsageError,
-        )
-        spec = replace(spec, quantised=round_weights(module, options.quantize))
+        asked = f"--quantize {options.quantize}"
+        text = f"{asked} rounds weights on loading, and --weights stored keeps them"
+        refuse(options.weights == "stored", text, "Leave one of them out.", UsageError)
+        text = f"{asked} rounds float weights, and {name} is quantised ({quantised})"
+        refuse(quantised, text, "Leave --quantize out.", UsageError)
+        quantised = round_weights(module, options.quantize)
         digest = hash_weights(module, name)  # other weights: another function
-    call, preprocess = _add_preprocessing(spec, options)
-    call, places, notes = place_weights(module, call, options)
+    architecture = spec.architecture or type(module).__name__
+    spec = replace(spec, module=module, quantised=quantised, architecture=architecture)
+    spec, call = _add_preprocessing(spec, options)
+    call, places, placed = place_weights(module, call, options)
+    notes = [*spec.notes, *placed]
 
     def read(result: Any) -> Tensor:
         output = (spec.read or find_main_output)(result)
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
-    result, output, entry = _probe(spec, call, read)
-    text = (
-        f"{spec.quantised}. The results are those of this function: the rounded weights in "
-        f"{options.dtype} arithmetic, activations not rounded"
-    )
-    quantised = (Note.info("quantised", text),) if spec.quantised else ()
-    if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
-        shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
+    output, entry, remarks = _probe(spec, call, read)
+    notes += remarks
+    if quantised:
         text = (
-            f"the model returns several tensors ({few(shapes)} per sample); the first is "
-            "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
-            "result: TENSOR)"
+            f"{quantised}. The results are those of this function: the rounded weights in "
+            f"{options.dtype} arithmetic, activations not rounded"
         )
-        notes += (Note.warn("first-output", text),) if len(shapes) > 1 else ()
+        notes.append(Note.info("quantised", text))
+    if spec.commit is not None:
+        notes.append(spec.commit.note)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     labels = spec.labels or ()
     refuse(
@@ -221,24 +210,13 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "Check num_classes and the labels of the model's configuration. Two classes need two "
         "logits: torch.cat([0 * z, z], 1).",
     )
+    entry = spec.entry or entry
     # By name: a factory may return a subclass with fields of its own.
-    facts = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)} | {
-        "call": call,
-        "read": read,
-        "entry": (entry := spec.entry or entry),
-        "vocabulary": spec.vocabulary or getattr(entry, "num_embeddings", None),
-        "architecture": spec.architecture or type(module).__name__,
-        "preprocess": preprocess,
-        "notes": spec.notes
-        + notes
-        + quantised
-        + (() if spec.commit is None else (spec.commit.note,)),
-    }
-    if spec.kind == "image":
-        facts["box"] = spec.box or (0.0, 1.0)
-        facts["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
+    known: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    known |= {"call": call, "read": read, "entry": entry, "notes": tuple(notes)}
+    known["vocabulary"] = spec.vocabulary or getattr(entry, "num_embeddings", None)
     return Net(
-        **facts,
+        **known,
         name=name,
         source=source,
         parameters=sum(p.numel() for p in module.parameters()),
@@ -269,13 +247,13 @@ def find_main_output(result: Any) -> Tensor:
     return output
 
 
-def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
-    """Return a function that preprocesses samples and runs the model, and facts about it."""
+def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
+    """Return the complete description, and a function that preprocesses samples and runs them."""
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
     named = [name for name, value in given.items() if value is not None]
     text = f"{few(named)} was given, but the model takes {spec.kind}"
     refuse(named and spec.kind != "image", text, "Leave it out.", UsageError)
-    module, facts = spec.module, dict(spec.preprocess)
+    complete, module = spec, spec.module
     mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
     if spec.kind == "image":
         channels = spec.input_shape[0]
@@ -288,7 +266,13 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
                 UsageError,
             )
         mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
-        facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+        facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+        complete = replace(
+            spec,
+            box=spec.box or (0.0, 1.0),
+            prepare=spec.prepare or partial(resize, shape=spec.input_shape),
+            preprocess={**spec.preprocess, **facts},
+        )
 
     @cache  # a copy to a GPU at every call would wait for it
     def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -307,16 +291,16 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
             return spec.call(x, mask)
         return module(x) if mask is None else module(x, mask)
 
-    return call, facts
+    return complete, call
 
 
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
-) -> tuple[Any, Tensor, nn.Module | None]:
-    """Run one blank sample; return the result, its output tensor and the embedding module."""
+) -> tuple[Tensor, nn.Module | None, list[Note]]:
+    """Run one blank sample; return its output, the embedding module, and remarks."""
     module, device = spec.module, next(devices(spec.module))
-    image, text = spec.kind == "image", spec.kind == "text"
-    if text:
+    image, reads_ids = spec.kind == "image", spec.kind == "text"
+    if reads_ids:
         most = min(PROBE_TOKENS, *spec.input_shape)
         ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
         ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
@@ -338,10 +322,10 @@ def _probe(
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call(x, mask)`.",
     )
-    named = [*module.named_modules()]
-    parts = [(n, part) for n, part in named if text and isinstance(part, nn.Embedding)]
-    for name, part in named if image else ():
-        if "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]:
+    parts = []
+    for name, part in module.named_modules():
+        patches = "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
+        if (image and patches) or (reads_ids and isinstance(part, nn.Embedding)):
             parts.append((name, part))
     with explained, watch_modules(parts, watch), exact_arithmetic(device), torch.no_grad():
         result = call(x, None)
@@ -358,9 +342,18 @@ def _probe(
         "the model's output on a blank sample is not finite",
         "Check the weights. A masked class needs a finite logit.",
     )
+    notes: list[Note] = []
+    if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
+        shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
+        text = (
+            f"the model returns several tensors ({few(shapes)} per sample); the first is "
+            "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
+            "result: TENSOR)"
+        )
+        notes += [Note.warn("first-output", text)] if len(shapes) > 1 else []
     # The first that takes the ids, before tables of positions and types of the same shape.
     entry = max(entries, key=lambda each: each[0], default=None)
-    return result, output, None if entry is None else module.get_submodule(entry[1])
+    return output, None if entry is None else module.get_submodule(entry[1]), notes
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:

@@ -177,11 +177,9 @@ def _prove_words(
         z, logits = net.point(part), net.output(part)
         # The proof sees embeddings only: they must tell all that the model reads of the words.
         same = net.forward(z, sample.rows(torch.zeros(len(part), dtype=torch.long)))
-        refuse(
-            not agree(logits, same),
-            f"{net.architecture} reads token ids beside their embeddings",
-            "No certificate covers its words: use `lipaudit attack --attack words`.",
-        )
+        text = f"{net.architecture} reads token ids beside their embeddings"
+        advice = "No certificate covers its words: use `lipaudit attack --attack words`."
+        refuse(not agree(logits, same), text, advice)
         wanted = torch.full((len(part),), label, device=x.device)
         least = min(least, float(worst_margins(logits, wanted).min()))
         moves.append(z.to(torch.float64) - x)
@@ -321,11 +319,8 @@ def require_rules(net: Net, sample: Batch) -> None:
         output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
         return  # slack grows faster than symbols: later operations are checked in the run
-    refuse(
-        not isinstance(output, Form),
-        f"the output of {net.architecture} does not depend on its input",
-        "There is nothing to certify: check the model.",
-    )
+    text = f"the output of {net.architecture} does not depend on its input"
+    refuse(not isinstance(output, Form), text, "There is nothing to certify: check the model.")
 
 
 # First radius of the adversarial search, as a share of the input range.

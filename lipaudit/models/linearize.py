@@ -372,11 +372,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
         return whole
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
-    refuse(
-        not agree(whole.output, again, AGREES),
-        "the model's output differs from one forward pass to the next",
-        REPEAT,
-    )
+    text = "the model's output differs from one forward pass to the next"
+    refuse(not agree(whole.output, again, AGREES), text, REPEAT)
     raise InputError(
         "the output of one sample depends on another one of its batch",
         "Use a model that treats the samples of a batch independently.",

@@ -461,11 +461,9 @@ def _require_complete(
     unused = [k for k in rest if _has_part(k, POOLER, MASK) or not _is_inside(module, k)]
     surplus = [k for k in surplus if k not in unused]
     misfit = describe_misfit(missing, surplus, wrong)
-    refuse(
-        misfit,
-        f"the weights in {path} do not fit {type(module).__name__}: {misfit}",
-        "Check `architectures` in config.json and that the fine-tuned head was saved.",
-    )
+    text = f"the weights in {path} do not fit {type(module).__name__}: {misfit}"
+    advice = "Check `architectures` in config.json and that the fine-tuned head was saved."
+    refuse(misfit, text, advice)
     if without_pooler:
         module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"

@@ -142,11 +142,9 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     file = path / "config.json"
     config = read_json(file) if file.is_file() else None
     keys = {*config} if isinstance(config, dict) else set()
-    refuse(
-        not keys & {"model_type", "architecture", "pretrained_cfg"},
-        f"{path} has no config.json that names a timm architecture or a transformers model_type",
-        "Give its weights file with --arch timm:NAME, or add the config.json.",
-    )
+    text = f"{path} has no config.json that names a timm architecture or a transformers model_type"
+    advice = "Give its weights file with --arch timm:NAME, or add the config.json."
+    refuse(not keys & {"model_type", "architecture", "pretrained_cfg"}, text, advice)
     source, load = ("hf", huggingface) if "model_type" in keys else ("timm", timm)
     return source, load.load_directory(path, options)
 
@@ -238,11 +236,9 @@ def find_main_output(result: Any) -> Tensor:
         result = result.logits
     elif isinstance(result, (tuple, list)) and result:
         result = result[0]
-    refuse(
-        not isinstance(result, Tensor),
-        f"the model returned {type(result).__name__}, not a tensor or an output with logits",
-        "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
-    )
+    text = f"the model returned {type(result).__name__}, not a tensor or an output with logits"
+    advice = "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)."
+    refuse(not isinstance(result, Tensor), text, advice)
     output: Tensor = result
     return output
 
@@ -337,11 +333,9 @@ def _probe(
         "Let the model return its scores (logits), not a decision, which has no gradient. "
         "Switch autocast off in its code, or use --dtype float64, which overrides it.",
     )
-    refuse(
-        not bool(output.isfinite().all()),
-        "the model's output on a blank sample is not finite",
-        "Check the weights. A masked class needs a finite logit.",
-    )
+    text = "the model's output on a blank sample is not finite"
+    advice = "Check the weights. A masked class needs a finite logit."
+    refuse(not bool(output.isfinite().all()), text, advice)
     notes: list[Note] = []
     if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
         shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
@@ -436,33 +430,22 @@ def borrow(
         InputError: the object is no module, or cannot run on a blank sample.
     """
     name = type(own.unwrap(model)).__name__
-    refuse(
-        options.device_map is not None,
-        "device_map works only for models that are loaded by name, not for a module",
-        "Leave device_map out: a module is measured on its own device.",
-        UsageError,
-    )
-    refuse(
-        not isinstance(model, nn.Module | ModelSpec),
-        f"{name} is not a model",
-        "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
-    )
-    refuse(
-        options.class_names,
-        "classes works only for models that are loaded by name, not for a module",
-        "Leave classes out: it needs the tokenizer in the folder of a model.",
-        UsageError,
-    )
+    text = "device_map works only for models that are loaded by name, not for a module"
+    advice = "Leave device_map out: a module is measured on its own device."
+    refuse(options.device_map is not None, text, advice, UsageError)
+    text = f"{name} is not a model"
+    advice = "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec."
+    refuse(not isinstance(model, nn.Module | ModelSpec), text, advice)
+    text = "classes works only for models that are loaded by name, not for a module"
+    advice = "Leave classes out: it needs the tokenizer in the folder of a model."
+    refuse(options.class_names, text, advice, UsageError)
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
         axes = len(input_shape) if isinstance(input_shape, Sequence) else 0
-        refuse(
-            axes not in own.KINDS,
-            f"input_shape {input_shape} is not the shape of a sample",
-            "Give (channels, height, width), (tokens, width) or (samples,).",
-            UsageError,
-        )
+        text = f"input_shape {input_shape} is not the shape of a sample"
+        advice = "Give (channels, height, width), (tokens, width) or (samples,)."
+        refuse(axes not in own.KINDS, text, advice, UsageError)
         spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
     name = type(spec.module).__name__
     if options.device == "auto":

@@ -273,11 +273,9 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     unknown = sorted(content.keys() - names)
     missing = [name for name in tensors if _look_up(content, name) is None]
     parts = few([part for part, _ in module.named_children()])
-    refuse(
-        unknown or missing,
-        f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
-        f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
-    )
+    text = f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}"
+    advice = f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.'
+    refuse(unknown or missing, text, advice)
     return dict(content)
 
 

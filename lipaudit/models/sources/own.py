@@ -75,11 +75,9 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
         InputError: as in `call_factory`, or the function returns something else.
     """
     model = call_factory(reference, options)
-    refuse(
-        not isinstance(model, nn.Module | ModelSpec),
-        f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
-        "Return the model itself, not its state dict or a class.",
-    )
+    text = f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec"
+    advice = "Return the model itself, not its state dict or a class."
+    refuse(not isinstance(model, nn.Module | ModelSpec), text, advice)
     spec = describe(model, options, f"py:{reference}, a {type(model).__name__},")
     if spec.kind != "image" or options.input_size is None:
         return spec

@@ -165,11 +165,9 @@ def plan_dequantising(
         + "Give a dequantised copy, or the float checkpoint with --quantize.",
     )
     library = LIBRARIES[method]
-    refuse(
-        library and find_spec(library) is None,
-        f"{path} is quantised by {method}, and its library is not installed",
-        f"Run pip install {library.replace('_', '-')}.",
-    )
+    text = f"{path} is quantised by {method}, and its library is not installed"
+    advice = f"Run pip install {library.replace('_', '-')}."
+    refuse(library and find_spec(library) is None, text, advice)
     if kinds and kinds <= FLOATS:
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"

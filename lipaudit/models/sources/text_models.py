@@ -168,11 +168,9 @@ def choose_pooling(path: Path | None) -> Pooling:
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
     }
     unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    refuse(
-        unknown or mode not in poolings,
-        f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
-        "Remove modules.json to read the mean over tokens, or write a py: factory.",
-    )
+    text = f"{path} pools its tokens in a way that is not supported: {unknown or mode}"
+    advice = "Remove modules.json to read the mean over tokens, or write a py: factory."
+    refuse(unknown or mode not in poolings, text, advice)
     pooling = poolings[mode]
     if "Normalize" not in steps:
         return pooling
@@ -407,11 +405,9 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         InputError: the model has no vocabulary, or pools its tokens in an unsupported way.
     """
     config = find_text_config(module.config)
-    refuse(
-        not getattr(config, "vocab_size", None),
-        f"{type(module).__name__} has no embedding table for token ids that could be perturbed",
-        "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
-    )
+    text = f"{type(module).__name__} has no embedding table for token ids that could be perturbed"
+    advice = "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`."
+    refuse(not getattr(config, "vocab_size", None), text, advice)
     size, table = int(config.vocab_size), None
     with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)

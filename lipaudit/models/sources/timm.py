@@ -99,11 +99,9 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
     files = list_weight_files(file.name for file in path.iterdir())
-    refuse(
-        len(files) != 1,
-        f"{path} has no unique weights file (found: {', '.join(files) or 'none'})",
-        f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
-    )
+    text = f"{path} has no unique weights file (found: {', '.join(files) or 'none'})"
+    advice = f"Rename one of them to {PREFERRED[0]}, or give the file with --arch."
+    refuse(len(files) != 1, text, advice)
     weights = path / files[0]
     state, notes = read_weights(weights)
     return describe_timm(module, options, notes=notes + _load(module, state, weights))

@@ -264,19 +264,14 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
         for name, value in state
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
     ]
-    refuse(
-        odd,
-        f"{origin} has weights that are quantised or sparse: {few(odd)}",
-        "Load the model before it was quantised, or make its weights dense (to_dense()).",
-    )
+    text = f"{origin} has weights that are quantised or sparse: {few(odd)}"
+    advice = "Load the model before it was quantised, or make its weights dense (to_dense())."
+    refuse(odd, text, advice)
     weights = module.named_parameters()
     bad = [n for n, p in weights if not bool(torch.isfinite(compute_values(p)).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
-    refuse(
-        bad,
-        f"{origin} has weights that are not finite: {few(bad)}",
-        "Use an earlier checkpoint: the training diverged or the file is damaged.",
-    )
+    text = f"{origin} has weights that are not finite: {few(bad)}"
+    refuse(bad, text, "Use an earlier checkpoint: the training diverged or the file is damaged.")
     digest = hashlib.sha256()
     for name, tensor in state:
         value: Any = compute_values(tensor).detach().cpu().contiguous()

@@ -80,7 +80,7 @@ class Output(Settings):
         None, "Format of stdout, such as table, json, csv, markdown or html.", "--format", "-f"
     )
     output: tuple[Path, ...] = output_option(
-        (), "Also write FILE: .json, .csv, .md, .tex, .html, .xml or .txt.", "--output", "-o"
+        (), "Also write FILE: .json, .csv, .md, .tex, .html, .txt (gate: .xml).", "--output", "-o"
     )
 
 

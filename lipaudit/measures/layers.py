@@ -115,11 +115,11 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
             inputs.setdefault((inside, what), []).append(site)
 
     def name_layers(alike: Sequence[Site]) -> str:
-        return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
+        plural = "s" * (len(alike) > 1)
+        return f"layer{plural} {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
 
     for reason, alike in reasons.items():
-        text = f"{name_layers(alike)} have no closed form: {reason}"
-        yield Note.warn("no-closed-form", text)
+        yield Note.warn("no-closed-form", f"no closed form for {name_layers(alike)}: {reason}")
     for (inside, what), alike in inputs.items():
         text = (
             f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "

@@ -113,7 +113,7 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         arch = options.arch or ""
         refuse(
             not arch,
-            f"{path} holds only weights, and the architecture is unknown",
+            f"{path} is a file of weights, and the architecture is unknown",
             "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
             "py:FILE:FACTORY with your own factory.",
             UsageError,

@@ -103,7 +103,8 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
     if hidden is None:
         raise InputError(
             f"a {type(result).__name__} has no last hidden state to use as features",
-            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
+            "Name the class as transformers does (...ForSequenceClassification), or write a py: "
+            "factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
     if hidden.ndim == 4:  # a feature map: its two equal axes are spatial
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]

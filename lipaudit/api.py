@@ -13,22 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipaudit import errors
 from lipaudit.data.batch import Samples
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.results import describe_run, list_origins, make_failed
-from lipaudit.errors import (
-    InputError,
-    LipauditError,
-    UsageError,
-    find_user_error,
-    of_machine,
-    refuse,
-    suggestion,
-    visible,
-)
+from lipaudit.errors import InputError, LipauditError, UsageError, refuse, suggestion
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
 from lipaudit.models.sources.loader import borrow, freeze_net, load_net
@@ -342,7 +334,7 @@ def run_audits(
                 outlines.append(outline_job(job))
                 del job  # the name would keep the model while the next one is loaded
         except LipauditError as error:
-            error.message = f"{visible(request.model)}: {error.message}"
+            error.message = f"{errors.visible(request.model)}: {error.message}"
             raise
         finally:
             gc.collect()  # a module may reference itself, and the next model needs its memory
@@ -416,7 +408,7 @@ def open_job(
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
         # A bug keeps its type and traceback; any other failure is an error with a hint.
-        if (fault := find_user_error(error)) is None or fault is error:
+        if (fault := errors.find_user_error(error)) is None or fault is error:
             raise
         raise fault from error
 
@@ -439,7 +431,7 @@ def _make_tensor(values: Any) -> Tensor:
             values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
         return values.detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        if of_machine(error):
+        if errors.of_machine(error):
             raise
         raise InputError(
             f"data of type {type(values).__name__} cannot be read as an array of samples "

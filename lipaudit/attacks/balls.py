@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,18 +113,15 @@ def check_inside(
 
 
 def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
-    # Rounding errors of the entries add up as their squares: the l2 norm grows as sqrt(entries).
-    # In the l1 norm they add up themselves.
-    sizes = {
-        "linf": 1,
-        "patch": 1,
-        "l2": x[:1].numel(),
-        "l1": x[:1].numel() ** 2,
-        "token-l2": x.shape[-1],
-    }
-    entries = sizes[ball.norm]
+    # The rounding errors of the entries add up in the norm: in l2 as sqrt(entries).
     size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
-    return ROUNDINGS * torch.finfo(dtype).eps / 2 * math.sqrt(entries) * size
+    return ROUNDINGS * torch.finfo(dtype).eps / 2 * measure_ones(ball.norm, x.shape[1:]) * size
+
+
+def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
+    """Return the norm of a sample whose entries are all 1; for patches it is that of one."""
+    size = math.prod(shape)
+    return math.sqrt({"l2": size, "l1": size**2, "token-l2": shape[-1]}.get(norm, 1))
 
 
 def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:

@@ -26,7 +26,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball, check_inside, distance, is_resolved, random_start
+from lipaudit.attacks import balls
+from lipaudit.attacks.balls import Ball, distance
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.oracle import (
     AttackFunction,
@@ -282,7 +283,7 @@ class _Session:
         while True:
             # Copies, because an attack may change its arguments in place.
             z = function(oracle, x.clone(), y.clone(), ball, turn)
-            z = check_inside(z, x, ball, name)
+            z = balls.check_inside(z, x, ball, name)
             # Judged by a fresh evaluation, whatever the attack found.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
@@ -321,7 +322,7 @@ def _draw_starts(
     x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor, copies: int
 ) -> Tensor:
     """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
-    return torch.cat([random_start(x, ball, generator)[rows] for _ in range(copies)])
+    return torch.cat([balls.random_start(x, ball, generator)[rows] for _ in range(copies)])
 
 
 def derive_seed(seed: int, attack: str, chunk: int) -> int:
@@ -360,12 +361,11 @@ def require_radius(
         require_grid(trial.radius.value, shape, patch)
     if box is None or trial.norm in WHOLE:
         return
-    size = math.prod(shape)
-    entries = {"linf": 1, "l2": size, "l1": size**2, "token-l2": shape[-1]}[trial.norm]
     # The diameter of the box: in a larger ball the box alone would limit the attack.
-    widest = (box[1] - box[0]) * math.sqrt(entries)
+    length = balls.measure_ones(trial.norm, shape)
+    widest = (box[1] - box[0]) * length
     text = f"the radius {trial.radius.text} is larger than the range of the data {box}"
-    text += f", whose diagonal is {widest:.4g}" * (entries > 1)
+    text += f", whose diagonal is {widest:.4g}" * (length > 1)
     advice = "Give radii for pixels in [0, 1]: 8/255, not 8."
     refuse(float(trial.radius) > widest, text, advice, UsageError)
 
@@ -551,7 +551,7 @@ def note_resolution(
         ball: norm and radius.
         single: whether the attack computes in float32 even if the samples are float64.
     """
-    if is_resolved(x.float() if single else x, ball):
+    if balls.is_resolved(x.float() if single else x, ball):
         return ()
     advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
     dtype = "float32" if single else str(x.dtype).removeprefix("torch.")

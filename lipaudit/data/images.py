@@ -21,14 +21,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lipaudit.data.batch import (
-    DataOptions,
-    SampleOrigin,
-    Samples,
-    draw_indices,
-    make_batch,
-    require_classes,
-)
+from lipaudit.data import batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, draw_indices, make_batch
 from lipaudit.errors import InputError, explain_failure, refuse
 
 if TYPE_CHECKING:
@@ -245,7 +239,7 @@ def draw_arrays(
     read = _check_token_ids if net.kind == "text" else _read_values
     samples = list(read(x[order], net, origin))
     if labels is not None and net.classes:
-        require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
+        batch.require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
     return Samples(make_batch(samples, net, labels), origins=tuple(map(SampleOrigin, places)))
 
 

@@ -11,17 +11,8 @@ from typing import get_args
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
-from lipaudit.report.blocks import (
-    Block,
-    Cells,
-    Chapter,
-    Document,
-    Paragraph,
-    Points,
-    Table,
-    list_notes,
-    make_table,
-)
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.opening import find_places, list_figures, open_page
 from lipaudit.report.sections import FIT, TOP, map_heads
@@ -52,7 +43,7 @@ def make_page(
         text = f"Ranked by {found.criterion}. Limits of differences: 95 %, paired{wide}."
         criterion = (Paragraph(text),)
     title = "Which model is the most robust?" if criterion else "The models, in order"
-    chapter = Chapter("ranking", title, (table, *criterion, *list_notes(found.notes)))
+    chapter = Chapter("ranking", title, (table, *criterion, *blocks.list_notes(found.notes)))
     return make_pages(reports, [opening, chapter], short=short)
 
 
@@ -90,12 +81,12 @@ def make_comparison_page(
         samples = _show_samples(pair, places, FEW if short else FIT)
         heads = _show_heads(pair, FEW if short else TOP)
         number = f"-{i + 1}" * several
-        for name, title, blocks in (
+        for name, title, parts in (
             ("change", f"What changed from {pair.old} to {pair.new}?", figures),
             ("samples", f"Which samples changed?{of}", samples),
             ("heads", f"Which heads changed?{of}", heads),
         ):
-            chapters += [Chapter(name + number, title, blocks)] if blocks else []
+            chapters += [Chapter(name + number, title, parts)] if parts else []
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
@@ -145,7 +136,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     title = f"The first {len(shown)} of {len(judged)}" if len(shown) < len(judged) else ""
     table = [make_table(title, rows, strong=moved)] if rows else []
     notes = () if short else pair.notes
-    return [*table, *list_notes(Note.info("differs", text) for text in notes)]
+    return [*table, *blocks.list_notes(Note.info("differs", text) for text in notes)]
 
 
 def _read_change(verdict: Verdict) -> float | None:
@@ -243,7 +234,7 @@ FIGURES = 4
 
 def tabulate_ranking(
     ranking: Ranking, reports: Sequence[Report], most: int | None = None
-) -> Table:
+) -> blocks.Table:
     """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
     names = zip(model_labels(reports), reports, strict=True)
     cards = {name: {line.label: line for line in list_figures(report)} for name, report in names}

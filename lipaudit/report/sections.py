@@ -14,19 +14,15 @@ from statistics import median
 from typing import Any
 
 from lipaudit.measures import layouts
-from lipaudit.report import cells
+from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import (
     EXTREME,
     Block,
     Cells,
     Curve,
-    Heatmap,
-    Histogram,
     Paragraph,
-    Passage,
     Series,
     Table,
-    list_notes,
     make_table,
 )
 from lipaudit.report.opening import SEED, format_setting
@@ -75,9 +71,9 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
         section: the section; a failed one shows its reason.
         shown: notes that the page already shows.
     """
-    blocks = tuple(show_sections({"": section}))
+    parts = tuple(show_sections({"": section}))
     if section.failure is not None:
-        return blocks
+        return parts
     # A switch that is on is shown by its name; what is off or unset is left out. A part of a
     # measure has the settings of the measure, which are above.
     listed = "; ".join(
@@ -88,9 +84,9 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
     about = find_display(section).about
     return (
         *([Paragraph(about)] if about else []),
-        *blocks,
+        *parts,
         *([Paragraph(f"Settings: {listed}.")] if listed else []),
-        *list_notes(note for note in section.notes if note not in shown),
+        *blocks.list_notes(note for note in section.notes if note not in shown),
     )
 
 
@@ -180,15 +176,15 @@ def map_heads(
     values: Mapping[tuple[int, int], float | None],
     column: Column,
     centre: float | None = None,
-) -> Heatmap:
+) -> blocks.Heatmap:
     """Arrange values by layer and head."""
     layers, heads = (sorted({key[i] for key in values}) for i in (0, 1))
     matrix = tuple(tuple(values.get((i, j)) for j in heads) for i in layers)
     names = tuple(map(str, layers)), tuple(map(str, heads))
-    return Heatmap(title, matrix, *names, column, centre=centre)
+    return blocks.Heatmap(title, matrix, *names, column, centre=centre)
 
 
-def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
+def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
     """Map a column over layers and heads, of each report."""
     for label, section in sections.items():
         column = section.columns.get(name, cells.HEADINGS["value"])
@@ -198,13 +194,13 @@ def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
             yield map_heads(f"{label}: {title}" if label else title, values, column)
 
 
-def count_samples(sections: Sections, name: str) -> Iterator[Histogram]:
+def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
     """Collect the values of a per-sample column, unless they are all equal."""
     known = {k: finite(s.samples[name]) for k, s in sections.items() if name in s.samples}
     values = {k or "samples": tuple(v for v in vs if abs(v) < EXTREME) for k, vs in known.items()}
     if len({value for known in values.values() for value in known}) > 1:
         column = next(iter(sections.values())).sample_column(name)
-        yield Histogram(f"{cells.write_math(column.label)} per sample", column, values)
+        yield blocks.Histogram(f"{cells.write_math(column.label)} per sample", column, values)
 
 
 # Rows, named by head, by radius and by model
@@ -379,7 +375,7 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 # Attention maps, and what they lie over
 
 
-def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
+def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passage]:
     """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
     maps = (
         (label, section, name.removeprefix("map@"), array)
@@ -398,11 +394,11 @@ def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
         places = (tuple(str(block * i) for i in range(size)) for size in array.shape)
         rows, columns = (sample.tokens, sample.tokens) if sample else places
         title, matrix = f"{lead}Attention map of {of}{means}", tuple(map(tuple, values.tolist()))
-        yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], square=True)
+        yield blocks.Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], square=True)
         if sample:
             title = f"{lead}Attention received, mean over queries, {of}"
             received = tuple(map(float, values.mean(0)))
-            yield Passage(title, sample.tokens, received, cells.HEADINGS["mean P"])
+            yield blocks.Passage(title, sample.tokens, received, cells.HEADINGS["mean P"])
 
 
 DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {

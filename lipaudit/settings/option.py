@@ -15,17 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer
 
 from lipaudit.errors import UsageError, refuse, suggestion
 from lipaudit.tables.trials import Radius, parse_radius, parse_range
@@ -133,12 +124,12 @@ class Settings(BaseModel):
     """A group of options: immutable, closed; fields declared by `option` can be typed."""
 
     # Validators are built when first used: a command pays for its own options only.
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
     )
 
     # Names of values from the configuration: they may have no effect on the model at hand.
-    _configured: frozenset[str] = PrivateAttr(default=frozenset())
+    _configured: frozenset[str] = pydantic.PrivateAttr(default=frozenset())
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -167,7 +158,7 @@ class Settings(BaseModel):
                 raise UsageError(text, f"Change that, or leave out {known.flags[0]}.")
         return self
 
-    _check_needs = model_validator(mode="after")(require_needed)
+    _check_needs = pydantic.model_validator(mode="after")(require_needed)
 
     def _differs(self, known: Option) -> bool:
         """Say whether an option differs from its default, which may be stored as text."""
@@ -214,7 +205,7 @@ class Settings(BaseModel):
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
         try:
             settings = cls.model_validate(dict(values))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
             wrong = first["msg"].removeprefix("Value error, ")

@@ -11,17 +11,8 @@ from itertools import accumulate, islice, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    TypeAdapter,
-    WithJsonSchema,
-    model_validator,
-)
+import pydantic
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from lipaudit.errors import LipauditError
 from lipaudit.tables.trials import TrialKey, parse_radius
@@ -52,10 +43,10 @@ Float = Annotated[float, BeforeValidator(_revive), WithJsonSchema(_NUMBER)]
 Cell = Annotated[bool | int | float | str | None, BeforeValidator(_revive), WithJsonSchema(_CELL)]
 
 
-class Frozen(BaseModel):
+class Frozen(pydantic.BaseModel):
     """Base of everything in a report: immutable, closed, with NaN and infinities as strings."""
 
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         frozen=True,
         extra="forbid",
         ser_json_inf_nan="strings",
@@ -115,7 +106,7 @@ class Column:
         least: smallest possible value.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     label: str
     meaning: str
     unit: str = ""
@@ -251,7 +242,7 @@ class Array(Frozen):
     shape: tuple[int, ...]
     data: tuple[Float | None, ...] = Field(repr=False)
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _complete(self) -> Array:
         if len(self.data) != math.prod(self.shape):
             raise ValueError(f"{len(self.data)} values do not fill the shape {self.shape}")
@@ -271,8 +262,8 @@ class Array(Frozen):
 
 
 @cache
-def _adapt_column() -> TypeAdapter[Column]:
-    return TypeAdapter(Column)
+def _adapt_column() -> pydantic.TypeAdapter[Column]:
+    return pydantic.TypeAdapter(Column)
 
 
 # Only the fields of a column that differ from the defaults are written.
@@ -281,7 +272,7 @@ Columns = dict[str, Annotated[Column, write_column]]
 Rows = tuple[
     Annotated[
         Row,
-        PlainValidator(lambda row: row),
+        pydantic.PlainValidator(lambda row: row),
         PlainSerializer(dict, return_type=dict[str, Cell]),
         WithJsonSchema({"type": "object", "additionalProperties": _CELL}),
     ],

@@ -9,15 +9,8 @@ from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+import pydantic
+from pydantic import Field, field_validator, model_validator
 
 from lipaudit.tables.columns import (
     Array,
@@ -146,7 +139,7 @@ class Attended(Frozen):
     """
 
     # Earlier reports have the patches of pictures here.
-    model_config = ConfigDict(extra="ignore")
+    model_config = pydantic.ConfigDict(extra="ignore")
 
     sample: str
     tokens: tuple[str, ...]
@@ -192,15 +185,15 @@ class Section(Frozen):
     failure: Failure | None = None
     unmeasured: int = Field(0, ge=0)
 
-    @model_serializer(mode="wrap")
-    def _leave_out_empty(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _leave_out_empty(self, plain: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
         return {k: v for k, v in plain(self).items() if k in always or v}
 
     @field_validator("rows", mode="before")
     @classmethod
-    def _read_rows(cls, rows: Any, info: ValidationInfo) -> Any:
+    def _read_rows(cls, rows: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
         return tuple(make_row(info.data.get("columns", {}), row) for row in rows)

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import (
-    DataOptions,
-    SampleOrigin,
-    Samples,
-    draw_indices,
-    make_batch,
-    match_labels,
-)
+from lipaudit.data import batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
 from lipaudit.data.images import SUFFIXES as PICTURES
 from lipaudit.data.images import read_image, to_box
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse, suggestion
@@ -290,7 +284,7 @@ def draw_rows(
     sound, faults = table.sound, table.faults
     drawn: list[tuple[int, T]] = []
     bad: list[str] = []
-    for k in draw_indices(len(sound), len(sound), options.seed):
+    for k in batch.draw_indices(len(sound), len(sound), options.seed):
         if len(drawn) == options.samples:
             break
         try:
@@ -340,7 +334,7 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         table.require_rows(options)
         values = [labels[i] for i in table.sound]
         places = [f"{table.origin}: {table.places[i]}" for i in table.sound]
-        numbers, matched = match_labels(values, net, places, table.classes.get(label))
+        numbers, matched = batch.match_labels(values, net, places, table.classes.get(label))
         y, notes = dict(zip(table.sound, numbers, strict=True)), notes + matched
     is_text = net.kind == "text"
     limit, limited = limit_tokens(net, options) if is_text else (0, ())
@@ -361,11 +355,11 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
         limited += (Note.warn("text-cut", text),)
     classes = [y[i] for i, _ in drawn] if label is not None else None
-    batch = make_batch([x for _, (x, _, _) in drawn], net, classes)
+    joined = make_batch([x for _, (x, _, _) in drawn], net, classes)
     if is_text:
-        batch = replace(batch, texts=tuple(texts for _, (_, texts, _) in drawn), limit=limit)
+        joined = replace(joined, texts=tuple(texts for _, (_, texts, _) in drawn), limit=limit)
     origins = (SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts, _) in drawn)
-    return Samples(batch, skipped + limited + notes, origins=tuple(origins))
+    return Samples(joined, skipped + limited + notes, origins=tuple(origins))
 
 
 def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:

@@ -15,16 +15,7 @@ from typing import Any
 
 from lipaudit.measures import layouts
 from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import (
-    EXTREME,
-    Block,
-    Cells,
-    Curve,
-    Paragraph,
-    Series,
-    Table,
-    make_table,
-)
+from lipaudit.report.blocks import EXTREME, Block, Cells, Curve, Paragraph, Table, make_table
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.tables import Column, Display, Note, Row, Section
 from lipaudit.tables.columns import (
@@ -251,17 +242,17 @@ def list_tightness(sections: Sections) -> Iterator[Table]:
 
 def scatter_bounds(sections: Sections) -> Iterator[Curve]:
     """Plot every bound of every head over its exact norm: no point may be below y = x."""
-    columns, rows, series = find_columns(sections), read_rows(sections), list[Series]()
+    columns, rows, series = find_columns(sections), read_rows(sections), list[blocks.Series]()
     for bound, column in find_bounds(columns).items():
         points = [(row.exact, row.get(bound), f"head {row.head} {row.model}") for row in rows]
         # Logarithmic axes show positive numbers only.
         known = [p for p in points if len(finite(p[:2])) == 2 and min(p[:2]) > 0]
         if known:
             exact, bounds, names = zip(*known, strict=True)
-            series.append(Series(column.label, exact, bounds, names=names))
+            series.append(blocks.Series(column.label, exact, bounds, names=names))
     if series:
         ends = tuple(reduce(x for s in series for x in s.x) for reduce in (min, max))
-        series.append(Series("y = x", ends, ends, guide=True))
+        series.append(blocks.Series("y = x", ends, ends, guide=True))
         limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
         title = "Upper bounds over the exact norm, per head"
         yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False)
@@ -274,12 +265,12 @@ LINES = 5
 """Largest number of heads or layers in one chart, spread evenly."""
 
 
-def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> Series:
+def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
     """Return a line through the rows that have both columns, with the limits of y."""
     known = sorted((r for r in rows if len(finite((r[x], r[y]))) == 2), key=lambda r: r[x])
     across, up = (tuple(float(row[name]) for row in known) for name in (x, y))
     low, high = (tuple(row.get(f"{y}_{end}") for row in known) for end in ("low", "high"))
-    return Series(label, across, up, low, high)
+    return blocks.Series(label, across, up, low, high)
 
 
 def draw_accuracies(sections: Sections) -> Iterator[Curve]:
@@ -348,7 +339,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
             first = series[0].y[0]
             for text, power in (("1/4", 0.25), ("1/2", 0.5)):
                 last = first * (end / start) ** power
-                series.append(Series(f"n^{text}", (start, end), (first, last), guide=True))
+                series.append(blocks.Series(f"n^{text}", (start, end), (first, last), guide=True))
         if series:
             title = f"Norms over {'R' if x == 'radius' else 'the length'}, mode {mode}"
             yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
@@ -356,7 +347,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:
     """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
-    series, depth = list[Series](), Column.count("attention layer", "")
+    series, depth = list[blocks.Series](), Column.count("attention layer", "")
     for label, section in sections.items():
         named = ((find_layer(row.get("from")), row) for row in section.rows)
         rows = [row.replace(layer=layer) for layer, row in named if layer is not None]

@@ -10,20 +10,8 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from lipaudit.tables.columns import (
-    Float,
-    Frozen,
-    Row,
-    Status,
-    find_bounds,
-    finite,
-    group_values,
-    largest,
-    log10_ratio,
-    median_limits,
-    order,
-    wilson,
-)
+from lipaudit.tables import columns
+from lipaudit.tables.columns import Float, Frozen, finite, group_values, order
 from lipaudit.tables.report import Note, Report, Section
 from lipaudit.tables.trials import WORST, Radius, TrialKey, is_repeat, parse_column, parse_radius
 
@@ -134,7 +122,7 @@ class Tightness(Frozen):
     """How many times a bound exceeds the exact norm, over heads."""
 
     bound: str
-    status: Status
+    status: columns.Status
     median: Float
     largest: Float
     heads: int
@@ -234,12 +222,12 @@ def _list_accuracies(report: Report) -> Iterator[Accuracy]:
         cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
         if flags := finite(flag for name, flag in cells if not is_repeat(name)):
             right, n = sum(flag > 0 for flag in flags), len(flags)
-            low, high = wilson(right, n)
+            low, high = columns.wilson(right, n)
             yield Accuracy(kind="clean", share=right / n, low=low, high=high, samples=n)
             break
     rows = {section.measure: section.rows for section in report.sections}
     balls = group_values(((row.norm, row.eps), row) for row in rows.get("attack", ()))
-    found: list[tuple[str, str, Row, dict[str, Any]]] = []
+    found: list[tuple[str, str, columns.Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
@@ -263,7 +251,8 @@ def _make_radii(balls: Section | None, section: Section) -> Radii | None:
     row = section.rows[0]
     if not finite([row.radius]):
         return None
-    low, high = median_limits(balls.samples.get("radius", ()) if balls else ()) or (None, None)
+    proven = balls.samples.get("radius", ()) if balls else ()
+    low, high = columns.median_limits(proven) or (None, None)
     known = {"norm": row.norm, "median": order(row.radius), "samples": row.samples}
     return Radii(low=low, high=high, adversarial=row.radius_adversarial, **known)
 
@@ -278,7 +267,7 @@ def _make_norms(section: Section) -> ModelNorms | None:
     sample = max(known, key=lambda name: order(norms[name]), default="")
     names = ("norm", "median", "p95", "max", "samples", "converged")
     figures = {"start": rows[0].from_, "end": rows[0].to} | {n: rows[0][n] for n in names}
-    low, high = median_limits(norms.values()) or (None, None)
+    low, high = columns.median_limits(norms.values()) or (None, None)
     return ModelNorms(sample=sample, low=low, high=high, **figures)
 
 
@@ -286,7 +275,7 @@ def _make_heads(section: Section) -> SteepestHeads | None:
     known = [row for row in section.rows if finite([row.exact])]
     if not known:
         return None
-    rows = largest(known, "exact", STEEPEST)
+    rows = columns.largest(known, "exact", STEEPEST)
     steepest = (Head(layer=row.layer, head=row.head, exact=order(row.exact)) for row in rows)
     typical = median(finite(row.exact for row in known))
     return SteepestHeads(steepest=tuple(steepest), median=typical, heads=len(known))
@@ -295,7 +284,7 @@ def _make_heads(section: Section) -> SteepestHeads | None:
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
     """Return the heads with the largest exact norms as LAYER.HEAD, largest first."""
     rows = [row for section in sections if section.measure == "bounds" for row in section.rows]
-    return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
+    return [f"{row.layer}.{row.head}" for row in columns.largest(rows, "exact", count)]
 
 
 def _make_fragile(section: Section) -> Fragile | None:
@@ -324,8 +313,8 @@ def _make_fragile(section: Section) -> Fragile | None:
 
 
 def _list_tightness(section: Section) -> Iterator[Tightness]:
-    for name, column in find_bounds(section.columns).items():
-        if logs := finite(log10_ratio(row, name) for row in section.rows):
+    for name, column in columns.find_bounds(section.columns).items():
+        if logs := finite(columns.log10_ratio(row, name) for row in section.rows):
             # The largest float is 1.8e308.
             typical, most = (10**x if x < 308 else math.inf for x in (median(logs), max(logs)))
             known = {"status": column.status, "median": typical, "largest": most}
@@ -368,11 +357,11 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     Without norms, samples with the smallest certified balls come first. Misclassified samples come
     last.
     """
-    balls, columns = broken(report), dict[str, dict[str, Any]]()
+    balls, figures = broken(report), dict[str, dict[str, Any]]()
     for section in report.sections:
         for name, values in section.samples.items():  # of the first section that has it
-            columns.setdefault(name, dict(zip(section.ids, values, strict=False)))
-    norms, right, proven = (columns.get(name, {}) for name in ("norm", "correct", "radius"))
+            figures.setdefault(name, dict(zip(section.ids, values, strict=False)))
+    norms, right, proven = (figures.get(name, {}) for name in ("norm", "correct", "radius"))
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
         radius = min(finite([proven.get(sample)]), default=math.inf)

@@ -358,7 +358,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
         # Help, the version and verdicts of the gate end with these exceptions.
         except (typer.Exit, typer.Abort):
             raise
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise typer.Exit(_report_error(error, verbose=typed.get("verbose", False))) from None
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

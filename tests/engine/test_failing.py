@@ -23,6 +23,9 @@ from tests.engine.test_failing import spec
 
 def nan():
     return spec("nan")
+
+def ends():
+    return spec("ends")
 """
 BAD = 3
 """Which of the samples it fails on."""
@@ -39,6 +42,8 @@ class Failing(Handwritten):
         out, bad = super().forward(x), x[:, 0, 0] == 7
         if self.how == "raises" and bool(bad.any()):
             raise ValueError("index 9 is out of range\nand more")
+        if self.how == "ends" and bool(bad.any()):
+            raise SystemExit(1)
         if self.how == "gradient" and bool(bad.any()) and out.requires_grad:
             raise NotImplementedError("no backward pass here")
         return out / (~bad).to(out)[:, None] if self.how == "nan" else out
@@ -103,6 +108,9 @@ def test_what_is_measured_before_is_kept_and_the_other_measures_go_on(data, else
     assert report.failures.keys() == {"jacobian"}
     assert len(report.section("attention").samples["ids"]) == 6
     assert list(tmp_path.rglob("*.npz"))
+    # A model that ends the program ends no gate with the code of a regression.
+    done = invoke("jacobian", "py:own.py:ends", "--data", "data.npz", code=None)
+    assert (done.exit_code, "SystemExit: 1" in done.stderr) == (3, True)
 
 
 MEASURES: dict[str, dict[str, Any]] = dict.fromkeys(("bounds", "attention", "jacobian"), {})

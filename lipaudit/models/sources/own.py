@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import UsageError, explain_failure, refuse, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.weights import hash_weights, load_strictly, read_weights, strip_prefix
+from lipaudit.models.sources.weights import hash_weights, load_strictly, match_names, read_weights
 from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
@@ -96,7 +96,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
     refuse(options.classes is not None, text, "Leave --classes out.", UsageError)
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
-    load_strictly(spec.module, strip_prefix(state, spec.module), origin=str(path))
+    load_strictly(spec.module, match_names(state, spec.module), origin=str(path))
     return replace(spec, notes=spec.notes + notes)
 
 

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import pickle
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -206,16 +207,27 @@ def refuse_codes(names: Sequence[str], origin: object) -> None:
     )
 
 
-def strip_prefix(state: State, module: nn.Module | None = None) -> State:
-    """Remove the first part of all names while all weights share it, and do not fit a module yet.
+def strip_prefix(state: State) -> State:
+    """Remove the first part of all names while all weights share it.
 
     DataParallel, torch.compile and Lightning wrap the model whose weights they save.
     """
     while len({name.partition(".")[0] for name in state}) == 1 and all("." in k for k in state):
-        if module is not None and not find_misfit(module, state):
-            break
         state = {name.partition(".")[2]: value for name, value in state.items()}
     return state
+
+
+def match_names(state: State, module: nn.Module) -> State:
+    """Remove the prefix without which the most names are those of a module.
+
+    Other names stay, to be named as surplus: Lightning saves the weights of a loss, too.
+    """
+    takes = module.state_dict()
+    pairs = ((name, key) for name in state for key in takes if f".{name}".endswith(f".{key}"))
+    prefixes = Counter(name.removesuffix(key) for name, key in pairs)
+    prefix = max(prefixes, key=lambda each: prefixes[each], default="")
+    short = {name: name.removeprefix(prefix) for name in state}
+    return {name if short[name] in state else short[name]: value for name, value in state.items()}
 
 
 def few(names: Sequence[object], most: int = 4) -> str:

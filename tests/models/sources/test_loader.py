@@ -250,8 +250,15 @@ def test_weights_are_loaded_into_a_factory_s_model(source, tmp_path):
         assert torch.equal(net.module[1].weight, weights["1.weight"])
     torch.save({"net": weights, "teacher": weights}, tmp_path / "net.pt")
     assert "several sets of weights: net, teacher" in refused(tmp_path / "net.pt", **arch)
-    save_file(weights | {"2.bias": torch.rand(3)}, tmp_path / "w.safetensors")
-    assert "2.bias surplus" in refused(str(tmp_path / "w.safetensors"), **arch)
+    for prefix in ("", "model."):  # the weights of a loss are saved, too
+        surplus = {f"{prefix}{name}": value for name, value in weights.items()}
+        save_file(surplus | {"loss.weight": torch.rand(3)}, tmp_path / "w.safetensors")
+        assert "Sequential: loss.weight surplus" in refused(tmp_path / "w.safetensors", **arch)
+    save_file(weights | {"ema.1.bias": torch.rand(3)}, tmp_path / "w.safetensors")
+    assert "Sequential: ema.1.bias surplus" in refused(tmp_path / "w.safetensors", **arch)
+    twice = {f"ema.{name}": value + 1 for name, value in weights.items()}
+    save_file(weights | twice, tmp_path / "w.safetensors")
+    assert "surplus" in refused(tmp_path / "w.safetensors", **arch)
     assert "a fixed number of classes" in refused(
         str(tmp_path / "epoch=3.ckpt"), UsageError, classes=2, **arch
     )

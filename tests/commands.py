@@ -19,6 +19,9 @@ from lipaudit.measures import load_measures
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
 
+UNTIMED = ("seconds", "batch_size")
+"""What may differ between two runs of one command."""
+
 
 def list_commands(group: Any = None, path: str = "") -> dict[str, Any]:
     """Return every command by what is typed for it."""
@@ -63,6 +66,23 @@ def read_figures(report: Report | str | Path) -> dict[str, Any]:
 def read_sections(report: Report | str | Path) -> list[dict[str, Any]]:
     """Return the sections of a report, but for times."""
     return read_figures(report)["sections"]
+
+
+def find_differences(
+    here: Any, there: Any, *, rel: float, abs: float, path: str = ""
+) -> list[str]:
+    """Return where two documents differ by more than rounding, times aside."""
+    if isinstance(here, dict):
+        pairs = [(name, here[name], there[name]) for name in here if name not in UNTIMED]
+    elif isinstance(here, list | tuple):
+        assert len(here) == len(there), path
+        pairs = [(i, *pair) for i, pair in enumerate(zip(here, there, strict=True))]
+    else:
+        number = isinstance(here, float) and isinstance(there, float)
+        wanted = pytest.approx(there, rel=rel, abs=abs, nan_ok=True) if number else there
+        return [] if here == wanted else [f"{path}: {here} {there}"]
+    deeper = (find_differences(a, b, rel=rel, abs=abs, path=f"{path}.{at}") for at, a, b in pairs)
+    return [line for lines in deeper for line in lines]
 
 
 def read_without_maps(report: Report | str | Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import (
@@ -15,7 +14,6 @@ from lipaudit.attacks.evaluate import (
     note_square,
 )
 from lipaudit.attacks.kinds import CHUNK, read_plan
-from lipaudit.attacks.oracle import ByRow
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -165,51 +163,6 @@ def test_the_callers_state_comes_back_and_its_default_dtype_does_not_matter(digi
     assert torch.equal(grads[0], kept)
     assert all(grad is None for grad in grads[1:])
     assert all(p.requires_grad for p in model.parameters())
-
-
-class _Bag(nn.Module):
-    """Mean of the real tokens of the samples it is told it gets, then two scores."""
-
-    def __init__(self, mask):
-        super().__init__()
-        self.mask = mask
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, z, rows):
-        weight = self.mask[rows].to(z)[..., None]
-        return self.head((z * weight).sum(1) / weight.sum(1))
-
-
-@pytest.mark.parametrize("norm", ["linf", "l2", "token-l2"])
-@pytest.mark.parametrize("batch_size", [3, 64])
-def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(6) < torch.randint(1, 7, (20, 1), generator=generator)
-    z = 3 * torch.randn(20, 6, 5, generator=generator)
-    model = _Bag(mask).eval().requires_grad_(False)
-    nn.init.normal_(model.head.weight, generator=generator)
-    y = model(z, torch.arange(20)).argmax(1)
-    y[::5] = 1 - y[::5]
-    plan = read_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.7")], steps=8)
-    chunk = Chunk(0, z, y, mask)
-    outcomes = list(
-        evaluate_chunk(ByRow(model.forward), chunk, plan, box=None, batch_size=batch_size)
-    )
-    x_adv = outcomes[-1].x_adv
-    assert torch.equal(x_adv[~mask], z[~mask])
-    assert outcomes[-1].distance.max() <= 0.7 + 1e-6
-
-    slope = model.head.weight[0] - model.head.weight[1]
-    tokens = mask.sum(1)
-    gain = {
-        "linf": slope.abs().sum().expand(20),
-        "l2": slope.norm() / tokens.sqrt(),
-        "token-l2": slope.norm().expand(20),
-    }[norm]
-    logits = model(z, torch.arange(20))
-    margin = logits.gather(1, y[:, None])[:, 0] - logits.gather(1, 1 - y[:, None])[:, 0]
-    assert torch.equal(outcomes[-1].robust, margin > 0.7 * gain)
-    assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum()) == 16
 
 
 def test_samples_in_half_precision_are_refused_and_none_give_no_outcome(radius):

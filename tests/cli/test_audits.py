@@ -111,13 +111,6 @@ def test_attacks_of_an_audit_are_those_that_are_named():
     assert found == {("fgsm", "l2", "1/2"), ("worst", "l2", "1/2")}
 
 
-def test_what_the_data_do_not_allow_is_left_out_with_a_note():
-    report = lipaudit.audit("demo", ["attack", "jacobian"], data="random", samples=1)
-    assert [section.measure for section in report.sections] == ["jacobian"]
-    note = next(note for note in report.sections[0].notes if note.code == "left-out")
-    assert "attack was left out: attack needs labelled samples" in note.text
-
-
 def test_a_partial_report_is_no_baseline_passes_no_gate_and_is_completed(monkeypatch):
     args = ("--only", "attention,jacobian")
     audit_demo(*args)

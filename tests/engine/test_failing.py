@@ -14,7 +14,7 @@ from lipaudit.errors import EvaluationError, find_user_error
 from lipaudit.models.linearize import linearize
 from lipaudit.models.net import ModelSpec
 from lipaudit.schema import load
-from tests.commands import invoke, replace_parts
+from tests.commands import find_differences, invoke, replace_parts
 from tests.models.conftest import Handwritten
 from tests.nets import seeded
 
@@ -145,12 +145,6 @@ def measured(spec: ModelSpec, name: str) -> list[dict[str, Any]]:
     return [section.model_dump(mode="json") for section in report.sections]
 
 
-def untimed(sections: Any) -> Any:
-    if isinstance(sections, dict):
-        return {name: untimed(v) for name, v in sections.items() if name != "seconds"}
-    return [untimed(each) for each in sections] if isinstance(sections, list) else sections
-
-
 @pytest.fixture(scope="module")
 def whole(sound):
     """Of each measure, what it gives and the number of its operations."""
@@ -158,7 +152,7 @@ def whole(sound):
     for name in MEASURES:
         with Faulty(0) as counted:
             sections = measured(sound, name)
-        results[name] = untimed(sections), counted.count
+        results[name] = sections, counted.count
     return results
 
 
@@ -181,24 +175,13 @@ def test_too_little_memory_changes_no_figure(sound, whole, name):
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
         try:
             with Faulty(int(share * operations), error):
-                again = untimed(measured(sound, name))
+                again = measured(sound, name)
         except Exception as caught:
             met = find_user_error(caught)
             assert met is not None, share
             assert met.message.startswith("out of memory"), share
         else:
-            assert same(again, sections), share
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether figures are the same to rounding: a smaller batch rounds otherwise."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return a == pytest.approx(b, rel=1e-6, abs=1e-9, nan_ok=True)
-    return a == b
+            assert find_differences(again, sections, rel=1e-6, abs=1e-9) == [], share
 
 
 def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipaudit.theory.spectral import random_starts, spectral_norms
-from tests.simulated.test_measures import CASES, find_differences
+from tests.simulated.test_measures import CASES, compare_devices
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def card() -> str:
 
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_a_card_gives_the_figures_of_the_cpu(card, model, name):
-    assert find_differences(model, name, card) == []
+    assert compare_devices(model, name, card) == []
 
 
 def test_a_step_of_lanczos_on_a_card_waits_once(card):

@@ -284,24 +284,6 @@ def test_rows_are_formed_together_or_one_by_one(inputs):
     assert Unmappable.passes >= len(weight)
 
 
-class Guarded(torch.autograd.Function):
-    """A step whose authors forbid a backward pass (Reformer)."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise AssertionError("make sure to use `model.train()`")
-
-
-def test_a_backward_pass_that_is_forbidden_is_named():
-    linear = linearize(lambda x, index: Guarded.apply(x), torch.randn(2, 3))
-    with pytest.raises(InputError, match="cannot be linearised: make sure to use"):
-        compute_jacobian_norms(linear, norm="2", seeds=[0, 1])
-
-
 def test_samples_that_are_merged_are_refused():
     """As a model does that lays its pictures out in one sequence (Pixtral)."""
     with pytest.raises(InputError, match="3 samples give an output of shape"):

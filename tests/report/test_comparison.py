@@ -153,6 +153,7 @@ def test_heads_stand_by_how_much_they_moved(subject):
     assert cells["exact, new"] == pytest.approx(10 * cells["exact, old"], rel=0.05)
     assert heads.strong == {0}
     maps = blocks(subject.page(), "heads", Heatmap)
+    assert maps[0].title == "bounds.exact: change of every head"
     assert [block.centre for block in maps] == [0.0] * len(maps)
     assert maps[0].values[1][1] == pytest.approx(9.0, rel=0.05)
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.settings import Recipe
 from lipaudit.train import train
+from tests.commands import find_differences
 from tests.simulated.conftest import MODELS, samples
 
 pytestmark = pytest.mark.simulated
@@ -37,22 +37,12 @@ CASES += [("demo", "fgsm-pgd"), ("demo", "auto"), ("bert", "fgsm-pgd"), ("llama"
 CASES += [("bert", "words"), ("llama", "words")]
 
 
-def same(here: Any, there: Any, path: str = "") -> list[str]:
+def same(here: Any, there: Any) -> list[str]:
     """Where two reports differ by more than the rounding of float32, times aside."""
-    if isinstance(here, dict):
-        names = [name for name in here if name not in ("seconds", "batch_size")]
-        return [line for name in names for line in same(here[name], there[name], f"{path}.{name}")]
-    if isinstance(here, (list, tuple)):
-        assert len(here) == len(there), path
-        pairs = enumerate(zip(here, there, strict=True))
-        return [line for i, (a, b) in pairs for line in same(a, b, f"{path}[{i}]")]
-    if isinstance(here, float) and isinstance(there, float):
-        near = np.isclose(here, there, rtol=1e-4, atol=1e-6, equal_nan=True)
-        return [] if near else [f"{path}: {here} {there}"]
-    return [] if here == there else [f"{path}: {here} {there}"]
+    return find_differences(here, there, rel=1e-4, abs=1e-6)
 
 
-def find_differences(model: str, name: str, device: str) -> list[str]:
+def compare_devices(model: str, name: str, device: str) -> list[str]:
     """Measure a model on the CPU and on a device; return where the reports differ."""
     measure, options = MEASURES[name]
     if name == "fgsm-pgd" and model != "demo":
@@ -68,7 +58,7 @@ def find_differences(model: str, name: str, device: str) -> list[str]:
 
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_an_accelerator_gives_the_figures_of_the_cpu(simulated, model, name):
-    assert find_differences(model, name, simulated) == []
+    assert compare_devices(model, name, simulated) == []
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,6 @@ def test_bad_names_prompts_models_and_tokenizers_are_refused(tmp_path):
     refuse(4, "a prompt has 20 tokens, and CLIPModel reads at most 16", *line, *long)
     refuse(2, "--tower measures features", *line, "--tower", "image")
     refuse(2, "train needs a number", "train", *line[1:])
-    refuse(2, "demo does not take --classes", "bounds", "demo", *line[4:])
     save(vit(), tmp_path / "vit")
     named = {"class_names": NAMES, "prompts": (PHOTO,)}
     assert "is no image-text model" in refused(tmp_path / "vit", UsageError, **named)

@@ -117,17 +117,12 @@ def test_a_module_that_cannot_be_read_is_refused(module, change, says):
         lipaudit.measure(change(module), "jacobian", input_shape=(3, 4, 4))
 
 
-class Told(lipaudit.Observer):
-    """Lists what begins and advances."""
-
-    def __init__(self):
-        self.events = []
-
-    def begins(self, measure, samples):
-        self.events.append((measure, samples))
-
-    def advances(self, measure, samples):
-        self.events.append(samples)
+def listen():
+    """Return an observer, and the list of what begins and advances."""
+    observer, events = lipaudit.Observer(), []
+    observer.begins = lambda measure, samples: events.append((measure, samples))
+    observer.advances = lambda _measure, samples: events.append(samples)
+    return observer, events
 
 
 class Stop(lipaudit.Observer):
@@ -223,14 +218,14 @@ def test_what_cannot_be_is_one_clear_error(module, call, says):
 
 
 def test_an_observer_is_told_and_nothing_is_printed(capsys):
-    observer = Told()
+    observer, events = listen()
     lipaudit.measure("demo", "attention", samples=10, observer=observer)
-    assert observer.events == [("attention", 10), 8, 2]
+    assert events == [("attention", 10), 8, 2]
     assert capsys.readouterr() == ("", "")
 
 
 def test_what_an_attack_found_is_written_and_a_wrong_path_is_said_before_it_begins(tmp_path):
-    observer = Told()
+    observer, events = listen()
 
     def attack(path):
         options = {"eps": "1/255", "attack": "fgsm", "save_adv": path}
@@ -238,7 +233,7 @@ def test_what_an_attack_found_is_written_and_a_wrong_path_is_said_before_it_begi
 
     with pytest.raises(LipauditError, match="cannot write"):
         attack(tmp_path / "nowhere" / "adv.safetensors")
-    assert observer.events == []
+    assert events == []
     attack(tmp_path / "adv.safetensors")
     tensors = load_file(tmp_path / "adv.safetensors")
     assert {name: value.shape[0] for name, value in tensors.items()} == dict.fromkeys(tensors, 4)

@@ -104,13 +104,6 @@ def test_what_can_be_checked_is_checked_before_anything_is_measured(monkeypatch,
     refuse(2, "lipaudit-runs is a file", "audit", "demo", "-n", "1")
 
 
-def test_attacks_of_an_audit_are_those_that_are_named():
-    audit_demo("--only", "attack", "--attack", "fgsm", "--norm", "l2", "--eps", "1/2")
-    rows = load("run/report.json").section("attack").rows
-    found = {(row.attack, row.norm, row.eps_text) for row in rows}
-    assert found == {("fgsm", "l2", "1/2"), ("worst", "l2", "1/2")}
-
-
 def test_a_partial_report_is_no_baseline_passes_no_gate_and_is_completed(monkeypatch):
     args = ("--only", "attention,jacobian")
     audit_demo(*args)

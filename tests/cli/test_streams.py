@@ -45,24 +45,15 @@ def test_a_command_writes_to_a_stream_of_text():
     assert "lipaudit" in json.loads(written.getvalue())
 
 
-class Recorder(Observer):
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
-
-    def moves(self, measure: str, samples: float) -> None:
-        self.told.append(("moves", samples))
-
-    def advances(self, measure: str, samples: int) -> None:
-        self.told.append(("advances", samples))
-
-
 def test_attacks_move_within_a_chunk():
     options = AttackOptions.parse({"eps": "0.02,0.05", "attack": "fgsm,pgd", "steps": 3})
-    recorder = Recorder()
-    execute(prepare(Request("demo", {"attack": options}, RunOptions(samples=70))), recorder)
-    kinds = [kind for kind, _ in recorder.told]
+    observer, told = Observer(), []
+    observer.moves = lambda _, samples: told.append(("moves", samples))
+    observer.advances = lambda _, samples: told.append(("advances", samples))
+    execute(prepare(Request("demo", {"attack": options}, RunOptions(samples=70))), observer)
+    kinds = [kind for kind, _ in told]
     first, second = kinds.index("advances"), len(kinds) - 1
-    for chunk, size in ((recorder.told[:first], 64), (recorder.told[first + 1 : second], 6)):
+    for chunk, size in ((told[:first], 64), (told[first + 1 : second], 6)):
         steps = [samples for _, samples in chunk]
         assert len(steps) == 5  # clean, and two attacks in two balls
         assert steps == sorted(set(steps))

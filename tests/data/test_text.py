@@ -104,24 +104,6 @@ def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
     assert torch.equal(whole.x, whole.x[:1].expand(7, -1))  # they begin with whole words
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("t.csv", "", "has no rows"),
-        ("t.csv", "body\nx\n", "has no text column (columns: body)"),
-        ("t.csv", 'text\n"open', "not a readable .csv"),
-        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
-        ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
-        ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
-        ("t.txt", " \n", "is empty"),
-        ("t.csv", "text\n \n", "has no tokens"),
-    ],
-)
-def test_files_that_are_refused(tmp_path, text_taker, refused, name, content, message):
-    (tmp_path / name).write_text(content)
-    assert message in refused(tmp_path / name, text_taker(classes=2))
-
-
 def test_requests_that_are_refused(tmp_path, text_taker, image_taker, refused):
     path = table(tmp_path / "t.csv")
     assert "no column 'body'" in refused(path, text_taker(), text_column="body")
@@ -280,6 +262,14 @@ def test_missing_or_unknown_labels_name_their_line(tmp_path, text_taker, names, 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("t.csv", "", "has no rows"),
+        ("t.csv", "body\nx\n", "has no text column (columns: body)"),
+        ("t.csv", 'text\n"open', "not a readable .csv"),
+        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
+        ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
+        ("t.txt", " \n", "is empty"),
+        ("t.csv", "text\n \n", "has no tokens"),
         ("t.csv", "\n\ntext,label\na b,0\nc, d,1\n", "line 5 has 1 more than the columns' 2 "),
         ("t.csv", "text,label\na b,0\nc, d,1\n", "line 3 has 1 more than the columns' 2 fields"),
         ("t.tsv", "text\tlabel\na\t0\nb\tc\t1\n", "line 3 has 1 more than the columns' 2 fields"),
@@ -297,7 +287,7 @@ def test_missing_or_unknown_labels_name_their_line(tmp_path, text_taker, names, 
         ),
     ],
 )
-def test_rows_that_mislead_name_their_line(tmp_path, text_taker, refused, name, content, message):
+def test_files_that_mislead_are_named(tmp_path, text_taker, refused, name, content, message):
     (tmp_path / name).write_text(content)
     assert message in refused(tmp_path / name, text_taker(classes=2))
     # Labels and rows are checked before the draw; texts only of the rows that are drawn.

@@ -311,7 +311,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
     rows = base.make_rows(
         ATTENTION_TABLE,
-        **base.head_columns(parts[0].facts["heads"]),
+        parts[0].facts["heads"],
         **dict(zip(MEANS, means.T, strict=True)),
         tokens=arrays["tokens"].max(0),
         g1_max=largest[:, 0],

@@ -233,11 +233,16 @@ def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     return tuple(i for part in parts for i in part.ids)
 
 
-def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
+def make_rows(
+    layout: Layout, heads: Sequence[Sequence[Any]] = (), /, **columns: Any
+) -> tuple[Row, ...]:
     """Return the rows of a table from its columns: one value per row, or one for all rows.
 
-    Values are plain or of numpy. NaN means not computed: it becomes None.
+    Values are plain or of numpy. NaN means not computed: it becomes None. `heads` has layer, head
+    and module of each row of a table of heads.
     """
+    if heads:
+        columns |= zip(HEAD, zip(*heads, strict=True), strict=True)
     known = layout.columns
     # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
     plain = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
@@ -288,11 +293,6 @@ def make_section(
         **{name: join_facts(parts, name) for name in ("examples", "gradients", "classes")},
         **others,
     )
-
-
-def head_columns(heads: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the columns `layer`, `head` and `module` of rows of heads, from their names."""
-    return dict(zip(HEAD, zip(*heads, strict=True), strict=True))
 
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:

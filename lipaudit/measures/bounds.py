@@ -368,7 +368,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         marked[name] = [f"{v}, {other}" if gone and v != other else v for v, gone in pairs]
     rows = base.make_rows(
         BOUNDS_TABLE,
-        **base.head_columns(facts["heads"]),
+        facts["heads"],
         **cells,
         **marked,
         tokens=measured["tokens"].max(0).astype(int),
@@ -496,7 +496,7 @@ def _make_ball_section(
     more = {"exact": measured["exact"].repeat(len(options.radius), 1), "ball_ratio_max": ratio}
     rows = base.make_rows(
         BALLS_TABLE,
-        **base.head_columns(n for n in names for _ in options.radius),
+        [name for name in names for _ in options.radius],
         r=[float(radius) for _ in names for radius in options.radius],
         **_reduce_columns(columns | more),
     )

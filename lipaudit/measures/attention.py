@@ -224,10 +224,9 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
     heads, samples = layer.attention, layer.samples
     batch, count, queries = heads.q.shape[:3]
-    size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
     parts = []
-    for start in range(0, count, size):
-        some = heads.pick(slice(start, start + size))
+    for chunk in heads.policy.chunks(count, batch * queries * heads.k.shape[2], ENTRIES):
+        some = heads.pick(chunk)
         # The inputs of P in float64; the bias is cast row by row later. Contiguous, as `Heads.to`
         # needs it: the product would copy a view.
         dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
@@ -264,13 +263,12 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     # ||P|| needs the whole map; of longer ones only some rows are in memory at a time.
     whole = heads.attention() if max(queries, keys) <= options.p_norm_tokens else None
     chunks = []
-    size = max(1, ENTRIES // (batch * count * keys))
-    for start in range(0, queries, size):
-        stop = min(queries, start + size)
+    for chunk in heads.policy.chunks(queries, batch * count * keys, ENTRIES):
+        start, stop = chunk.start, chunk.stop
         if whole is None:
             p, reach = rows_in_reach(heads, start, stop)
         else:
-            p, reach = whole[:, :, start:stop], slice(None)
+            p, reach = whole[:, :, chunk], slice(None)
         mass[..., reach] += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
         # Clones, because views would keep all rows in memory.

@@ -33,6 +33,7 @@ from lipaudit.certify.prove import ball, bound_margins, hull, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import refuse
+from lipaudit.models.endpoints import find_tokens
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
@@ -167,9 +168,7 @@ def _prove_words(
         return Certificate(certified=False, why="tokens")
     x, words = net.point(sample), [word for word, _ in found]
     every = sample.rows(torch.zeros(len(found) + 1, dtype=torch.long))
-    place = (
-        torch.ones_like(sample.x[0], dtype=torch.bool) if sample.mask is None else sample.mask[0]
-    )
+    place = find_tokens(sample)[0]
     for row, (_, ids) in zip(every.x[1:], found, strict=True):
         row[place] = torch.tensor(ids, device=x.device)
     moves, least = [], math.inf

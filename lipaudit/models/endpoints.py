@@ -43,7 +43,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
     Returns:
         The column; -1 for texts without this position.
     """
-    real = _find_tokens(batch)
+    real = find_tokens(batch)
     # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
@@ -53,7 +53,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
     return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)[:, 0]
 
 
-def _find_tokens(batch: Batch) -> Tensor:
+def find_tokens(batch: Batch) -> Tensor:
     """Return which columns of texts are no padding, (samples, columns)."""
     return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
 
@@ -75,7 +75,7 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has no loss (NaN).
     """
-    real = _find_tokens(part).to(logits.device)  # the head may be on another device
+    real = find_tokens(part).to(logits.device)  # the head may be on another device
     # A token is scored where both it and the token before it are real: no loss crosses padding.
     leads = real[:, :-1] & real[:, 1:]
     tokens = part.x.to(logits.device)[:, 1:][leads]
@@ -85,7 +85,7 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     return (sums / leads.sum(1))[:, None]
 
 
-def has_head(net: Net, batch: Batch) -> bool:
+def scores_each_token(net: Net, batch: Batch) -> bool:
     """Test on a few tokens whether the head of a language model scores positions one by one."""
     scorer, text = net.next_token, batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
@@ -137,7 +137,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     """
     speaks = net.classes is None and net.next_token is not None
     if speaks and target is None:
-        speaks = has_head(net, batch)
+        speaks = scores_each_token(net, batch)
     scores = net.classes is not None or speaks
     what, where = Target.parse(target or ("logits" if scores else "features"))
     name = net.architecture
@@ -194,7 +194,7 @@ def make_sample_function(
         place = find_places(batch, end.where)
     scored = net.classes is None and end.what not in ("features", "tokens")
     scorer = net.next_token if scored else None
-    if scorer is not None and not has_head(net, batch):
+    if scorer is not None and not scores_each_token(net, batch):
         raise InputError(
             f"the head of {net.architecture} does not score each position separately",
             "Use --to features, --to tokens, or the logits at the last position.",

@@ -224,19 +224,18 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     """
     tiny = torch.finfo(at.p.dtype).tiny
     c = (at.v2.mT - at.w2).mul_(0.5)
-    a, b, cc, r, total = sum_spread(at.p, at.gram, c)
-    fourth = a - 4 * b + 2 * total * cc + 2 * r.square()
-    # B^2 <= A W C and R^2 <= W C, so terms add up to at most 3 (A + 2 W C); each is a sum of m
-    # terms of sums of m, off by at most (2 m + 32) u, 4 times which is allowed for the 3 and what
-    # A, C and W are off by themselves. What underflows is below the smallest number.
-    error = 4 * rounding(at.p) * (a + 2 * total * cc) + 8 * at.p.shape[-1] ** 2 * tiny
+    power, terms, total = sum_spread(at.p, at.gram, c)
+    # The terms add up to at most 3 (A + 2 W C); each is a sum of m terms of sums of m, off by at
+    # most (2 m + 32) u, 4 times which is allowed for the 3 and what A, C and W are off by
+    # themselves. What underflows is below the smallest number.
+    error = 4 * rounding(at.p) * terms + 8 * at.p.shape[-1] ** 2 * tiny
     # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w, which moves by at most
     # (|dg| + 2 |dc|) W. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
     # raised by and off by less than rounding() each, c by half of that and a few u.
     reach = at.v2.amax(-2) + at.o2[..., 0]
     moved = 3 * rounding(at.v) * total * reach
-    upper = ((fourth + error).clamp_min(0.0).sqrt() + moved).sqrt()
-    clear = fourth >= CLEAR * torch.maximum(a + 2 * total * cc, CLEAR * (total * reach).square())
+    upper = ((power + error).clamp_min(0.0).sqrt() + moved).sqrt()
+    clear = power >= CLEAR * torch.maximum(terms, CLEAR * (total * reach).square())
     return torch.where(clear, torch.minimum(upper, length), length)
 
 

@@ -299,20 +299,23 @@ def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
 
 def sum_spread(
     p: Float[Tensor, "*batch n m"], gram: Float[Tensor, "*batch m m"], c: Tensor
-) -> Float[Tensor, "five *batch n"]:
-    """Return the sums whose combination is ||X^T M(P_i)|| in the Schatten-4 norm, to its power.
+) -> Float[Tensor, "three *batch n"]:
+    """Return ||X^T M(P_i)|| in the Schatten-4 norm, to its power.
 
-    With w_j = P_ij^2 and g the Gram matrix of X the power is
-    sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2, c_j = <x_j, m> - ||m||^2 / 2.
+    With w_j = P_ij^2, g the Gram matrix of X and c_j = <x_j, m> - ||m||^2 / 2 the power is
+    sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2 with A = sum_jl w_j w_l g_jl^2,
+    B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2, R = sum_j w_j c_j and W = sum_j w_j.
 
     Returns:
-        A = sum_jl w_j w_l g_jl^2, B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2,
-        R = sum_j w_j c_j and W = sum_j w_j.
+        The power; A + 2 W C, three times which its terms add up to at most, for B^2 <= A W C and
+        R^2 <= W C; and W.
     """
     w = p.square()
     wc = w * c
     a, b = (w @ gram.square()).mul_(w).sum(-1), (w @ gram).mul_(wc).sum(-1)
-    return torch.stack([a, b, c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)])
+    cc, r, total = c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)
+    power = a - 4 * b + 2 * total * cc + 2 * r.square()
+    return torch.stack([power, a + 2 * total * cc, total])
 
 
 def bound_token_spread(
@@ -324,9 +327,9 @@ def bound_token_spread(
     products with the Gram matrix for all rows (`sum_spread`), and is within 1 % of the spectral
     norm on trained heads.
 
-    B^2 <= A W C and R^2 <= W C. Sums of N terms of sums have relative errors of at most e / 2,
-    e = 2 (N + 16) eps, so that of the power is below 3 e (A + 2 W C); that of c is below e / 2,
-    which moves the root of the power by at most e W.
+    Sums of N terms of sums have relative errors of at most e / 2, e = 2 (N + 16) eps, so that of
+    the power is below 3 e (A + 2 W C); that of c is below e / 2, which moves the root of the power
+    by at most e W.
     """
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
@@ -334,13 +337,10 @@ def bound_token_spread(
     # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
-    a, b, q, r, total = sum_spread(flat, gram, c).view(5, *p.shape[:3])
-    # (g - c_j - c_l)^2 = g^2 - 2 g (c_j + c_l) + c_j^2 + c_l^2 + 2 c_j c_l, summed with w_j w_l.
-    # |terms| add up to A + 4 |B| + 2 C + 2 R^2 <= 3 (A + 2 C), each off by e / 2 = 2 (N + 16) u 2.
+    power, terms, total = sum_spread(flat, gram, c).view(3, *p.shape[:3])
     e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
-    fourth, error = a - 4 * b + 2 * total * q + 2 * r.square(), 3 * e * (a + 2 * total * q)
     # Its root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum w_j.
-    square = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
+    square = (1 + e) * ((power + 3 * e * terms).clamp_min(0.0).sqrt() + e * total)
     return (square.amax(-1) * largest[:, None]).sqrt()
 
 

@@ -185,7 +185,7 @@ def _observe_passes(
                 "Use a model that does not depend on the autograd mode or on how it is called.",
             )
         if not surveyor.layers:
-            raise _refuse(net, uses.beyond(()))
+            raise _make_heads_error(net, uses.beyond(()))
         return surveyor
 
     surveyor = observe()
@@ -204,12 +204,12 @@ def _observe_passes(
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
-            raise _refuse(net, uses.beyond(()))
+            raise _make_heads_error(net, uses.beyond(()))
     surveyor.mark_parts()
     return tuple(layer.site for layer in surveyor.layers.values())
 
 
-def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
+def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
     name = net.architecture
     found = (
         f"the attention of {name} cannot be measured ({few(modules)}). Its weights are "

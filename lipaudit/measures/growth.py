@@ -18,16 +18,10 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
+from lipaudit.theory import worst_tokens
 from lipaudit.theory.ascent import steepest_tokens
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, are_affine_everywhere
-from lipaudit.theory.worst_tokens import (
-    Adversary,
-    adversary,
-    duplicated_norm,
-    mean_field_norm,
-    move_heads,
-)
 
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions
@@ -114,7 +108,7 @@ class WorstHead:
 
     name: Cells
     head: Heads
-    worst: Adversary
+    worst: worst_tokens.Adversary
     own: float
     masks: tuple[bool, ...]
     options: ScalingOptions
@@ -150,14 +144,14 @@ class WorstHead:
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
         """Yield ||J|| at n worst-case tokens, for each length n."""
-        at = move_heads(self.head, self.worst.points(radius), causal=False)
-        top = None if masked else mean_field_norm(self.head, self.worst, radius)[0]
+        at = worst_tokens.move_heads(self.head, self.worst.points(radius), causal=False)
+        top = None if masked else worst_tokens.mean_field_norm(self.head, self.worst, radius)[0]
         for n in lengths:
             if masked:
-                at = move_heads(self.head, self.worst.tokens(n, radius), causal=True)
+                at = worst_tokens.move_heads(self.head, self.worst.tokens(n, radius), causal=True)
                 norm = head_norms(at, seeds=[self.options.seed], tol=self.options.tol).norm
             else:
-                norm = duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0]))
+                norm = worst_tokens.duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0]))
             yield n, {"norm": float(norm), "mean_field": top}
 
     def _search(
@@ -213,7 +207,7 @@ def worst_case(
             chosen = [h for h in range(layer.site.heads) if wanted & {"all", f"{index}.{h}"}]
         for h in chosen:
             head = heads.pick(slice(h, h + 1))
-            worst = adversary(head)
+            worst = worst_tokens.adversary(head)
             if worst is None:
                 without.setdefault("no real eigenvalue", []).append(f"head {index}.{h}")
                 continue

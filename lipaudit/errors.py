@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import cache
@@ -155,6 +155,12 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     starts = [begun[start] for start in get_close_matches(word, begun, 3, ALIKE)]
     near = [*starts, *get_close_matches(word, spelled, 3)]
     return [spelled[each] for each in dict.fromkeys(near)][:3]
+
+
+def few(names: Sequence[object], most: int = 4) -> str:
+    """Join the first few names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

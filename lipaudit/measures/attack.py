@@ -566,10 +566,9 @@ def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, by
     from lipaudit.attacks.transfer import encode_examples
     from lipaudit.measures import texts
 
-    if options.save_adv is None:
-        return {}
-    if options.save_adv.suffix == TABLE:
-        return {options.save_adv: texts.table(parts)}
+    (path,) = options.files
+    if path.suffix == TABLE:
+        return {path: texts.table(parts)}
     content = encode_examples(
         [part.values["x_adv"] for part in parts],
         ~base.join_parts(parts, "robust").astype(bool),
@@ -577,7 +576,7 @@ def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, by
         base.sample_ids(parts),
         [str(trial.key) for trial in options.trials()],
     )
-    return {options.save_adv: content}
+    return {path: content}
 
 
 ATTACK = Measure(

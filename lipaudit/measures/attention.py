@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, few
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
@@ -181,7 +181,6 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
 
     from lipaudit.measures.drawings import draw_map
     from lipaudit.measures.layers import by_layer
-    from lipaudit.models.sources.weights import few
 
     asked = None if options.map is None else read_head(options.map)
     drawn: dict[str, Values] = {}  # the map of that head, on the first sample

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from lipaudit.errors import InputError, UsageError, refuse
+from lipaudit.errors import InputError, UsageError, few, refuse
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Need, needs, option
@@ -219,7 +219,6 @@ def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     from lipaudit.measures.layers import choose_layers
     from lipaudit.models.attention.numeric import find_residuals
     from lipaudit.models.attention.survey import find_layers
-    from lipaudit.models.sources.weights import few
 
     layer = find_layer(options.start)
     from_layers = layer is not None or options.start == "layers"

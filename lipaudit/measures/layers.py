@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, find_first
-from lipaudit.errors import EvaluationError, StructureError, UsageError
+from lipaudit.errors import EvaluationError, StructureError, UsageError, few
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
-from lipaudit.models.sources.weights import HALF, few
+from lipaudit.models.sources.weights import HALF
 from lipaudit.tables import Note
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import Radius

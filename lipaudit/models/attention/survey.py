@@ -20,6 +20,7 @@ from lipaudit.errors import (
     EvaluationError,
     InputError,
     LipauditError,
+    few,
     first_line,
     is_ours,
     of_machine,
@@ -33,7 +34,6 @@ from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
 from lipaudit.models.precision import compute_values, exact_arithmetic
 from lipaudit.models.requirements import agree
-from lipaudit.models.sources.weights import few
 
 
 def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:

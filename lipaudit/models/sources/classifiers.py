@@ -27,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch, Task
-from lipaudit.errors import InputError, UsageError, explain_failure, refuse
+from lipaudit.errors import InputError, UsageError, explain_failure, few, refuse
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources import text_models
-from lipaudit.models.sources.weights import few
 from lipaudit.tables import Note
 
 # The prompt of Radford et al.

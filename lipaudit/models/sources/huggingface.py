@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
 from lipaudit.data.images import resize
-from lipaudit.errors import InputError, UsageError, explain_failure, refuse
+from lipaudit.errors import InputError, UsageError, explain_failure, few, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.classifiers import make_zero_shot
 from lipaudit.models.sources.quantised import plan_dequantising, turn_codes
@@ -33,7 +33,6 @@ from lipaudit.models.sources.text_models import (
 from lipaudit.models.sources.timm import list_synsets
 from lipaudit.models.sources.weights import (
     describe_misfit,
-    few,
     list_weight_files,
     note_half_precision,
     read_json,

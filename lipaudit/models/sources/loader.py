@@ -22,6 +22,7 @@ from lipaudit.errors import (
     InputError,
     UsageError,
     explain_failure,
+    few,
     find_unmet_requirement,
     neighbours,
     refuse,
@@ -36,7 +37,7 @@ from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_trans
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import HALF, SUFFIXES, few, hash_weights, read_json
+from lipaudit.models.sources.weights import HALF, SUFFIXES, hash_weights, read_json
 from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import EvaluationError, UsageError, explain_failure, out_of_memory, refuse
+from lipaudit import errors
+from lipaudit.errors import EvaluationError, UsageError, explain_failure, few, refuse
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import DEFERRED, hold, lifting, name_dtypes
-from lipaudit.models.sources.weights import describe_misfit, few, note_half_precision, read_json
+from lipaudit.models.sources.weights import describe_misfit, note_half_precision, read_json
 from lipaudit.tables import Note
 
 # Plans of Accelerate; today both give the same result.
@@ -186,7 +187,7 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         torch.empty(1, device=wanted).item()  # the meta device holds no values
         torch.empty(1, device=wanted, dtype=torch.float64)  # mps has none
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-        if out_of_memory(error):
+        if errors.out_of_memory(error):
             raise
         raise UsageError(
             f"device {name!r} is not available on this machine, or has no float64",

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import UsageError, explain_failure, refuse, suggestion
+from lipaudit.errors import UsageError, explain_failure, few, refuse, suggestion
 from lipaudit.models.precision import defer
-from lipaudit.models.sources.weights import HALF, few, list_weight_files, read_weights
+from lipaudit.models.sources.weights import HALF, list_weight_files, read_weights
 from lipaudit.settings.option import read_quantization
 from lipaudit.tables import Note
 

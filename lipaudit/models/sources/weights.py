@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory, refuse
+from lipaudit.errors import InputError, explain_failure, few, first_line, out_of_memory, refuse
 from lipaudit.models.precision import compute_values, name_dtypes
 from lipaudit.tables import Note
 
@@ -228,12 +228,6 @@ def match_names(state: State, module: nn.Module) -> State:
     prefix = max(prefixes, key=lambda each: prefixes[each], default="")
     short = {name: name.removeprefix(prefix) for name in state}
     return {name if short[name] in state else short[name]: value for name, value in state.items()}
-
-
-def few(names: Sequence[object], most: int = 4) -> str:
-    """Join the first few names."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:

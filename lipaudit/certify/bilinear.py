@@ -158,10 +158,10 @@ def matmul(x: Any, y: Any) -> Form:
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
-    averaged = _average(x, y) if x.simplex and x.symbols.order == 1 else None
+    averaged = _average(x, y) if x.weights and x.symbols.order == 1 else None
     result = _product(x, y, torch.matmul) if averaged is None else averaged
     # Not result.centre, which the remainder of the product may have shifted.
-    return _shift_values(result, x, x.centre @ y.centre) if x.simplex else result
+    return _shift_values(result, x, x.centre @ y.centre) if x.weights else result
 
 
 def mul(x: Any, y: Any) -> Form:
@@ -303,7 +303,7 @@ def _average(x: Form, y: Form) -> Form | None:
     as there is room for, the others are slack.
     """
     symbols, dtype, keys, width = x.symbols, x.symbols.dtype, *y.shape[-2:]
-    low, high = (end.clamp(0.0, 1.0) for end in x.range())
+    low, high = x.range()
     middle = (low + high) / 2
     radius = up(torch.maximum(high - middle, middle - low))
     moving = up(radius @ (y.mass + y.slack), keys)

@@ -85,8 +85,7 @@ def relax(
     z: Form,
     f: Smooth,
     *,
-    floor: float = -math.inf,
-    ceiling: float = math.inf,
+    within: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
     positive: bool = False,
 ) -> Form:
     """Return f of a form.
@@ -94,15 +93,14 @@ def relax(
     Args:
         z: the argument.
         f: the function.
-        floor: known lower bound of the argument, beside its form.
-        ceiling: known upper bound.
+        within: known bounds of the argument, beside its form.
         positive: f is only defined for numbers > 0.
 
     Raises:
         UnboundedError: the range of z is not finite, or leaves the domain of f.
     """
     low, high = z.range()
-    low, high = low.clamp(floor, ceiling), high.clamp(floor, ceiling)
+    low, high = low.clamp(*within), high.clamp(*within)
     if not (torch.isfinite(low) & torch.isfinite(high)).all() or (
         positive and not (low > 0).all()
     ):

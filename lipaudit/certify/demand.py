@@ -127,7 +127,9 @@ class Plan:
                 held = value.__dict__.setdefault("parts", {})
                 if cut not in held:
                     held[cut] = value.narrow(*cut, 1)
-                    held[cut].simplex = value.simplex and axis != -1
+                    if value.weights and axis != -1:
+                        low, high = (end.narrow(*cut, 1) for end in value.weights)
+                        held[cut].weights = low, high
                 parts[i] = held[cut]
             elif _size(value, axis) == size:
                 parts[i] = value.narrow(*cut, 1)
@@ -235,7 +237,10 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
     wide.slack.narrow(axis, at, 1).copy_(form.slack)
-    wide.simplex, wide.__dict__["parts"] = form.simplex, {cut: form}
+    wide.__dict__["parts"] = {cut: form}
+    if form.weights:
+        low, high = (end.expand(shape) for end in form.weights)
+        wide.weights = low, high
     return wide
 
 

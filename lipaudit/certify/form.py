@@ -125,7 +125,8 @@ class Form(Tensor):
         slack: (*shape), float64, >= 0: errors of rounding and operations since the last symbols.
         symbols: the symbols of the rows.
         blocks: coefficients beside the dense ones, of errors that act in one row each.
-        simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
+        weights: of entries that are >= 0 and sum to one along the last axis, whatever the input:
+            the ends of a range that they stay in, beside what the coefficients say.
     """
 
     memory: Memory
@@ -149,10 +150,10 @@ class Form(Tensor):
         symbols: Symbols,
         *,
         blocks: Sequence[ErrorBlock] = (),
-        simplex: bool = False,
+        weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.centre, self.dense, self.slack = centre, dense, slack
-        self.blocks, self.symbols, self.simplex = tuple(blocks), symbols, simplex
+        self.blocks, self.symbols, self.weights = tuple(blocks), symbols, weights
         self.quotient: Quotient | None = None
 
     @classmethod
@@ -160,7 +161,7 @@ class Form(Tensor):
         """Return a form for a quotient, which is multiplied out on first use of its numbers."""
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
-        form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
+        form.symbols, form.weights, form.quotient = like.symbols, None, quotient
         return form
 
     @property
@@ -273,7 +274,10 @@ class Form(Tensor):
             low, high = -self.symbols.sum_groups(-linear), self.symbols.sum_groups(linear)
         # The rounding of a few float64 sums of terms that are no larger than this size.
         loss = up(gamma(16, DOUBLE) * (self.centre.abs() + radius + high - low))
-        return self.centre - radius + low - loss, self.centre + radius + high + loss
+        low, high = self.centre - radius + low - loss, self.centre + radius + high + loss
+        if self.weights is None:
+            return low, high
+        return torch.maximum(low, self.weights[0]), torch.minimum(high, self.weights[1])
 
     @property
     def stale(self) -> bool:

@@ -22,6 +22,11 @@ sum p (2 L R' + R'^2) is at most 2 l m + m^2, or the sum of p (2 lin rest + rest
 sum p d = sum (p - w) d + (1 - sum w) w . ds: p and w differ by the rounding of a softmax.
 Keys with a weight below e^-1000 (masked ones) are constants.
 
+Ends of a weight. p_j = 1 / sum_k e^(s_k - s_j), and each difference of two scores has a range, in
+which symbols that both share count once: the sums of its ends bound p_j, the closer the fewer keys
+share what is left. Its logarithm stays between theirs, where exp bends less than over all that its
+form reaches, and the weights behind it keep these ends (`Form.weights`).
+
 Normalisations: LayerNorm, RMSNorm, over other axes, and by a norm.
 
 With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
@@ -33,6 +38,7 @@ part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
@@ -48,6 +54,8 @@ from lipaudit.certify.symbols import DOUBLE, LIBRARY, gamma, tiny, up
 
 _NEGLIGIBLE = 1000.0
 _LEFT = 1e-300
+_WIDE = 1.0
+"""Width of a logarithm's range from which differences of scores are looked at: exp bends there."""
 
 
 def softmax(
@@ -57,11 +65,14 @@ def softmax(
 
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
-        out = curves.relax(log_p, curves.EXP, ceiling=0.0)
+        low, high = _bound_logarithms(log_p, hidden)
+        out = curves.relax(log_p, curves.EXP, within=(low, high))
         if hidden.any():
             out = affine.masked_fill(out, hidden, 0.0)
             out.slack = out.slack + _LEFT * hidden
-        out.simplex = True
+        share = 2 * gamma(LIBRARY, DOUBLE)
+        low, high = low.exp() * (1 - share), (high.exp() * (1 + share)).clamp_max(1.0)
+        out.weights = low.masked_fill(hidden, 0.0), high.masked_fill(hidden, _LEFT)
         return out
 
     return _apply_along(input, dim, rule)
@@ -89,6 +100,24 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
         raise NoRuleError("logsumexp over several axes")
     result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
     return result if keepdim else result.squeeze(dim)
+
+
+def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ends of log softmax(s)_j: those of its form, or where each s_k - s_j ends."""
+    low, high = log_p.range()
+    high = high.clamp_max(0.0)
+    if not (high - low > _WIDE).any():
+        return low, high
+    least, most = torch.zeros_like(low), torch.zeros_like(high)
+    for k in range(log_p.shape[-1]):
+        ends = affine.sub(cast("Form", log_p[..., k : k + 1]), log_p).range()
+        below, above = (end.exp().masked_fill(hidden[..., k : k + 1], 0.0) for end in ends)
+        least, most = least + below, most + above
+    # exp, a sum of so many, a logarithm.
+    share = gamma(2 * LIBRARY + log_p.shape[-1] + 2, DOUBLE)
+    least, most = (least * (1 - share)).log(), (most * (1 + share)).log()
+    least, most = least - share * least.abs(), most + share * most.abs()
+    return torch.maximum(low, -most), torch.minimum(high, -least)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
@@ -298,7 +327,7 @@ def _unit(y: Form, eps: float) -> Form:
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
     square = affine.add(Form(centre + middle, dense, slack, symbols, blocks=blocks), eps)
-    inverse = curves.relax(square, curves.RSQRT, floor=eps).settle()
+    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf)).settle()
     nothing = torch.zeros_like(y.centre)
     constant = Form(nothing, y.dense[:0], nothing, symbols)
     return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))

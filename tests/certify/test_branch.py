@@ -169,7 +169,7 @@ def test_branching_settles_relu_networks(seed):
 
 def test_lines_prove_more_than_forms_and_branching_more_than_lines():
     verdicts = set()
-    for seed, limit in ((3, 0.2636), (5, 0.0986), (8, 0.0219)):  # from here on open
+    for seed, limit in ((3, 0.2743), (5, 0.0991), (8, 0.0219)):  # from here on open
         model, x, label = _mixer(seed)
         assert _pass(model, x, label, 0.95 * limit, "linf")[1].range()[0].min() > 0
         for more in (1.0, 1.03, 1.06):

@@ -142,6 +142,37 @@ def test_the_logarithm_of_a_sum_of_exponentials(order, move, weight, points, exc
         assert (form.slack < square * torch.tensor(move).double().exp()).all()
 
 
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("move", [0.5, 3.0, 100.0])
+def test_weights_of_two_keys_end_where_the_difference_of_their_scores_does(move, norm, order):
+    """Scores (1 + a e, -a e) and one that is hidden: the weight is the sigmoid of 1 + 2 a e."""
+    x = ball(torch.zeros(1, 1), move, norm=norm, order=order)
+    scores = x * torch.tensor([1.0, -1.0, 0.0]) + torch.tensor([1.0, 0.0, -math.inf])
+    low, high = scores.softmax(-1).range()
+    least, most = (
+        torch.tensor([1.0 - 2 * move, -1.0 - 2 * move]),
+        torch.tensor([1.0, -1.0]) + 2 * move,
+    )
+    for end, exact, sign in ((low, least, -1), (high, most, 1)):
+        exact = torch.cat([exact.double().sigmoid(), torch.zeros(1).double()])
+        assert (sign * (end[0] - exact) >= 0).all()
+        torch.testing.assert_close(end[0], exact, rtol=1e-6, atol=1e-280)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("move", [0.1, 1.0, 10.0])
+def test_no_weight_leaves_the_ends_of_its_range(move, norm, dtype, points):
+    turn = torch.randn(N, 6, generator=torch.Generator().manual_seed(7))
+    x = ball(torch.zeros(1, N), move, norm=norm, order=1, dtype=dtype)
+    low, high = run(lambda z: (z @ turn).softmax(-1), x).range()
+    _, inputs = points(x, 2000)
+    weights = (inputs @ turn.double()).softmax(-1)
+    assert (low <= weights.amin(0)).all()
+    assert (high >= weights.amax(0)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_products_know_the_symbols_that_both_factors_share(norm, dtype, points, excess):
@@ -177,7 +208,7 @@ def test_the_mean_of_the_values_is_subtracted_where_weights_are_off(settle):
     """The centre sums to 17 / 16, a row to 1: weights (0.25, 0.75) are at an end of the range."""
     symbols = ball(torch.zeros(1, 1), 1.0, settle=settle).symbols
     p, off = torch.tensor([[0.3125, 0.75]]).double(), torch.tensor([[0.0625, 0.0]]).double()
-    weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols, simplex=True)
+    weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols, weights=(p - p, p / p))
     values = torch.tensor([[0.0], [1.0]]).double()
     still = Form(values, torch.zeros(1, 2, 1).double(), 0 * values, symbols)
     low, high = matmul(weights, still).range()
@@ -193,7 +224,7 @@ def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
     scaled = torch.zeros(symbols.first_error + 1, 1, 2, dtype=torch.float64)
     scaled[-1] = 0.1 * p
     symbols.birth(torch.ones(1))
-    weights = Form(p, scaled, torch.full_like(p, off), symbols, simplex=True)
+    weights = Form(p, scaled, torch.full_like(p, off), symbols, weights=(p - p, p / p))
     values = torch.tensor([[0.0], [1.0]]).double()
     still = Form(values, torch.zeros(symbols.first_error, 2, 1).double(), 0 * values, symbols)
     low, high = matmul(weights, still).range()
@@ -313,7 +344,9 @@ def test_what_weights_are_off_by_moves_all_channels_of_a_value(dtype):
     """Weights 0.5 -+ 0.1 of values (e_j, e_j, -e_j): 0.6 (e_1 + e_2) at most, sums of all e_j."""
     symbols = ball(torch.zeros(1, 2), 1.0, dtype=dtype).symbols
     half, off = torch.full((1, 2), 0.5).double(), torch.full((1, 2), 0.1).double()
-    weights = Form(half, torch.zeros(1, 1, 2, dtype=dtype), off, symbols, simplex=True)
+    weights = Form(
+        half, torch.zeros(1, 1, 2, dtype=dtype), off, symbols, weights=(0 * half, 2 * half)
+    )
     rows = torch.eye(2)[..., None].expand(2, 2, 3) * torch.tensor([1.0, 1.0, -1.0])
     none = torch.zeros(2, 3).double()
     out = matmul(weights, Form(none, rows.to(dtype), none, symbols))

@@ -66,7 +66,7 @@ _WORTH = 0.02
 """Share of a product that its remainder must have to be bounded by polarisation, which takes as
 long as the product itself."""
 
-_ROOM = 2**23
+_ROOM = 2**24
 """Largest number of coefficients of new symbols in a tensor of the values of an attention."""
 
 _STILL = 1e-15

@@ -84,6 +84,15 @@ class Problem:
         sizes = torch.linalg.vector_norm(self.units.slopes, dim=0)
         return sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
 
+    @cached_property
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of the sizes in each row: of the margins and of the ReLUs."""
+        margins, units = (
+            rows.centre.abs() + rows.spread + rows.slopes.abs().sum(1)
+            for rows in (self.margins, self.units)
+        )
+        return margins, units + 2 * self.offset
+
     def to(self, dtype: torch.dtype) -> Problem:
         """Return the problem in another precision, for the search only."""
         margins, units = (Rows(*(t.to(dtype) for t in r)) for r in (self.margins, self.units))
@@ -267,12 +276,10 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     """
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     value, _ = bound(problem, nodes)
-    units, margins, j = problem.units, problem.margins, nodes.which
-    y = nodes.feasible().abs().sum(0)
-    unit_size = units.centre.abs() + units.spread + units.slopes.abs().sum(1) + 2 * problem.offset
-    margin_size = margins.centre.abs() + margins.spread + margins.slopes.abs().sum(1)
-    roundings = sum(units.slopes.shape) + 64
-    return value - up(gamma(roundings, DOUBLE) * (margin_size[j] + y @ unit_size), roundings)
+    margins, units = problem.sizes
+    size = margins[nodes.which] + nodes.feasible().abs().sum(0) @ units
+    roundings = sum(problem.units.slopes.shape) + 64
+    return value - up(gamma(roundings, DOUBLE) * size, roundings)
 
 
 def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
@@ -357,8 +364,11 @@ def _evaluate(
 
 BATCH = 48
 """Number of parts of the ball that are split at a time."""
-ROOT_STEPS, STEPS, LAST_STEPS = 60, 10, 400
-"""Steps of the multipliers: on the ball, on a part, and on a part where every sign is known."""
+FACES = 3
+"""Number of faces on which the multipliers of the whole ball are moved, one after the other."""
+ROOT_STEPS, STEPS, LAST_STEPS = 20, 10, 400
+"""Steps of the multipliers: on each face of the ball, on a part, and on a part where every sign is
+known."""
 RATE = 0.2
 """Learning rate, as a share of the multipliers that the search begins with."""
 SHARE = 0.02
@@ -423,7 +433,15 @@ def decide(
     roots = start(rough, is_open)
     # Multipliers differ in size between models: the rate is relative to those of the start.
     rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
-    _, roots = ascend(rough, roots, steps=ROOT_STEPS, rate=rate, until=deadline)
+    # A face of each margin of its own: in one of all few symbols would keep their signs.
+    climbed = []
+    for i in range(len(roots)):
+        node = roots[i : i + 1]
+        for _ in range(FACES):
+            face = restrict_to_face(rough, bound(rough, node)[1], SHARE)
+            _, node = ascend(face, node, steps=ROOT_STEPS, rate=rate, until=deadline)
+        climbed.append(node)
+    roots = join_nodes(climbed)
     bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)

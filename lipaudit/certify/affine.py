@@ -245,14 +245,16 @@ def convolve(
     pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
-        patches = F.unfold(t.flatten(0, 1), w.shape[-2:], gaps, pads, steps)
-        patches = torch.unflatten(patches, 1, (groups, -1))
-        out = torch.unflatten(w.flatten(1), 0, (groups, -1)) @ patches
-        size = [
-            (t.shape[i - 2] + 2 * pads[i] - gaps[i] * (w.shape[i - 2] - 1) - 1) // steps[i] + 1
-            for i in (0, 1)
-        ]
-        return out.flatten(1, 2).view(*t.shape[:2], -1, *size)
+        windows = t.flatten(0, 1)
+        if any(pads):
+            windows = F.pad(windows, (pads[1], pads[1], pads[0], pads[0]))
+        for axis in (0, 1):
+            windows = windows.unfold(
+                axis + 2, gaps[axis] * (w.shape[axis - 2] - 1) + 1, steps[axis]
+            )
+        windows = windows[..., :: gaps[0], :: gaps[1]].unflatten(1, (groups, -1))
+        out = torch.einsum("rgchwij,gocij->rgohw", windows, w.unflatten(0, (groups, -1)))
+        return out.flatten(1, 2).unflatten(0, t.shape[:2])
 
     constant = None if bias is None else bias.view(-1, 1, 1)
     terms = weight[0].numel()

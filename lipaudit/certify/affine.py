@@ -252,9 +252,10 @@ def convolve(
             windows = windows.unfold(
                 axis + 2, gaps[axis] * (w.shape[axis - 2] - 1) + 1, steps[axis]
             )
-        windows = windows[..., :: gaps[0], :: gaps[1]].unflatten(1, (groups, -1))
-        out = torch.einsum("rgchwij,gocij->rgohw", windows, w.unflatten(0, (groups, -1)))
-        return out.flatten(1, 2).unflatten(0, t.shape[:2])
+        windows = torch.unflatten(windows[..., :: gaps[0], :: gaps[1]], 1, (groups, -1))
+        kernels = torch.unflatten(w, 0, (groups, -1))
+        out = torch.einsum("rgchwij,gocij->rgohw", windows, kernels)
+        return torch.unflatten(out.flatten(1, 2), 0, t.shape[:2])
 
     constant = None if bias is None else bias.view(-1, 1, 1)
     terms = weight[0].numel()

@@ -51,10 +51,8 @@ def loads(text: str, *, name: str = "report") -> Report:
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
     version = document.get("schema_version")
     if str(version or "").split(".")[0] not in ("1", "2"):
-        raise InputError(
-            f"{name} has schema version {version}, not {SCHEMA_VERSION}",
-            "Read it with the version of lipaudit that wrote it.",
-        )
+        text = f"{name} has schema version {version}, not {SCHEMA_VERSION}"
+        raise InputError(text, "Read it with the version of lipaudit that wrote it.")
     document.pop("summary", None)
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version

@@ -140,17 +140,12 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
         prompt, follow = pairs[0][0], [ids for _, ids in pairs]
         room, shown = limit - max(map(len, follow)), question.prompt[:40]
-        refuse(
-            not prompt or not all(follow),
-            f"{origin}: {shown!r} or its continuation has no tokens",
-            "Remove such rows, or leave them out with --skip-bad.",
-        )
-        refuse(
-            room < 1,
-            f"{origin}: the continuation of {shown!r} leaves no room for the prompt within "
-            f"{limit} tokens",
-            "Raise --max-tokens, or leave such rows out with --skip-bad.",
-        )
+        text = f"{origin}: {shown!r} or its continuation has no tokens"
+        advice = "Remove such rows, or leave them out with --skip-bad."
+        refuse(not prompt or not all(follow), text, advice)
+        text = f"{origin}: the continuation of {shown!r} leaves no room for the prompt"
+        advice = "Raise --max-tokens, or leave such rows out with --skip-bad."
+        refuse(room < 1, f"{text} within {limit} tokens", advice)
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
     table = replace(table, faults=faults)
@@ -215,11 +210,9 @@ def _choose_form(
     whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
     words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
-    refuse(
-        number is not None,
-        f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
-        "Write the class names into that column, or name another with --label-column.",
-    )
+    text = f"{origin}: {label!r} holds numbers ({number}), but a language model needs words"
+    advice = "Write the class names into that column, or name another with --label-column."
+    refuse(number is not None, text, advice)
     return QuestionForm("labels", prompts, "", label, words, words)
 
 

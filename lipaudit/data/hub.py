@@ -304,11 +304,8 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
     folder = tables / commit.sha / (config or "default") / split
     if not folder.is_dir():
-        refuse(
-            commit.unasked,
-            f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}",
-            "Run it once with a connection.",
-        )
+        text = f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}"
+        refuse(commit.unasked, text, "Run it once with a connection.")
         with explain_refusals(commit.repository):
             try:
                 builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)

@@ -61,12 +61,10 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     if spec == "random":
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
-        refuse(
-            net.kind != "image" or tuple(net.input_shape) != (1, 8, 8),
-            f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape "
-            f"{tuple(net.input_shape)}",
-            "Give your own data, or --data random.",
-        )
+        shape = tuple(net.input_shape)
+        text = f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape {shape}"
+        other = net.kind != "image" or shape != (1, 8, 8)
+        refuse(other, text, "Give your own data, or --data random.")
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
             samples = images.draw_arrays(*images.load_arrays(file), net, options, origin=str(file))
     elif spec.startswith("hf:"):

@@ -186,11 +186,9 @@ def read_folder(path: Path) -> SampleTable:
     found = entries + [file for folder in folders for file in sorted(folder.iterdir())]
     files = [file for file in found if file.suffix.lower() in PICTURES]
     flat = {file.parent == path for file in files}
-    refuse(
-        len(flat) != 1,
-        f"{path} holds no images, or images both beside and inside sub-folders",
-        f"Give a folder of {', '.join(PICTURES[:4])} ... files, or with one sub-folder per class.",
-    )
+    text = f"{path} holds no images, or images both beside and inside sub-folders"
+    advice = f"Give a folder of {', '.join(PICTURES[:4])} ... files"
+    refuse(len(flat) != 1, text, f"{advice}, or with one sub-folder per class.")
     names = [] if flat == {True} else sorted({file.parent.name for file in files})
     labels = [{"label": names.index(file.parent.name)} if names else {} for file in files]
     rows = [{"image": file, **label} for file, label in zip(files, labels, strict=True)]
@@ -395,13 +393,11 @@ def choose_text_columns(
         return tuple(_require_column(name, table) for name in names)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     found = pair or tuple(name for name in (*usual, *TEXTS) if name in columns)[:1]
-    headless = " If the first line is data, add a line with column names above it: text,label."
-    refuse(
-        not found,
-        f"{table.origin} has no text column (columns: {', '.join(columns)})",
-        "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
-        + headless * (Path(table.origin).suffix in SEPARATORS),
-    )
+    text = f"{table.origin} has no text column (columns: {', '.join(columns)})"
+    advice = "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
+    if Path(table.origin).suffix in SEPARATORS:
+        advice += " If the first line is data, add a line with column names above it: text,label."
+    refuse(not found, text, advice)
     return found
 
 

@@ -107,11 +107,9 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     start, stop = (_radius(match[i]) if match else None for i in (1, 2))
     count = int(match[3]) if match else 0
     if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
-        raise UsageError(
-            f"{text!r} is not a range of radii",
-            "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP and a "
-            f"COUNT from 2 to {_MOST}.",
-        )
+        advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
+        advice += f" and a COUNT from 2 to {_MOST}."
+        raise UsageError(f"{text!r} is not a range of radii", advice)
     _, slash, divisor = stop.text.partition("/")
     inside = []
     for i in range(1, count - 1):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, refuse
 from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, make_additive
 from lipaudit.models.attention.events import AttentionMode
@@ -70,9 +70,8 @@ def attention_penalty(
         advice = "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch)."
         raise UsageError(f"{name!r} is not a penalty on attention maps", advice)
     if k == 1 or k < 0 or reduction not in get_args(penalties.Reduction):
-        raise UsageError(
-            f"k = {k}, reduction = {reduction!r}", "Use k = 0, 2, 3... and max or mean."
-        )
+        text = f"k = {k}, reduction = {reduction!r}"
+        raise UsageError(text, "Use k = 0, 2, 3... and max or mean.")
     watch = _Watch(k, reduction, None if mask is None else mask.bool(), entries)
     hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
     with hook, AttentionMode(watch.attention):
@@ -99,10 +98,9 @@ class _Watch:
     def attention(self, call: AttentionCall, _address: Address) -> None:
         """Add the penalty of a layer."""
         if self.batch is None:
-            raise InputError(
-                "the batch size, over which the penalty is averaged, is unknown",
-                "Call the same module that was given to attention_penalty, on tensors.",
-            )
+            text = "the batch size, over which the penalty is averaged, is unknown"
+            advice = "Call the same module that was given to attention_penalty, on tensors."
+            raise InputError(text, advice)
         # Autocast would take the products of the penalty itself in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k, self.entries)
@@ -124,11 +122,10 @@ class _Watch:
             advice = "Before penalty(), run the uncompiled model inside the block, with gradients."
             raise InputError("no attention was seen", advice)
         if self.mask is not None and not self.masked:
-            raise InputError(
-                f"a mask of shape {tuple(self.mask.shape)} does not fit the queries of any "
-                "attention layer",
-                "Give a mask of shape (batch, tokens) as the layers use it, or no mask.",
-            )
+            shape = tuple(self.mask.shape)
+            text = f"a mask of shape {shape} does not fit the queries of any attention layer"
+            advice = "Give a mask of shape (batch, tokens) as the layers use it, or no mask."
+            raise InputError(text, advice)
         layers, self.layers, self.masked = self.layers, [], False
         return torch.stack([each.to(layers[0].device) for each in layers]).sum()
 
@@ -226,15 +223,11 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
         trace.run(net, batch, trace.Tracer(note))
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
+        where = f"layer {site.index} ({site.module})"
         if site.structure is None:
-            raise InputError(
-                f"layer {site.index} ({site.module}): {site.reason}, so its weights are unknown"
-            )
-        if site.inner:
-            raise InputError(
-                f"layer {site.index} ({site.module}) computes queries, keys or values by "
-                "several linear maps in a row, so they have no weight of their own"
-            )
+            raise InputError(f"{where}: {site.reason}, so its weights are unknown")
+        text = f"{where} computes queries, keys or values by several linear maps in a row"
+        refuse(site.inner, f"{text}, so they have no weight of their own")
         for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
             first = 0
             for source in form.source:
@@ -244,11 +237,9 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
                 # Of several maps of one input, each has the heads of which all columns are its.
                 own = (form.columns >= first) & (form.columns < first + weight.shape[1])
-                if bool((own.any(1) != own.all(1)).any()):
-                    raise InputError(
-                        f"layer {site.index} ({site.module}) adds several linear maps up in a "
-                        "head, so it has no weight of its own",
-                        "Merge adapters into the weights first.",
-                    )
+                mixed = bool((own.any(1) != own.all(1)).any())
+                text = f"{where} adds several linear maps up in a head"
+                advice = "Merge adapters into the weights first."
+                refuse(mixed, f"{text}, so it has no weight of its own", advice)
                 yield partial(_read_heads, parameter, weight, form.columns[own.all(1)] - first)
                 first += weight.shape[1]

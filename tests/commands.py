@@ -4,6 +4,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,15 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from lipaudit.attacks.kinds import attack_kinds
 from lipaudit.cli.app import app
+from lipaudit.cli.tools import list_explanations
+from lipaudit.engine.results import versions
 from lipaudit.measures import load_measures
+from lipaudit.report.topics import list_topics
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
+from lipaudit.theory.bounds.record import load_bounds
 
 UNTIMED = ("seconds", "batch_size")
 """What may differ between two runs of one command."""
@@ -114,6 +121,20 @@ def break_measure(
 
     replace_parts(monkeypatch, name, parts)
     return seen
+
+
+@contextmanager
+def installed(folder: Path | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Have the packages in a folder beside those that are installed; read anew what all add."""
+    read = (attack_kinds, load_bounds, load_measures, list_explanations, list_topics, versions)
+    with pytest.MonkeyPatch.context() as patch:
+        if folder:
+            patch.syspath_prepend(folder)
+        for function in read:
+            function.cache_clear()
+        yield patch
+    for function in read:
+        function.cache_clear()
 
 
 def write_package(

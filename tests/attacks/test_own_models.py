@@ -363,16 +363,6 @@ def test_arrays_that_can_be_read_in_two_ways_are_refused():
     assert classify(Lin(w, b), x, y, input_shape=(8, 5, 4)) == right
 
 
-@pytest.mark.parametrize(("shape", "last"), [((3, 5, 4), False), ((3, 6, 5), True)])
-def test_channels_come_first_or_last(shape, last):
-    w, b, x, y = linear(shape=shape)
-    conv = nn.Conv2d(shape[0], len(w), shape[1:])  # which takes so many channels, and no others
-    conv.weight.data, conv.bias.data = w.reshape(-1, *shape).clone(), b.clone()
-    model = Changed(conv, behind=lambda z: z.flatten(1))
-    right = float((Lin(w, b)(x).argmax(1) == y).double().mean())
-    assert classify(model, x.movedim(1, -1) if last else x, y) == right
-
-
 @pytest.mark.parametrize(
     ("box", "eps"), [((-1.0, 1.0), 0.1), ((0.0, 255.0), 8.0), ((0.0, 1.0), 0.05)]
 )

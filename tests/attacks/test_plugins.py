@@ -20,37 +20,31 @@ from lipaudit.attacks.kinds import (
     read_plan,
     require_suitable,
 )
-from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, UsageError
-from tests.commands import invoke, write_package
+from tests.commands import installed, invoke, write_package
 
 PLUGINS = str(Path(__file__).parents[1] / "plugins")
 
 
 @pytest.fixture
-def example(monkeypatch):
+def example():
     """Install the example package."""
-    monkeypatch.syspath_prepend(PLUGINS)
-    for function in (attack_kinds, versions):
-        function.cache_clear()
-    yield
-    for function in (attack_kinds, versions):
-        function.cache_clear()
+    with installed(PLUGINS):
+        yield
 
 
 @pytest.fixture
-def bad(monkeypatch, radius):
+def bad(radius):
     """Attack five samples of class 0 by a function of this module."""
 
     def attack(function, x, y=None):
-        monkeypatch.setitem(ATTACKS, "bad", AttackKind(f"{__name__}:{function}"))
-        attack_kinds.cache_clear()
         chunk = Chunk(0, x, torch.zeros(5, dtype=torch.int64) if y is None else y)
-        trials = read_plan("custom:bad", radii=[radius("0.1")])
-        return list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), chunk, trials))[-1]
+        with installed() as patch:
+            patch.setitem(ATTACKS, "bad", AttackKind(f"{__name__}:{function}"))
+            trials = read_plan("custom:bad", radii=[radius("0.1")])
+            return list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), chunk, trials))[-1]
 
-    yield attack
-    attack_kinds.cache_clear()
+    return attack
 
 
 @pytest.mark.usefixtures("example", "elsewhere", "blank_charts")
@@ -155,38 +149,31 @@ def test_success_is_our_own_judgement_of_samples_that_an_attack_cannot_move(bad)
         ("lipaudit.attacks.oracle:nothing", "cannot be loaded: AttributeError"),
     ],
 )
-def test_an_attack_without_its_function_is_refused_first(monkeypatch, radius, function, reason):
-    kind = replace(ATTACKS["fgsm"], function=function)
-    monkeypatch.setitem(ATTACKS, "fgsm", kind)
-    attack_kinds.cache_clear()
-    trials = read_plan("custom:fgsm", radii=[radius("0.1")])
-    with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
-        require_suitable(trials, "image")
-    attack_kinds.cache_clear()
+def test_an_attack_without_its_function_is_refused_first(radius, function, reason):
+    with installed() as patch:
+        patch.setitem(ATTACKS, "fgsm", replace(ATTACKS["fgsm"], function=function))
+        trials = read_plan("custom:fgsm", radii=[radius("0.1")])
+        with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
+            require_suitable(trials, "image")
     assert function.partition(".")[0] in caught.value.advice
 
 
-def test_a_plugin_needs_a_name_of_its_own_that_can_stand_in_an_option(tmp_path, monkeypatch):
+def test_a_plugin_needs_a_name_of_its_own_that_can_stand_in_an_option(tmp_path):
     assert PRESETS.keys() < RESERVED
     refused = dict.fromkeys((*ATTACKS, *RESERVED), "has a name that is in use")
     refused |= dict.fromkeys(("a,b", "a@b", "a:b", "a b", "-a"), "has an invalid name")
     for number, (name, says) in enumerate(refused.items()):
         with pytest.raises(UsageError, match=f"'{name}' .*odd{number} {says}"):
-            entries_of(tmp_path / f"{number}", name, f"odd{number}", monkeypatch)
+            entries_of(tmp_path / f"{number}", name, f"odd{number}")
 
 
-def entries_of(folder, name, package, monkeypatch):
+def entries_of(folder, name, package):
     """Read all attacks where a package made on the spot adds one by this name."""
     record = f"AttackKind('lipaudit_{package}:attack')"
     source = f"from lipaudit.attacks.kinds import AttackKind\nA = {record}\n"
     write_package(folder, package, name, source, "A", "lipaudit.attacks")
-    attack_kinds.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(folder)
-            return attack_kinds()
-    finally:
-        attack_kinds.cache_clear()
+    with installed(folder):
+        return attack_kinds()
 
 
 def test_records_load_without_torch():

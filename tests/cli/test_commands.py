@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,7 @@ from lipaudit.measures import load_measures
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, list_commands, read_figures, refuse, replace_parts
 
-
-def strict(text: str) -> dict:
-    def refuse(token):
-        raise AssertionError(f"{token} is not strict JSON")
-
-    return json.loads(text, parse_constant=refuse)
+strict = partial(json.loads, parse_constant=pytest.fail)
 
 
 @pytest.fixture

@@ -111,11 +111,8 @@ def test_a_killed_process_loses_what_it_had_begun_alone(elsewhere, tmp_path):
 def fail_attention_of_first() -> None:
     """Let a measure fail in rank 0 alone."""
     if os.environ["RANK"] == "0":
-        load_measures()["attention"] = replace(load_measures()["attention"], compute=raise_error)
-
-
-def raise_error(*_args):
-    raise EvaluationError("no figures")
+        failing = replace(load_measures()["attention"], compute=lambda *_: processes.fail())
+        load_measures()["attention"] = failing
 
 
 def test_every_process_keeps_its_parts_until_the_report_of_all_is_complete(elsewhere, tmp_path):

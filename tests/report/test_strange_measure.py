@@ -8,13 +8,14 @@ import pytest
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import parse_rule
-from lipaudit.measures import OWN, load_measures
+from lipaudit.measures import OWN
 from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.report import of_comparison, of_reports, render
 from lipaudit.report.blocks import Heatmap, Histogram, Table
 from lipaudit.report.sections import show_section, show_sections
 from lipaudit.tables import Column, Layout, Note
 from lipaudit.tables.columns import HEAD
+from tests.commands import installed
 from tests.gate.cases import report, rules, sample_ids
 
 PAGES = ("table", "markdown", "html")
@@ -50,13 +51,11 @@ TENSION = np.random.default_rng(5).lognormal(0, 0.3, 64)
 def _registered(blank_charts):
     """Add a measure of each table, as a plug-in would."""
     given = {"compute": lambda *_: iter(()), "summarise": lambda *_: [], "batch": 8}
-    with pytest.MonkeyPatch.context() as patch:
+    with installed() as patch:
         for table in (SPREAD, HEAT):
             measure = Measure(name=table.name, tables=(table,), options=MeasureOptions, **given)
             patch.setitem(OWN, table.name, measure)
-        load_measures.cache_clear()
         yield
-    load_measures.cache_clear()
 
 
 def build(stem=1.234, trunk=2.0, times=1.0, hot=1.0, weights="a"):

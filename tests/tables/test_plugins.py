@@ -5,40 +5,22 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import lipaudit
-from lipaudit.cli.tools import list_explanations
-from lipaudit.engine.results import versions
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
-from lipaudit.report.topics import list_topics
 from lipaudit.tables.plugins import entries
-from lipaudit.theory.bounds.record import load_bounds
-from tests.commands import invoke, refuse, write_package
+from tests.commands import installed, invoke, refuse, write_package
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests/plugins"
 GROUP = "lipaudit.numbers"
-
-
-@contextmanager
-def installed(folder):
-    """Have the packages in a folder beside those that are installed."""
-    cached = (load_bounds, load_measures, list_explanations, list_topics, versions)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        for function in cached:
-            function.cache_clear()
-        yield
-    for function in cached:
-        function.cache_clear()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import lipaudit
 from lipaudit import ModelSpec, schema
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate.judging import judge
-from lipaudit.gate.rules import parse_rule
 
 RANGE = (0.0, 1.0)
 APGD = "custom:apgd-ce,apgd-t"
@@ -448,16 +447,9 @@ def test_samples_that_repeat_count_once(name):
     assert report.section(name).rows[0].samples == 4
 
 
-def test_the_gate_reads_radii_by_their_value_and_refuses_flags_that_are_none():
+def test_flags_of_a_file_that_are_none_are_refused():
     w, b, x, y = linear(n=32)
-    other = w + 0.25 * torch.randn(w.shape, generator=draw(0))
-    now, written, before = (
-        measure(Lin(v, b), x, y, eps=eps, attack="pgd")
-        for v, eps in ((w, "0.05"), (w, "1/20"), (other, "0.05"))
-    )
-    rule = (parse_rule("attack.robust@linf >= -2pp"),)
-    first, second = (judge(each, before, rule).verdicts[0].status for each in (now, written))
-    assert first == second
+    now = measure(Lin(w, b), x, y, eps="0.05", attack="pgd")
     section = now.section("attack")
     name = next(n for n in section.samples if n.startswith("robust@worst"))
     flags = list(section.samples[name])

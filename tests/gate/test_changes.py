@@ -235,20 +235,6 @@ def test_changes_come_with_an_interval_and_a_verdict(louder):
         assert back[key].status == mirror.get(verdict.status, verdict.status)
 
 
-def test_what_cannot_be_compared_is_named_beside_what_can(louder):
-    nan = np.full(64, np.nan)
-    for section, status, words in (
-        (jacobian(tol=0.1), "not comparable", "tol"),
-        (jacobian(nan), "error", "64 values are not finite"),
-    ):
-        found = verdicts(pair_of(louder[0], new(*louder[0].sections[:1], section)))
-        judged = [v for (metric, _), v in found.items() if metric.startswith("jacobian.norm")]
-        assert {v.status for v in judged} == {status}
-        assert len(judged) == 2
-        assert all(words in v.reason for v in judged)
-        assert found["bounds.exact:median", ""].status == "unchanged"
-
-
 PARTIAL = report(jacobian(), status="partial")
 OTHERS = report(jacobian(ids=sample_ids(64, 99)))
 

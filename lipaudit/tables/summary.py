@@ -163,14 +163,10 @@ FEW = 0.05
 
 def summary(report: Report) -> Summary:
     """Return the summary of a report; figures that it lacks are left out."""
-    accuracies = sorted(  # the clean one has no norm, and comes first
-        _list_accuracies(report),
-        key=lambda a: (
-            a.kind in ("certified", "smoothed"),
-            a.norm,
-            float(parse_radius(a.eps or "0")),
-        ),
-    )
+
+    def rank(a: Accuracy) -> tuple[bool, str, float]:  # the clean one has no norm: it is the first
+        return a.kind in ("certified", "smoothed"), a.norm, float(parse_radius(a.eps or "0"))
+
     readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
         "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
         "norms": ("jacobian", _make_norms),
@@ -183,8 +179,8 @@ def summary(report: Report) -> Summary:
         for name, (measure, read) in readers.items()
         if (section := report.section(measure)) and section.rows
     }
-    warnings = tuple(_list_warnings(report))
-    return Summary(warnings=warnings, accuracy=tuple(accuracies), **figures)
+    warnings, accuracies = tuple(_list_warnings(report)), _list_accuracies(report)
+    return Summary(warnings=warnings, accuracy=tuple(sorted(accuracies, key=rank)), **figures)
 
 
 def list_shared_notes(report: Report) -> list[Note]:

@@ -194,11 +194,9 @@ def make_sample_function(
         place = find_places(batch, end.where)
     scored = net.classes is None and end.what not in ("features", "tokens")
     scorer = net.next_token if scored else None
-    if scorer is not None and not scores_each_token(net, batch):
-        raise InputError(
-            f"the head of {net.architecture} does not score each position separately",
-            "Use --to features, --to tokens, or the logits at the last position.",
-        )
+    text = f"the head of {net.architecture} does not score each position separately"
+    advice = "Use --to features, --to tokens, or the logits at the last position."
+    refuse(scorer is not None and not scores_each_token(net, batch), text, advice)
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         labels = None if batch.y is None else batch.y[index]
@@ -282,11 +280,9 @@ def _read_output(
         states = tokens[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
-    if what == "hidden" and states.shape[:2] != part.x.shape:
-        raise InputError(
-            f"the last hidden states of {net.architecture} do not have one vector per token",
-            "Use --to tokens or --to features.",
-        )
+    other = what == "hidden" and states.shape[:2] != part.x.shape
+    text = f"the last hidden states of {net.architecture} do not have one vector per token"
+    refuse(other, text, "Use --to tokens or --to features.")
     return states if what == "tokens" or place is None else pick_columns(states, place)
 
 

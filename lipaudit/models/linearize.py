@@ -80,11 +80,9 @@ def _run_batch_norm(
     # depends on parameters only. One row with all samples' channels side by side is an instance
     # norm; if samples are in the other axes, the check of their gradients finds it.
     mixes = len(input) > 1 and not all(isinstance(p, nn.Parameter) for p in leaves(input)[0])
-    if training and (running_mean is not None or mixes):
-        raise InputError(
-            "a BatchNorm layer uses batch statistics, so samples depend on each other",
-            "Give the BatchNorm running statistics (track_running_stats=True).",
-        )
+    text = "a BatchNorm layer uses batch statistics, so samples depend on each other"
+    advice = "Give the BatchNorm running statistics (track_running_stats=True)."
+    refuse(training and (running_mean is not None or mixes), text, advice)
     if training or running_mean is None or running_var is None:
         return NotImplemented
     # x -> (x - mean) gain + shift: products and sums, whose derivatives are right everywhere.

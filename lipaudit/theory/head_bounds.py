@@ -86,11 +86,9 @@ def head_bounds(
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     for name in ("x", "q", "k", "v"):
-        if not getattr(heads, name).sum().isfinite():
-            raise EvaluationError(
-                f"The attention layer has infinite or undefined {name} entries.",
-                "Look for overflow in the model: run it in float32 or float64.",
-            )
+        text = f"The attention layer has infinite or undefined {name} entries."
+        advice = "Look for overflow in the model: run it in float32 or float64."
+        refuse(not getattr(heads, name).sum().isfinite(), text, advice, EvaluationError)
     tokens = Tokens(heads)
     heads, size = unit_values(heads)
     parts = []

@@ -310,7 +310,17 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     weight = graph.take(linear.weight, columns, 1).transpose(0, 1)
     bias = None if linear.bias is None else graph.take(linear.bias, columns, 0)
     if form.kind == "affine":
-        weight, bias = _apply_affine(form, source, rows, weight, bias)
+        # t = M y + c with y = X W + b has the weight W M^T and the bias M b + c, on every token.
+        value, mix, offset = source.values(rows, columns), form.mix, form.offset
+        if mix is not None:
+            value, weight = value @ mix.mT, weight @ mix.mT
+            bias = None if bias is None else (mix @ bias[..., None])[..., 0]
+        if offset is not None:
+            value = value + offset[:, None]
+            bias = offset if bias is None else offset + bias
+        given = source.t.detach()
+        if not graph.is_rounding(value - given, graph.LINEAR_TOLERANCE, given):
+            raise NotClosedForm("is no longer an affine function of its input", "changed")
     else:
         # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
         joined = source.join_heads() if form.kind == "cross-head" else source
@@ -330,20 +340,3 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     projection = Projection(weight, bias, local, form.kind)
     x = graph.take(linear.inputs, rows, 0)
     return Projected(form, projection, x, index, linear, made_by)
-
-
-def _apply_affine(
-    form: ProjectionForm, source: Probed, rows: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return W M^T and M b + c of T = M y + c with y = X W + b, checked on every token."""
-    mix, offset = form.mix, form.offset
-    t, value = source.t.detach(), source.values(rows, form.columns)
-    if mix is not None:
-        value, weight = value @ mix.mT, weight @ mix.mT
-        bias = None if bias is None else (mix @ bias[..., None])[..., 0]
-    if offset is not None:
-        value = value + offset[:, None]
-        bias = offset if bias is None else offset + bias
-    if not graph.is_rounding(value - t, graph.LINEAR_TOLERANCE, t):
-        raise NotClosedForm("is no longer an affine function of its input", "changed")
-    return weight, bias

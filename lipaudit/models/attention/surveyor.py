@@ -236,10 +236,38 @@ class Surveyor(Tracer):
             if rows != wanted and not folded:
                 return
         origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
-        site = self._make_site(call, address, analyse(call, self.batch))
-        arranged = call.arrange(site.layout, len(self.batch))
-        if not site.closed_form:
-            self.uncut |= find_inner_maps(origin for part in origins for origin in part)
+        every = [origin for part in origins for origin in part]
+        layout, kinds, structure, reason = analyse(call, self.batch)
+        arranged = call.arrange(layout, len(self.batch))
+        frames, loop = self.place.frames, self.loops.get(address)
+        addresses = (address,) if loop is None else loop.addresses
+        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
+        scope, direct = _find_scope(frames, call), False
+        if structure is not None:
+            # The projections read the inputs of the module, each side its own.
+            given = {id(graph.root(value)) for value in scope.inputs.values()}
+            read = [id(origin.root) for part in origins[:2] for origin in part]
+            apart = structure.joint or len(set(read)) == len(read)
+            direct = apart and given.issuperset(read)
+        site = capture.Site(
+            index=len(self.layers),
+            module=next(around).name,
+            heads=arranged.q.shape[1],
+            kinds=kinds,
+            structure=structure,
+            reason=reason,
+            address=address,
+            layout=layout,
+            sources=frozenset(origin.address for origin in every),
+            explicit=isinstance(form, Explicit),
+            scope=scope.name,
+            inputs=tuple(scope.inputs),
+            direct=direct,
+            line=line_of_code(),
+            loop=loop,
+        )
+        if structure is None:
+            self.uncut |= find_inner_maps(every)
             site = self._require_runnable(site, call, arranged)
         properties: tuple[object, ...] = ()
         if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
@@ -272,40 +300,6 @@ class Surveyor(Tracer):
             return site
         reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
         return replace(site, reason=reason, inputs=())
-
-    def _make_site(
-        self, call: AttentionCall, address: Address, analysis: _Analysis
-    ) -> capture.Site:
-        layout, kinds, structure, reason = analysis
-        frames, behind = self.place.frames, call.origins.leaves(call.q, call.k, call.v)
-        scope = _find_scope(frames, call)
-        loop = self.loops.get(address)
-        addresses = (address,) if loop is None else loop.addresses
-        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
-        direct = False
-        if structure is not None:
-            # The projections read the inputs of the module, each side its own.
-            given = {id(graph.root(value)) for value in scope.inputs.values()}
-            read = [id(leaf.origin.root) for leaf in call.origins.leaves(call.q, call.k)]
-            apart = structure.joint or len(set(read)) == len(read)
-            direct = apart and given.issuperset(read)
-        return capture.Site(
-            index=len(self.layers),
-            module=next(around).name,
-            heads=calls.arrange(layout, call.q, 2).shape[1],
-            kinds=kinds,
-            structure=structure,
-            reason=reason,
-            address=address,
-            layout=layout,
-            sources=frozenset(origin.address for _, origin in behind),
-            explicit=isinstance(call.form, Explicit),
-            scope=scope.name,
-            inputs=tuple(scope.inputs),
-            direct=direct,
-            line=line_of_code(),
-            loop=loop,
-        )
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
         """Check also whether a linear map is the output projection of a layer."""

@@ -144,11 +144,6 @@ class Tokens:
         """||X||."""
         return spectral_norm(self._x)[:, None]
 
-    @cached_property
-    def gram(self) -> Float[Tensor, "batch n n"]:
-        """Return the inner products of the tokens less their mean, once for all chunks."""
-        return self.off @ self.off.mT
-
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""

@@ -17,7 +17,7 @@ from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, escape_controls, explain_failure, refuse
+from lipaudit.errors import InputError, escape_controls, of_machine, refuse
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
@@ -30,8 +30,6 @@ COLUMNS = ("text", "text_b")
 BETWEEN = " | "
 # Number of padding tokens used to test whether a model reads padding.
 PADDING = 3
-# Advice where words cannot be changed.
-EMBEDDINGS = "Attack its embeddings: --attack fgsm,pgd --eps 0.1."
 # Number of characters of a text shown in a note.
 SHOWN = 300
 
@@ -47,7 +45,7 @@ def make_reader(net: Net) -> Reader:
         text = (
             f"{net.architecture} has no embedding table, which the search for similar words needs"
         )
-        raise InputError(text, EMBEDDINGS)
+        raise InputError(text, "Attack its embeddings: --attack fgsm,pgd --eps 0.1.")
     if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
         kinds = torch.full((net.vocabulary,), BEGINS)
         for special in {net.pad_id, net.end_id} - {None}:
@@ -79,8 +77,7 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
         characters: whether an attack changes characters.
 
     Raises:
-        InputError: characters are needed, and tokenizing them does not give the token ids; or the
-            model cannot read a padded text.
+        InputError: characters are needed, and tokenizing them does not give the token ids.
     """
     # Each text without its padding.
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
@@ -92,12 +89,17 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     ids = torch.cat([short, short.new_full((PADDING,), how.pad_id)])[: how.most][None]
     mask = (torch.arange(ids.shape[1]) < len(short))[None]
     device = how.table.device
-    advice = "Let its forward take (ids, mask). " + EMBEDDINGS
-    with explain_failure("the model cannot read a padded text", advice), torch.no_grad():
-        alone = how.output(short[None].to(device), None)
-        padded = how.output(ids.to(device), mask.to(device))
+    try:
+        with torch.no_grad():
+            alone = how.output(short[None].to(device), None)
+            padded = how.output(ids.to(device), mask.to(device))
+        reads_padding = not agree(alone, padded)
+    except Exception as error:  # the model takes no mask, or texts of one length only
+        if of_machine(error):
+            raise
+        reads_padding = True
     most = min(how.most, batch.limit or how.most)
-    how = replace(how, most=most, reads_padding=not agree(alone, padded))
+    how = replace(how, most=most, reads_padding=reads_padding)
     pairs = zip(rows, written, strict=True)
     drafts = [how.lexicon.draft(row.tolist(), text, how.most) for row, text in pairs]
     lost = sum(draft.source is None for draft in drafts)

@@ -99,7 +99,7 @@ class ModelSpec:
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
             to the input shape.
         call: runs the module on (x, mask), x normalised; by default `module(x)`, or `module(x,
-            mask)` if there is a mask.
+            mask)` if a sample is padded.
         read: returns the output tensor of a result; by default the result or its `logits`.
         entry: the embedding module; by default the first `nn.Embedding` that takes the ids of a
             text model, or `patch_embed` of an image model.

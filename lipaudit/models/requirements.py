@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, first_line, of_machine, refuse
+from lipaudit.errors import InputError, explain_failure, first_line, of_machine, refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, compute_values, exact_arithmetic, name_dtypes
 from lipaudit.tables import Note
@@ -146,14 +146,19 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     assert batch.mask is not None
     lengths = batch.mask.sum(1)
     ends = torch.stack([lengths.argmin(), lengths.argmax()])
+    advice = (
+        "Let its forward take (ids, mask) and leave padding out, or attack texts of equal length "
+        "(--max-tokens cuts them). bounds, attention and jacobian handle lengths separately."
+    )
+    pair = batch.rows(ends)
+    text = f"{net.architecture} cannot be run on texts of several lengths"
+    with explain_failure(text, advice), torch.no_grad():
+        net.output(pair.to(net.device, net.dtype))
     try:
-        require_per_sample(net, batch.rows(ends), singly=False)
+        require_per_sample(net, pair, singly=False)
     except InputError as error:
-        raise InputError(
-            f"{net.architecture} reads padding: {error.message}",
-            "Attack texts of equal length (--max-tokens cuts them). bounds, attention and "
-            "jacobian handle lengths separately.",
-        ) from error
+        text = f"{net.architecture} reads padding: {error.message}"
+        raise InputError(text, advice) from error
 
 
 # Lengths of a step, as shares of the length of the sample.

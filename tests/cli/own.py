@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -83,6 +84,15 @@ def words(size=3, vocabulary=40):
         return [1 + sum(map(ord, text[i : i + size])) % (vocabulary - 1) for i in starts][:most]
 
     return ModelSpec(Bag(vocabulary), (32,), kind="text", vocabulary=vocabulary, tokenize=cut)
+
+
+class Unmasked(Bag):
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+def unmasked():
+    return replace(words(), module=Unmasked(40))
 
 
 def letters():

@@ -194,7 +194,7 @@ def find_residuals(
     for samples in (1, 2):
         place = trace.CallStack(on_leave=partial(leave, samples))
         with trace.fork_random(net.module):
-            copies = batch[:1].rows(torch.zeros(samples, dtype=torch.long))
+            copies = batch[:1].trim().rows(torch.zeros(samples, dtype=torch.long))
             trace.run(net, copies, trace.Tracer(partial(attention, place), place=place))
 
     def choose(site: Site) -> Residual | None:

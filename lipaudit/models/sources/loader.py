@@ -286,7 +286,8 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             x = x.clone()
         if spec.call is not None:
             return spec.call(x, mask)
-        return module(x) if mask is None else module(x, mask)
+        # Many modules take no mask; one that is true everywhere says nothing.
+        return module(x) if mask is None or bool(mask.all()) else module(x, mask)
 
     return complete, call
 

@@ -96,7 +96,6 @@ class Journal:
 
     Args:
         facts: everything that determines the numbers; a run with the same facts finds the parts.
-        root: folder of all journals; None: the user's cache directory.
         keeps: whether parts are stored.
 
     Attributes:
@@ -105,15 +104,13 @@ class Journal:
         refusal: why parts could not be stored; empty if they could.
     """
 
-    def __init__(
-        self, facts: Mapping[str, Any], root: Path | None = None, *, keeps: bool = True
-    ) -> None:
+    def __init__(self, facts: Mapping[str, Any], *, keeps: bool = True) -> None:
         # In the user's cache, so that the same command finds it from any folder.
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         text = json.dumps(facts, sort_keys=True, default=str)
         self.measure = str(facts.get("measure"))
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.folder = (root or home / "lipaudit" / "journal") / digest
+        self.folder = home / "lipaudit" / "journal" / digest
         self.keeps, self.refusal = keeps, ""
         self.paths: set[Path] = set()
 

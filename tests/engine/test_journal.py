@@ -89,7 +89,7 @@ def test_a_stopped_run_says_how_to_go_on_and_goes_on_to_the_same_report(by, code
 
 
 @pytest.mark.parametrize("name", load_measures())
-def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
+def test_the_parts_of_every_measure_come_back_as_they_were(name):
     net = load_net("demo")
     measure = load_measures()[name]
     size = measure.chunk or 2
@@ -98,12 +98,12 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4})
     parts = list(measure.compute(net, batch.split(size), options))
-    keep(Journal({"measure": name}, tmp_path), parts)
-    found = Journal({"measure": name}, tmp_path).read_parts(batch.ids)
+    keep(Journal({"measure": name}), parts)
+    found = Journal({"measure": name}).read_parts(batch.ids)
     # Votes are stored sample by sample.
     assert len(parts) == (len(batch) if name == "smoothing" else 2)
     assert sample_ids(found) == batch.ids
-    assert Journal({"measure": name, "seed": 1}, tmp_path).read_parts(batch.ids) == []
+    assert Journal({"measure": name, "seed": 1}).read_parts(batch.ids) == []
     sections = measure.summarise(parts, options)
     assert measure.summarise(found, options) == sections
     assert measure.summarise(unpack_parts(pack_parts(parts, name)), options) == sections
@@ -141,7 +141,7 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     other = io.BytesIO()
     np.savez(other, x=np.zeros(3))
     bad = [b"", pickle.dumps(Harmful()), harm.getvalue(), other.getvalue()]
-    journal = Journal({}, tmp_path)
+    journal = Journal({})
     keep(journal, numbered(4))
     third = paths(journal)[2]
     for content in (third.read_bytes()[:-9], *bad):
@@ -151,9 +151,9 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
-def test_no_byte_of_a_part_is_changed_unseen(tmp_path):
+def test_no_byte_of_a_part_is_changed_unseen():
     """Nor is any of its beginnings a part: a machine may stop in the middle of a file."""
-    journal = Journal({}, tmp_path)
+    journal = Journal({})
     keep(journal, numbered(1))
     (path,) = paths(journal)
     whole = path.read_bytes()
@@ -170,8 +170,8 @@ def test_no_byte_of_a_part_is_changed_unseen(tmp_path):
 
 
 def test_what_cannot_be_kept_is_said(tmp_path):
-    (tmp_path / "file").touch()
-    nowhere = Journal({}, tmp_path / "file")
+    (tmp_path / "cache").touch()
+    nowhere = Journal({})
     assert nowhere.refusal == ""
     keep(nowhere, numbered(2))
     assert "Not a directory" in nowhere.refusal
@@ -185,32 +185,32 @@ def test_what_cannot_be_kept_is_said(tmp_path):
         ({(0, 1): 2}, "keys must be"),
     ],
 )
-def test_a_fact_that_is_no_json_value_is_named_with_its_measure(fact, why, tmp_path):
+def test_a_fact_that_is_no_json_value_is_named_with_its_measure(fact, why):
     odd = Part(("0",), {}, {"fine": np.float32(1), "what": fact})
     says = f"the fact 'what' of the measure odd is no JSON value: {why}"
-    journal = Journal({"measure": "odd"}, tmp_path)
+    journal = Journal({"measure": "odd"})
     keep(journal, [odd])
     assert says in journal.refusal
     with pytest.raises(EvaluationError, match=re.escape(says)):
         pack_parts([odd], "odd")
 
 
-def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
+def test_parts_come_in_the_order_of_the_samples_and_whole():
     pairs = [Part((f"{i}", f"{i + 1}"), {"x": np.zeros(2)}) for i in (4, 0, 2)]
-    journal = Journal({}, tmp_path)
+    journal = Journal({})
     keep(journal, pairs)
     for asked, found in (("0123456", "012345"), ("01245", "0145")):
         assert sample_ids(journal.read_parts(asked)) == tuple(found)
 
 
-def test_a_run_deletes_its_own_parts_alone(tmp_path):
+def test_a_run_deletes_its_own_parts_alone():
     """Shards of a run, and equal runs at once, share a folder."""
-    first, second = Journal({}, tmp_path), Journal({}, tmp_path)
+    first, second = Journal({}), Journal({})
     keep(first, numbered(2))
     keep(second, numbered(4)[2:])
     first.clear()
-    assert sample_ids(Journal({}, tmp_path).read_parts("0123")) == ("2", "3")
-    again = Journal({}, tmp_path)
+    assert sample_ids(Journal({}).read_parts("0123")) == ("2", "3")
+    again = Journal({})
     again.read_parts("23")
     again.clear()
     assert not again.folder.exists()
@@ -222,13 +222,13 @@ def test_a_run_without_a_cache_directory_goes_on():
     assert said.count("not saved for --resume") == 1
 
 
-def test_interrupted_runs_are_deleted_by_age(tmp_path):
-    young, old = (Journal({"name": name}, tmp_path) for name in "ab")
+def test_interrupted_runs_are_deleted_by_age():
+    young, old = (Journal({"name": name}) for name in "ab")
     for journal, age_days in ((young, 29), (old, 31)):
         keep(journal, numbered(1))
         then = time.time() - age_days * 86400
         os.utime(journal.folder, (then, then))
-    keep(Journal({"name": "begun"}, tmp_path), numbered(1))
+    keep(Journal({"name": "begun"}), numbered(1))
     assert (old.folder.exists(), young.folder.exists()) == (False, True)
 
 

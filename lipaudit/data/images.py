@@ -168,9 +168,11 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         elif path.suffix == ".npz":
             # numpy takes a file that is no archive for a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-                # Texts beside the numbers (such as a credit) are skipped.
-                numbers = {name: a for name, a in file.items() if a.dtype.kind in "uif"}
-            arrays = {name: torch.from_numpy(array) for name, array in numbers.items()}
+                for name, array in file.items():
+                    number, wanted = array.dtype.kind in "uifb", name in (*INPUTS, *LABELS)
+                    refuse(wanted and not number, f"{name} of {path} holds {array.dtype}", advice)
+                    if number:  # texts beside the numbers (such as a credit) are skipped
+                        arrays[name] = torch.from_numpy(array)
         else:
             of_y = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
             beside = {"x": path, "y": of_y} if of_y != path else {"labels": path}

@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from lipaudit import errors
 from lipaudit.data.tables import SampleTable
-from lipaudit.errors import (
-    InputError,
-    LipauditError,
-    explain_failure,
-    first_line,
-    list_causes,
-    out_of_memory,
-    refuse,
-    similar,
-)
+from lipaudit.errors import InputError, LipauditError, explain_failure, refuse
 from lipaudit.tables import Note
 
 Kind = Literal["model", "dataset"]
@@ -94,13 +86,14 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
     facts["option"] = "" if repository.kind == "model" else " --repo-type dataset"
     # Clients wrap an exception twice; the nearest class that is in the table counts.
-    for kind in (kind for cause in list_causes(error) for kind in type(cause).__mro__):
+    for kind in (kind for cause in errors.list_causes(error) for kind in type(cause).__mro__):
         if kind.__name__ in REFUSALS:
             message, advice = REFUSALS[kind.__name__]
             return InputError(message.format(**facts), advice.format(**facts))
     first = error.__cause__ or error
+    reason = f"{type(first).__name__}: {errors.first_line(first)}"
     return InputError(
-        f"{facts['what']} cannot be downloaded ({type(first).__name__}: {first_line(first)})",
+        f"{facts['what']} cannot be downloaded ({reason})",
         f"Look at {facts['page']}, the network and HF_ENDPOINT ({constants.ENDPOINT}), and try "
         "again. --offline reads the local cache; a directory that `hf download` wrote is read, "
         "too.",
@@ -119,7 +112,7 @@ def explain_refusals(repository: Repository) -> Iterator[None]:
     except LipauditError:
         raise
     except Exception as error:  # every HTTP library has its own exceptions
-        if out_of_memory(error):
+        if errors.out_of_memory(error):
             raise
         raise explain_refusal(error, repository) from error
 
@@ -173,11 +166,12 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     Raises:
         InputError: access failed, or the cache cannot be read; the message gives the reason.
     """
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
     revision = repository.revision
     unasked = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
-    refusal: Exception = errors.OfflineModeIsEnabled(OFFLINE)
+    refusal: Exception = OfflineModeIsEnabled(OFFLINE)
     with explain_refusals(repository):
         cache = repository.cache  # refuses names that are none
         try:
@@ -188,7 +182,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
                 )
                 files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
                 return Commit(repository, str(info.sha), files)
-        except (ValueError, errors.RevisionNotFoundError):
+        except (ValueError, RevisionNotFoundError):
             # The Hub answers, and denies this: the cache is not used instead.
             raise
         except Exception as error:  # every HTTP library has its own exceptions
@@ -330,6 +324,6 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
     """
     names = [str(each) for each in known]
     listed = ", ".join(names) or "none"
-    near = f"Did you mean {(similar(name, names) or names)[0]!r}? " if names else ""
+    near = f"Did you mean {(errors.similar(name, names) or names)[0]!r}? " if names else ""
     has = f"no {what} {name!r} (it has: {listed})" if name else f"several {what}s: {listed}"
     refuse(name not in names, f"{place} has {has}", f"{near}Write {FORM}.")

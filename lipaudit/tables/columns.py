@@ -280,25 +280,6 @@ Rows = tuple[
 ]
 
 
-def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Check that the maps of a section can be drawn.
-
-    Raises:
-        ValueError: a map has another shape, or lacks the numbers of its queries and keys.
-    """
-    for name, array in arrays.items():
-        kind, _, head = name.partition("@")
-        labels = kind == "map_tokens"  # the numbers of queries and keys, which label the axes
-        fits = array.shape == (2,) if labels else kind != "map" or len(array.shape) == 2
-        if array.data and not fits:
-            raise ValueError(f"{name} has the shape {array.shape}")
-        if kind == "map" and f"map_tokens@{head}" not in arrays:
-            raise ValueError(f"{name} without map_tokens@{head}")
-        if labels and len(finite(array.data)) < len(array.data):
-            raise ValueError(f"{name} has values that are no numbers")
-    return arrays
-
-
 # The 97.5 % quantile of the normal distribution.
 Z95 = 1.959963984540054
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 from pydantic import Field, field_validator, model_validator
 
+from lipaudit.tables import columns
 from lipaudit.tables.columns import (
     Array,
     Cell,
@@ -22,8 +23,6 @@ from lipaudit.tables.columns import (
     Row,
     Rows,
     make_row,
-    reduce_values,
-    require_drawable,
 )
 from lipaudit.tables.trials import FLAGS, parse_column
 
@@ -75,6 +74,25 @@ def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cel
     if len(lengths) > 1:
         raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
     return samples
+
+
+def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Check that the maps of a section can be drawn.
+
+    Raises:
+        ValueError: a map has another shape, or lacks the numbers of its queries and keys.
+    """
+    for name, array in arrays.items():
+        kind, _, head = name.partition("@")
+        labels = kind == "map_tokens"  # the numbers of queries and keys, which label the axes
+        fits = array.shape == (2,) if labels else kind != "map" or len(array.shape) == 2
+        if array.data and not fits:
+            raise ValueError(f"{name} has the shape {array.shape}")
+        if kind == "map" and f"map_tokens@{head}" not in arrays:
+            raise ValueError(f"{name} without map_tokens@{head}")
+        if labels and len(columns.finite(array.data)) < len(array.data):
+            raise ValueError(f"{name} has values that are no numbers")
+    return arrays
 
 
 # A PNG file in base64.
@@ -302,8 +320,8 @@ class Layout:
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
         """Return the cells that columns reduce from these values of each sample."""
         how = {name: column.reduction for name, column in self.columns.items() if column.reduction}
-        known = {n: (each.stat, samples.get(each.values)) for n, each in how.items()}
-        return {n: float(reduce_values(*each)) for n, each in known.items() if each[1] is not None}
+        known = ((n, each.stat, samples.get(each.values)) for n, each in how.items())
+        return {n: float(columns.reduce_values(s, v)) for n, s, v in known if v is not None}
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""

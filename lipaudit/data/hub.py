@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from huggingface_hub import constants
+
 from lipaudit import errors
 from lipaudit.data.tables import SampleTable
 from lipaudit.errors import InputError, LipauditError, explain_failure, refuse
@@ -41,15 +43,12 @@ class Repository:
     @property
     def page(self) -> str:
         """Return the address of its web page."""
-        from huggingface_hub import constants
-
         folder = "datasets/" if self.kind == "dataset" else ""
         return f"{constants.ENDPOINT}/{folder}{self.name}"
 
     @property
     def cache(self) -> Path:
         """Return its folder in the local cache."""
-        from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
         folder = repo_folder_name(repo_id=self.name, repo_type=self.kind)
@@ -80,8 +79,6 @@ REFUSALS = {
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
-    from huggingface_hub import constants
-
     facts = {**vars(repository), "page": repository.page}
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
     facts["option"] = "" if repository.kind == "model" else " --repo-type dataset"
@@ -166,7 +163,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     Raises:
         InputError: access failed, or the cache cannot be read; the message gives the reason.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
     revision = repository.revision
@@ -228,8 +225,6 @@ def hub_bars() -> ExitStack:
 
 def hub_access(*, offline: bool) -> AbstractContextManager[Any]:
     """Inside the block, forbid connections to the Hub if the options say so."""
-    from huggingface_hub import constants
-
     return patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or offline)
 
 

@@ -39,7 +39,10 @@ class Sorting(nn.Module):
 
 
 class Attention(nn.Module):
-    """Two heads, whose logits have a closed form, or are gated, or make a map without softmax."""
+    """Two heads, whose logits have a closed form, or are gated, or make a map without softmax.
+
+    A number is added to the divisor of the softmax.
+    """
 
     def __init__(self, kind):
         super().__init__()
@@ -53,6 +56,9 @@ class Attention(nn.Module):
         if self.kind == "sigmoid":
             p = logits.sigmoid() + 1e-3
             p = p / p.sum(-1, keepdim=True)
+        elif isinstance(self.kind, float):
+            e = logits.exp()
+            p = e / (e.sum(-1, keepdim=True) + self.kind)
         else:
             p = logits.softmax(-1)
         return x + (p @ v).transpose(1, 2).flatten(2)

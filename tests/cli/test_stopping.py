@@ -15,9 +15,11 @@ import pytest
 
 from lipaudit.cli import main
 from lipaudit.engine.files import write
+from lipaudit.report import RENDERERS, Format
 from tests import processes
 from tests.commands import invoke, read_figures
 from tests.processes import ranks
+from tests.report.conftest import STORED
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
@@ -86,13 +88,10 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
     assert read_figures("a.json") == read_figures("b.json")
 
 
-def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(monkeypatch):
-    audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--run-dir", "run")
-    with monkeypatch.context() as stopping:
-        stopping.setattr("lipaudit.engine.results.make_report", interrupt)
-        stopped = invoke(*audit, code=None)
-    assert "finished batches are kept: run the same command" in stopped.stderr
-    assert " --resume\n" in stopped.stderr
+def test_a_resumed_run_of_several_measures_names_each_that_it_reuses():
+    audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "-o", "a.json")
+    with small_files():
+        invoke(*audit, code=3)
     again = invoke(*audit, "--resume")
     for name in ("attention", "jacobian"):
         share = f"2 of 2 samples of {name}"
@@ -133,10 +132,10 @@ def test_the_first_of_two_processes_compares_and_judges(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "said"), [(0, "error: terminated\n"), (1, "")])
 def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
-    def terminated(_):
+    def terminated(*_):
         raise KeyboardInterrupt("terminated")
 
     processes.pose(monkeypatch, rank=rank)
-    monkeypatch.setattr("lipaudit.schema.load", terminated)
-    ended = invoke("report", "a.json", code=None)
+    monkeypatch.setitem(RENDERERS, "outline", Format("outline", "page", terminated, (".org",)))
+    ended = invoke("report", str(STORED), "-f", "outline", code=None)
     assert (ended.exit_code, ended.stderr) == (143, said)

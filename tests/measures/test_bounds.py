@@ -11,6 +11,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import Policy
 from lipaudit.theory.bounds.record import load_bounds
+from tests.cli.own import Attention
 from tests.measures.cases import dense, dense_norm
 from tests.nets import draw, own_batch, own_net
 
@@ -167,34 +168,18 @@ def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
     assert sum(note.code == "long-maps" for note in section.notes) == said
 
 
-class Mixed(torch.nn.Module):
-    """Three layers, one of which adds a little to the divisor of its softmax."""
-
-    def __init__(self, little):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 24) for _ in range(3))
-        self.little = little
-
-    def forward(self, x):
-        for i, block in enumerate(self.blocks):
-            q, k, v = block(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-            e = (q @ k.mT / 2).exp()
-            p = e / (e.sum(-1, keepdim=True) + self.little) if i == 1 else (q @ k.mT).softmax(-1)
-            x = x + (p @ v).transpose(1, 2).flatten(2)
-        return x
-
-
 @pytest.mark.parametrize(("little", "layers", "said"), [(1e-4, 2, 1), (0.0, 3, 0)])
 def test_attention_that_is_no_softmax_is_named(little, layers, said):
     """Its heads are left out, and those of later layers are numbered as if it were not there."""
-    net = own_net(Mixed(little), (5, 8), "float64", classifier=False)
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*map(Attention, ("plain", little, "plain")))
+    net = own_net(blocks, (5, 8), "float64", classifier=False)
     batch = own_batch(draw(0, 2, 5, 8).double())
     (every,), (section, *_) = measured(net, batch)
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "attention-unread"]
     assert [note.level for note in notes] == ["warning"] * said
-    assert all("(the model itself at test_bounds.py:" in note.text for note in notes)
+    assert all("(1 at own.py:" in note.text for note in notes)
     (second,), _ = measured(net, batch, layers=(1,))  # has the norms that it has among all
     assert [layer for layer, _, _ in second.facts["heads"]] == [1, 1]
     np.testing.assert_array_equal(second.values["exact"], every.values["exact"][:, 2:4])

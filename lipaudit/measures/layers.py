@@ -114,9 +114,12 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
             what = few([name or "the model" for name in site.reads])
             inputs.setdefault((inside, what), []).append(site)
 
+    def name_module(site: Site) -> str:
+        return site.module or "the model itself"
+
     def name_layers(alike: Sequence[Site]) -> str:
         plural = "s" * (len(alike) > 1)
-        return f"layer{plural} {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
+        return f"layer{plural} {', '.join(str(s.index) for s in alike)} ({name_module(alike[0])})"
 
     for reason, alike in reasons.items():
         yield Note.warn("no-closed-form", f"no closed form for {name_layers(alike)}: {reason}")
@@ -130,10 +133,10 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         note = Note.info if inside else Note.warn
         yield note("input-elsewhere", text)
     for partners, site in {site.partners: site for site in selected if site.partners}.items():
+        where = f"{name_module(site)}, {site.line}"
         text = (
-            f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
-            "separate calls on the same input. They may be parts of one attention; each table row "
-            "is one call"
+            f"layers {few([str(index) for index in partners])} ({where}) are separate calls on "
+            "the same input. They may be parts of one attention; each table row is one call"
         )
         yield Note.warn("in-parts", text)
     yield from note_unread(net, sites)

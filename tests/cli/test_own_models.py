@@ -90,6 +90,24 @@ def test_a_model_that_takes_no_mask_reads_texts_of_one_length_at_a_time():
     invoke("certify", *how, "--eps", "0.1")
 
 
+class Halves(nn.Module):
+    """Attention in each half of the tokens, in the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x):
+        halves = [self.qkv(half).chunk(3, -1) for half in x.chunk(2, 1)]
+        return torch.cat([((q @ k.mT).softmax(-1) @ v).mean(1) for q, k, v in halves], 1)
+
+
+def test_attention_in_the_model_itself_is_named_so():
+    report = lipaudit.measure(Halves(), "bounds", data=torch.randn(2, 6, 4))
+    (note,) = [note for note in report.section("bounds").notes if note.code == "in-parts"]
+    assert "layers 0, 1 (the model itself, test_own_models.py:" in note.text
+
+
 def test_what_init_writes_runs_as_it_is():
     done = invoke("init", "py")
     assert done.stdout == ""

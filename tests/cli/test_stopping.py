@@ -69,7 +69,9 @@ def small_files() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, before[1]))
     try:
-        yield
+        with pytest.MonkeyPatch.context() as python:  # it would keep the start of what it compiles
+            python.setattr(sys, "dont_write_bytecode", True)
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -98,11 +98,10 @@ def train(
         raise
     complete = loop.save_model(net, out, options)
     document = record.write_record(finished=True)
-    words = ["lipaudit", "audit", str(out), "--data", str(held_out or run.data)]
-    advice = f"Measure the result: {shlex.join(words)}"
-    if not complete:
-        advice = f"Load {out}/model.safetensors in your py: factory."
-    terminal.tell(f"Training finished. {advice}")
+    # The weights alone of a model that a py: factory makes.
+    trained = [str(out)] if complete else [f"{out}/model.safetensors", "--arch", run.arch or model]
+    words = ["lipaudit", "audit", *trained, "--data", str(held_out or run.data)]
+    terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
     emit_facts(document, output, [str(out)])
 
 

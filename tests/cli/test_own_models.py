@@ -90,6 +90,18 @@ def test_a_model_that_takes_no_mask_reads_texts_of_one_length_at_a_time():
     invoke("certify", *how, "--eps", "0.1")
 
 
+def test_the_command_that_measures_a_trained_module_runs():
+    x = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8), dtype=np.uint8)
+    np.savez("images.npz", x=x, y=np.arange(6) % 3)
+    done = invoke(
+        *("train", "py:tests.cli.own:image", "--data", "images.npz", "--epochs", "1"),
+        *("--out", "trained"),
+    )
+    command = done.stderr.split("Measure the result: lipaudit ")[1].split()
+    invoke(*command, "--only", "jacobian", "-o", "a.json")
+    assert lipaudit.load("a.json").run.model.spec == "trained/model.safetensors"
+
+
 class Halves(nn.Module):
     """Attention in each half of the tokens, in the model itself."""
 

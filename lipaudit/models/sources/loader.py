@@ -144,7 +144,9 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     config = read_json(file) if file.is_file() else None
     keys = {*config} if isinstance(config, dict) else set()
     text = f"{path} has no config.json that names a timm architecture or a transformers model_type"
-    advice = "Give its weights file with --arch timm:NAME, or add the config.json."
+    advice = (
+        "Give its weights file with --arch timm:NAME or py:FILE:FACTORY, or add the config.json."
+    )
     refuse(not keys & {"model_type", "architecture", "pretrained_cfg"}, text, advice)
     source, load = ("hf", huggingface) if "model_type" in keys else ("timm", timm)
     return source, load.load_directory(path, options)

@@ -27,16 +27,15 @@ def draw(seed: int) -> torch.Generator:
 
 
 class Lin(nn.Module):
-    """W x + b of the flattened sample, times a scale, plus an offset."""
+    """W x + b of the flattened sample."""
 
-    def __init__(self, w: Tensor, b: Tensor, scale: float = 1.0, offset: float = 0.0) -> None:
+    def __init__(self, w: Tensor, b: Tensor) -> None:
         super().__init__()
         self.linear = nn.Linear(w.shape[1], len(w))
         self.linear.weight.data, self.linear.bias.data = w.clone(), b.clone()
-        self.scale, self.offset = scale, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.linear(x.flatten(1)) + self.offset
+        return self.linear(x.flatten(1))
 
 
 class Changed(nn.Module):
@@ -117,12 +116,6 @@ def attack(model: Any, x: Any, y: Any, **options: Any) -> list[float]:
     return [row.robust for row in rows if alone or row.attack == "worst"]
 
 
-def classify(model: Any, x: Any, y: Any, **options: Any) -> float:
-    """Return the accuracy on clean samples."""
-    options = {"attack": "fgsm", "eps": "0.001"} | options
-    return measure(model, x, y, **options).section("attack").rows[0].clean
-
-
 def codes(model: Any, x: Any, y: Any, **options: Any) -> set[str]:
     options = {"attack": "fgsm", "eps": "0.01"} | options
     return {note.code for note in measure(model, x, y, **options).section("attack").notes}
@@ -142,7 +135,8 @@ def codes(model: Any, x: Any, y: Any, **options: Any) -> set[str]:
 )
 def test_linear_models_of_any_scale_and_box(eps, norm, box, scale, offset):
     w, b, x, y = linear(box=box)
-    spec = ModelSpec(Lin(w, b, scale, offset), (1, 4, 4), box=box)
+    model = Changed(Lin(w, b), behind=lambda z: scale * z + offset)
+    spec = ModelSpec(model, (1, 4, 4), box=box)
     truth = robust_truth(w, b, x, y, eps, norm, box)
     assert attack(spec, x, y, eps=str(eps), norm=norm) == [truth]
 
@@ -359,7 +353,8 @@ def test_arrays_that_can_be_read_in_two_ways_are_refused():
     with pytest.raises(UsageError, match="each sample may be"):
         attack(Lin(w, b), x, y, eps="0.1")
     right = float((Lin(w, b)(x).argmax(1) == y).double().mean())
-    assert classify(Lin(w, b), x, y, input_shape=(8, 5, 4)) == right
+    how = {"attack": "fgsm", "eps": "0.001", "input_shape": (8, 5, 4)}
+    assert measure(Lin(w, b), x, y, **how).section("attack").rows[0].clean == right
 
 
 @pytest.mark.parametrize(
@@ -377,7 +372,6 @@ def test_bytes_and_pictures_are_mapped_to_the_box(tmp_path, box, eps):
         folder = Path(tmp_path, str(label))
         folder.mkdir(exist_ok=True)
         Image.fromarray(picture[0].numpy()).save(folder / f"{i}.png")
-    spec = ModelSpec(Lin(w, b), (1, 4, 4), box=box)
     how = {"samples": 64, "eps": str(eps), "attack": "quick"}
     report = lipaudit.measure(spec, "attack", data=str(tmp_path), **how)
     row = report.section("attack").rows[0]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from PIL import Image
 
 from lipaudit.data.images import resize
 from lipaudit.data.loading import DataOptions, load_data
@@ -33,6 +34,21 @@ def words(text, most):
     """One token a word, between a 1 and a 2, cut to `most` tokens with them."""
     ids = [3 + sum(map(ord, word)) % 97 for word in text.split()]
     return [1, *ids[: most - 2], 2][:most] if ids else []
+
+
+def picture(path, colour=(10, 20, 30), size=(8, 8), mode="RGB"):
+    """Write a picture of one colour."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+
+
+@pytest.fixture
+def animals(tmp_path):
+    """Two classes, three pictures each, told apart by their first pixel."""
+    for shade, name in ((50, "cat"), (200, "dog")):
+        for i in range(3):
+            picture(tmp_path / name / f"{i}.png", (shade + i, 0, 0))
+    return tmp_path
 
 
 @pytest.fixture

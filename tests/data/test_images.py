@@ -12,20 +12,7 @@ from safetensors.torch import save_file
 from lipaudit.data.images import KINDS, load_arrays, resize, thumbnail, to_box
 from lipaudit.data.loading import DataOptions, SampleForm, find_data_forms, load_data
 from lipaudit.errors import InputError
-
-
-def picture(path, colour=(10, 20, 30), size=(8, 8), mode="RGB"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, colour).save(path)
-
-
-@pytest.fixture
-def animals(tmp_path):
-    """Two classes, three pictures each, told apart by their first pixel."""
-    for shade, name in ((50, "cat"), (200, "dog")):
-        for i in range(3):
-            picture(tmp_path / name / f"{i}.png", (shade + i, 0, 0))
-    return tmp_path
+from tests.data.conftest import picture
 
 
 def shades(samples):
@@ -150,8 +137,8 @@ def test_one_damaged_picture_does_not_end_a_run_that_may_skip_it(animals, image_
         few = load_data(str(animals), net, DataOptions(samples=n, skip_bad=True)).batch
         assert few.ids == samples.batch.ids[:n]
         assert len(few.ids) == n
-    for picture in animals.glob("*/?.png"):
-        picture.write_bytes(b"no picture")
+    for path in animals.glob("*/?.png"):
+        path.write_bytes(b"no picture")
     assert "none of 8 images can be read" in refused(animals, net, skip_bad=True)
 
 

@@ -86,20 +86,16 @@ SOME = DataOptions(samples=3, seed=5)
 TEXTS = [f"text number {i} of several" for i in range(9)]
 
 
-def test_a_picture_by_its_file_and_a_sample_of_an_array_by_its_index(tmp_path, image_taker):
-    for shade, name in ((50, "cat"), (200, "dog")):
-        (tmp_path / name).mkdir()
-        for i in range(3):
-            Image.new("RGB", (8, 8), (shade + i, 0, 0)).save(tmp_path / name / f"{i}.png")
+def test_a_picture_by_its_file_and_a_sample_of_an_array_by_its_index(animals, image_taker):
     net = image_taker(classes=2)
-    samples = load_data(str(tmp_path), net, SOME)
+    samples = load_data(str(animals), net, SOME)
     assert len(samples.origins) == 3
     for origin, x in zip(samples.origins, samples.batch.x, strict=True):
-        with Image.open(tmp_path / origin.place) as image:
+        with Image.open(animals / origin.place) as image:
             assert torch.equal(net.prepare(image), x)
     x = np.random.default_rng(0).random((9, 3, 8, 8)).astype(np.float32)
-    np.savez(tmp_path / "a.npz", x=x)
-    samples = [load_data(str(tmp_path / "a.npz"), image_taker(), SOME)]
+    np.savez(animals / "a.npz", x=x)
+    samples = [load_data(str(animals / "a.npz"), image_taker(), SOME)]
     samples.append(draw_tensors(torch.from_numpy(x), None, image_taker(), SOME))
     for each in samples:
         for origin, values in zip(each.origins, each.batch.x, strict=True):

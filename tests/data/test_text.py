@@ -12,6 +12,7 @@ from pyarrow import parquet
 from lipaudit.data.batch import LabelError
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
+from tests.data.conftest import picture
 
 ROWS = [("a b c", "bad"), ("d e", "good"), ("f g h i", "good"), ("j", "bad")]
 ALL = DataOptions(samples=4)
@@ -296,11 +297,8 @@ def test_files_that_mislead_are_named(tmp_path, text_taker, refused, name, conte
 
 
 def test_folders_that_are_numbers_are_numbers(tmp_path, image_taker):
-    from PIL import Image
-
     for i in range(11):
-        (tmp_path / str(i)).mkdir()
-        Image.new("RGB", (4, 4), (i, i, i)).save(tmp_path / str(i) / "a.png")
+        picture(tmp_path / str(i) / "a.png", (i, i, i))
     samples = load_data(str(tmp_path), image_taker(classes=11), DataOptions(samples=11))
     places = [int(origin.place.split("/")[0]) for origin in samples.origins]
     assert samples.batch.y.tolist() == places

@@ -24,8 +24,9 @@ channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as 
 logarithm, acts on nothing at all; what an entry is off by acts on v_j - k. (The median of the v_j,
 weighted by the errors of the entries, knows nothing of the row.)
 
-At order 1, what a weight is off by moves all channels of a value alike (`_average`). A symbol for
-each channel forgets that, and weights behind attention mix many channels: their sizes add up.
+What a weight is off by moves all channels of a value alike (`_share`). A symbol for each channel
+forgets that, and weights behind attention mix many channels: their sizes add up. The largest
+products get a symbol, as many as there is room for, the others are slack.
 
 Lengths of vectors of a form: bounds of their 2-norms over the whole ball.
 
@@ -44,7 +45,7 @@ Words move a vector by at most the sum of the k longest moves, one of each word.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,17 @@ from torch import Tensor
 from lipaudit.certify import affine
 from lipaudit.certify.curves import RECIPROCAL, relax
 from lipaudit.certify.form import Form, NoRuleError
-from lipaudit.certify.symbols import DOUBLE, bound_norms, cast_up, gamma, join_blocks, tiny, up
+from lipaudit.certify.symbols import (
+    DOUBLE,
+    ErrorBlock,
+    Symbols,
+    bound_norms,
+    cast_up,
+    gamma,
+    join_blocks,
+    tiny,
+    up,
+)
 
 _ROWS = 512
 """Number of rows summed in their own precision before they are added in double precision."""
@@ -206,7 +217,18 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
     x_size, y_size = x.middle.abs(), y.middle.abs()
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
-    shift, remainder, kept = _remainder(x, y, f, _WORTH * moving.sum())
+    worth, shared = _WORTH * moving.sum(), None
+    if matrices and symbols.order == 2 and x.weights:
+        # R_x L_y + (L_x + R_x) R_y. Coordinates of an L2 ball stay together, as in `_average`.
+        whole, n = up(x.sizes.linear + x.rest), symbols.n if symbols.norm == "linf" else 0
+        factors = (x.rest, y.dense[:n]), (whole, y.dense[symbols.first_error :])
+        most = up(x.rest @ y.sizes.linear + whole @ y.rest, x.shape[-1])
+        shared = _share(symbols, factors, most, worth)
+    if shared:
+        shift, remainder, kept = torch.zeros_like(shared[1]), shared[1], None
+        blocks = [*blocks, shared[0]]
+    else:
+        shift, remainder, kept = _remainder(x, y, f, worth)
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         left = x.dense[: symbols.n] if kept is None else x.dense[: symbols.n] * kept
         rows = _rows_matmul if matrices else f
@@ -293,44 +315,63 @@ def _cancel(x: Form, y: Form) -> Tensor:
 
 
 def _average(x: Form, y: Form) -> Form | None:
-    """Return x @ y for weights x in [0, 1] at order 1, or None.
-
-    None, for `_product`, where that is close enough or the pass is to spare symbols.
+    """Return x @ y for weights x in [0, 1] at order 1; None, for `_product`, as `_share` says.
 
     With m -+ r the range of x and c the centre of y, x y = m y + (x - m) c + (x - m) (y - c). With
     y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, the last term is the sum of r_ij g_sj
-    times eta e_s: new symbols in [-1, 1], which act on all channels. The largest get one, as many
-    as there is room for, the others are slack.
+    times eta e_s: new symbols in [-1, 1], which act on all channels.
     """
-    symbols, dtype, keys, width = x.symbols, x.symbols.dtype, *y.shape[-2:]
+    symbols, keys = x.symbols, x.shape[-1]
     low, high = x.range()
     middle = (low + high) / 2
     radius = up(torch.maximum(high - middle, middle - low))
     moving = up(radius @ (y.mass + y.slack), keys)
     # The coordinates of an L2 ball are not all at their largest: they stay together, as slack.
     g = y.whole().dense[0 if symbols.norm == "linf" else symbols.n :]
-    r = cast_up(radius, dtype).reshape(-1, *x.shape[-2:])
-    g = g.movedim(0, -3).reshape(len(r), len(g), keys, width)
-    each = min(_ROOM // (y.centre.numel() * r[..., 0].numel()), g.shape[1] * keys)
-    least = _WORTH * (middle @ y.centre.abs()).sum()
-    if each <= width or not least < moving.sum() < math.inf:
+    shared = _share(symbols, [(radius, g)], moving, _WORTH * (middle @ y.centre.abs()).sum())
+    if shared is None:
         return None
-    if not symbols.rich:
-        symbols.spared = True
-        return None
-    sizes = torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r).flatten(2)
-    at = sizes.topk(each, sorted=False).indices
-    rows = g.flatten(1, 2).gather(1, at.flatten(1)[..., None].expand(-1, -1, width))
-    rows = rows.view(*at.shape, width) * r.gather(-1, at % keys)[..., None]
-    block = symbols.birth_shared(rows.movedim(-2, 0).reshape(each, *x.shape[:-1], width))
-    # The radii, and their products with the rows, were rounded: by a share of all that moves.
-    slack = (moving - block.rows.to(DOUBLE).abs().sum(0)).clamp_min(0.0)
-    slack = slack + (gamma(8, dtype) + gamma(each + 8, DOUBLE)) * moving + 4 * each * tiny(dtype)
+    block, slack = shared
     roundings, move = keys + 1, affine.sub(x, middle)
     move = affine.linear_map(move, torch.matmul, y.centre, roundings=roundings, within="rows")
     total = affine.add(affine.linear_map(y, lambda t, w: w @ t, middle, roundings=roundings), move)
     slack, blocks = up(total.slack + slack), (*total.blocks, block)
     return Form(total.centre, total.dense, slack, symbols, blocks=blocks)
+
+
+def _share(
+    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], moving: Tensor, worth: Tensor
+) -> tuple[ErrorBlock, Tensor] | None:
+    """Return symbols for the largest products r_ij g_sj, which act on all channels, and slack.
+
+    None where they are few, less than `worth` in sum, or the pass is to spare symbols.
+
+    Args:
+        symbols: of the pass.
+        pairs: radii r, (*b, i, j), and coefficients g, (rows, *b, j, d).
+        moving: (*b, i, d), no less than the sum of all sizes, and of what else becomes slack.
+        worth: of the sum of `moving`.
+    """
+    dtype, (*_, queries, keys), width = symbols.dtype, pairs[0][0].shape, moving.shape[-1]
+    r = [cast_up(radius, dtype).reshape(-1, queries, keys) for radius, _ in pairs]
+    g = [rows.movedim(0, -3).reshape(len(r[0]), len(rows), keys, width) for _, rows in pairs]
+    count = sum(len(rows) for _, rows in pairs)
+    each = min(_ROOM // (len(r[0]) * keys * width * queries * len(r[0])), count * keys)
+    if each <= width or not worth < moving.sum() < math.inf:
+        return None
+    if symbols.order == 1 and not symbols.rich:  # at order 2 there are many without these
+        symbols.spared = True
+        return None
+    sizes = [torch.einsum("bsj,bij->bisj", h.abs().sum(-1), f) for f, h in zip(r, g, strict=True)]
+    at = torch.cat(sizes, 2).flatten(2).topk(each, sorted=False).indices
+    rows = torch.cat(g, 1).flatten(1, 2).gather(1, at.flatten(1)[..., None].expand(-1, -1, width))
+    later = (at >= keys * g[0].shape[1]).long() * keys * (len(g) - 1)
+    rows = rows.view(*at.shape, width) * torch.cat(r, -1).gather(-1, at % keys + later)[..., None]
+    block = symbols.birth_shared(rows.movedim(-2, 0).reshape(each, *moving.shape))
+    # The radii, and their products with the rows, were rounded: by a share of all that moves.
+    slack = (moving - block.rows.to(DOUBLE).abs().sum(0)).clamp_min(0.0)
+    slack = slack + (gamma(8, dtype) + gamma(each + 8, DOUBLE)) * moving + 4 * each * tiny(dtype)
+    return block, slack
 
 
 def _polarise(x: Form, y: Form) -> tuple[Tensor, Tensor]:

@@ -321,10 +321,11 @@ def test_products_at_order_two_that_are_known(product, x, y, ends, norm, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("eps", [0.03, 0.3, 3.0])
-def test_attention_over_few_and_many_symbols(norm, dtype, eps, points, excess):
+def test_attention_over_few_and_many_symbols(norm, dtype, order, eps, points, excess):
     x = torch.randn(1, 4, 2, generator=torch.Generator().manual_seed(0))
-    form = ball(x, eps, norm=norm, dtype=dtype)
+    form = ball(x, eps / order**2, norm=norm, order=order, dtype=dtype)
     e, inputs = points(form, 400)
     for waves in (1.0, 8.0):  # weights that hardly move, and that move from 0 to 1
         # Channels that move alike: their difference sees what rows of values share.
@@ -340,14 +341,23 @@ def test_attention_over_few_and_many_symbols(norm, dtype, eps, points, excess):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_weights_are_off_by_moves_all_channels_of_a_value(dtype):
-    """Weights 0.5 -+ 0.1 of values (e_j, e_j, -e_j): 0.6 (e_1 + e_2) at most, sums of all e_j."""
-    symbols = ball(torch.zeros(1, 2), 1.0, dtype=dtype).symbols
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("moved", ["slack", "input"])
+def test_what_weights_are_off_by_moves_all_channels_of_a_value(moved, order, dtype):
+    """Weights 0.5 -+ 0.1 of values (e_j, e_j, -e_j): 0.6 (e_1 + e_2) at most, sums of all e_j.
+
+    Slack of weights and values of the input, or weights of the input and values of errors.
+    """
+    symbols = ball(torch.zeros(1, 2), 1.0, order=order, dtype=dtype).symbols
+    symbols.birth(torch.ones(2))
     half, off = torch.full((1, 2), 0.5).double(), torch.full((1, 2), 0.1).double()
-    weights = Form(
-        half, torch.zeros(1, 1, 2, dtype=dtype), off, symbols, weights=(0 * half, 2 * half)
-    )
-    rows = torch.eye(2)[..., None].expand(2, 2, 3) * torch.tensor([1.0, 1.0, -1.0])
+    move = torch.zeros(symbols.n, 1, 2, dtype=dtype)
+    if moved == "input":
+        move[:, 0] = 0.1 * torch.eye(2)
+    weights = Form(half, move, off * (moved == "slack"), symbols, weights=(0 * half, 2 * half))
+    rows = torch.zeros(symbols.count, 2, 3)
+    first = 0 if moved == "slack" else symbols.first_error
+    rows[first : first + 2] = torch.eye(2)[..., None] * torch.tensor([1.0, 1.0, -1.0])
     none = torch.zeros(2, 3).double()
     out = matmul(weights, Form(none, rows.to(dtype), none, symbols))
     assert torch.allclose(out.range()[1], torch.tensor(1.2).double(), rtol=0, atol=1e-5)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError
 from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
@@ -183,3 +184,6 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     (second,), _ = measured(net, batch, layers=(1,))  # has the norms that it has among all
     assert [layer for layer, _, _ in second.facts["heads"]] == [1, 1]
     np.testing.assert_array_equal(second.values["exact"], every.values["exact"][:, 2:4])
+    if said:  # alone it is refused by the same words
+        with pytest.raises(InputError, match=r"\(the model itself at own\.py:"):
+            measured(own_net(blocks[1], (5, 8), "float64", classifier=False), batch)

@@ -68,12 +68,6 @@ def audit_request(
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
     own, shared = _split_options(options, AuditOptions, RunOptions)
     names = (measures,) if isinstance(measures, str) else measures and tuple(measures)
-    # Radii of a command line are text; from Python they may be numbers, or lists of them.
-    for option, value in own.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            own[option] = str(value)
-        elif isinstance(value, list | tuple):
-            own[option] = ",".join(map(str, value))
     extent = AuditOptions.parse({**own, "only": names})
     request = plan_audit(model, extent, RunOptions.parse(shared), demo=demo, command=command)
     plan = {name: request.measures[name] for name in names or request.measures}

@@ -16,7 +16,7 @@ from lipaudit.cli.measure import require_alone, require_whole, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import LipauditError, UsageError, explain_error, refuse
 from lipaudit.measures import AuditOptions
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import Recipe, RunOptions, spell_model_options
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
@@ -75,32 +75,36 @@ def train(
         tested = None if held_out is None else _load_samples(held_out, net, run, "--held-out")
         for note in net.notes + data.notes:
             observer.note(note)
-    record = loop.TrainingRecord(out, net, data, tested, recipe, command=typed_command())
-    batch = None if tested is None else tested.batch
-    try:
-        state = record.read_state()
-        done = 0 if state is None else int(state["epochs"])
-        if done:
-            terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
-        start = time.monotonic()  # only epochs of this process are timed
-        for epoch in loop.train(net, data.batch, recipe, held_out=batch, state=state):
-            record.keep(epoch)
-            facts = [f"loss {epoch.loss:.4g}"]
-            facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
-            facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
-            each = (time.monotonic() - start) / (epoch.number - done)
-            facts += [f"about {each * (recipe.epochs - epoch.number):.0f} s left"]
-            terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
-    except (Exception, KeyboardInterrupt):
-        if record.epochs:
-            text = "finished epochs are kept: run the same command with --resume to continue"
-            terminal.tell(f"note: {text}")
-        raise
+        record = loop.TrainingRecord(out, net, data, tested, recipe, command=typed_command())
+        batch = None if tested is None else tested.batch
+        try:
+            state = record.read_state()
+            done = 0 if state is None else int(state["epochs"])
+            if done:
+                terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
+            start = time.monotonic()  # only epochs of this process are timed
+            for epoch in loop.train(net, data.batch, recipe, held_out=batch, state=state):
+                record.keep(epoch)
+                facts = [f"loss {epoch.loss:.4g}"]
+                facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
+                facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
+                each = (time.monotonic() - start) / (epoch.number - done)
+                facts += [f"about {each * (recipe.epochs - epoch.number):.0f} s left"]
+                terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
+        except (Exception, KeyboardInterrupt):
+            if record.epochs:
+                text = "finished epochs are kept: run the same command with --resume to continue"
+                terminal.tell(f"note: {text}")
+            raise
     complete = loop.save_model(net, out, options)
     document = record.write_record(finished=True)
-    # The weights alone of a model that a py: factory makes.
-    trained = [str(out)] if complete else [f"{out}/model.safetensors", "--arch", run.arch or model]
-    words = ["lipaudit", "audit", *trained, "--data", str(held_out or run.data)]
+    given = run.reading() | {"arch": run.arch or model}
+    trained = str(out if complete else out / "model.safetensors")
+    # A folder names its architecture; the weights alone of a model of py: do not.
+    for name in ("arch", "model_kwargs") if complete else ():
+        given.pop(name, None)
+    how = spell_model_options(given)
+    words = ["lipaudit", "audit", trained, *how, "--data", str(held_out or run.data)]
     terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
     emit_facts(document, output, [str(out)])
 

@@ -161,6 +161,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
     differences = requirements.compare_derivative(ready, samples.batch)
+    differences += requirements.note_fast_path(net, samples.batch)
     notes = ready.notes + samples.notes + unsuited + refused + differences
     if not any(options.reads_samples for options in request.measures.values()):
         notes = tuple(note for note in notes if note.code != "random-data")

@@ -7,8 +7,11 @@ gradient that is not the derivative (a straight-through estimator, `detach`, a p
 
 from __future__ import annotations
 
+import warnings
+from contextlib import ExitStack, suppress
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, explain_failure, first_line, of_machine, refuse
@@ -159,6 +162,36 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     except InputError as error:
         text = f"{net.architecture} reads padding: {error.message}"
         raise InputError(text, advice) from error
+
+
+def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
+    """Warn if `nn.TransformerEncoder` is another function on its fast path, which is not measured.
+
+    Compares the outputs on the shortest and the longest sample, in one batch.
+    """
+    if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
+        return ()
+    pair = batch[:2]
+    if batch.mask is not None:
+        lengths = batch.mask.sum(1)
+        pair = batch.rows(torch.stack([lengths.argmin(), lengths.argmax()]))
+    pair, mha = pair.to(net.device, net.dtype), torch.backends.mha
+    with ExitStack() as stack:
+        stack.enter_context(suppress(Exception))  # the measures name the sample that fails
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # nested tensors are new
+        stack.enter_context(exact_arithmetic(net.device))
+        stack.enter_context(torch.no_grad())
+        measured = net.output(pair)
+        mha.set_fastpath_enabled(True)
+        if not agree(measured, net.output(pair), AGREES):
+            text = (
+                "without gradients, PyTorch takes a fast path through nn.TransformerEncoder that "
+                "sets outputs at padded tokens to 0. Outputs of this model then differ from those "
+                "measured here. To run what was measured, call "
+                "torch.backends.mha.set_fastpath_enabled(False)"
+            )
+            return (Note.warn("fast-path", text),)
+    return ()
 
 
 # Lengths of a step, as shares of the length of the sample.

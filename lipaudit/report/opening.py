@@ -13,7 +13,7 @@ from lipaudit.measures import find_column, layouts
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
-from lipaudit.settings import MODEL, RunOptions
+from lipaudit.settings import spell_model_options
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
 from lipaudit.tables.summary import Accuracy, Radii, Summary, list_shared_notes, summary, worst
@@ -274,7 +274,7 @@ def write_answer(report: Report) -> Paragraph | None:
 
 
 FILE = "report.json"
-"""File name of the report in commands on its page, if its own command names none."""
+"""File name of the report in commands on its page, if its own command names none; of an audit."""
 RESUME = " --resume"
 NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
@@ -283,44 +283,44 @@ NOISE = {
 """Advice for reports on random weights or data, which cannot be a baseline."""
 
 
-def find_file(command: str) -> str:
-    """Return the JSON file that a command writes its report to; `FILE` if it names none."""
+def find_file(command: str) -> str | None:
+    """Return the JSON file that a command writes its report to; None if it names none."""
     try:
         words = shlex.split(command)
     except ValueError:  # the command of a report may be anything
-        return FILE
+        return None
     # The -o of a gate or a comparison is its verdict.
     flags = "--report" if words[1:2] in (["gate"], ["compare"]) else "--output|-q?o"
     found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", "\0".join(words))
-    return found[1] if found else FILE
+    folder = re.search(r"\0--run-dir[\0=]([^\0]+)", "\0".join(words))  # of an audit
+    if found is None and folder is not None:
+        return f"{folder[1].rstrip('/')}/{FILE}"
+    return found and found[1]
 
 
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
-    known, model, given = summary(report), report.run.model.spec, report.run.options
-    # The gate reads them from the baseline.
-    how = [
-        word
-        for name, option in RunOptions.options().items()
-        if option.panel == MODEL and name in given
-        for word in (option.flags[0], str(given[name]))
-    ]
+    known, model = summary(report), report.run.model.spec
+    how = spell_model_options(report.run.options)  # the gate reads them from the baseline
     noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
     steps: list[tuple[str, Sequence[str]]] = []
-    file = find_file(report.run.command)
+    command, found = report.run.command, find_file(report.run.command)
+    # An audit saves its report in any case, and Python has no such option.
+    saved = found or re.match(r"lipaudit( audit|\.)", command)
+    file, save = found or FILE, "" if saved else f" (-o {FILE} saves the report)"
     if report.status != "complete":
-        command = report.run.command.removesuffix(RESUME)
-        yield "", "Measure the missing results.", f"{command}{RESUME}"
+        yield "", "Measure the missing results.", f"{command.removesuffix(RESUME)}{RESUME}"
     if noise:
         steps.append((" ".join(noise), ("audit", model, *how, "--data", "DATA")))
     elif known.norms and known.norms.end == "logits" and not report.section("attack"):
         text = "See what attacks achieve: no attack was run."
         steps.append((text, ("attack", model, *how, "--data", "LABELLED")))
     for sample in worst(report)[:1]:
-        text = f"Look at the worst samples, first {name_sample(sample, find_places(report))}."
+        first = name_sample(sample, find_places(report))
+        text = f"Look at the worst samples, first {first}{save}."
         steps.append((text, ("inspect", file, sample[:CHARACTERS])))
     judged = any(report.section(rule.measure) for rule in DEFAULT_RULES)
     if report.status == "complete" and judged and not noise:
-        text = "Make CI fail if the next checkpoint is worse."
+        text = f"Make CI fail if the next checkpoint is worse{save}."
         steps.append((text, ("gate", model, "--baseline", file)))
     yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -137,6 +138,13 @@ class RunOptions(Settings):
         given = {name: getattr(self, name) for name in sorted(names - {"data", "samples"})}
         # By identity: 0 equals False, and is a value that was given.
         return {name: _plain(v) for name, v in given.items() if v is not None and v is not False}
+
+
+def spell_model_options(given: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command that read a model, from the result of `reading`."""
+    known = RunOptions.options().items()
+    flags = {name: option.flags[0] for name, option in known if option.panel == MODEL}
+    return [word for n, flag in flags.items() if n in given for word in (flag, str(given[n]))]
 
 
 def _plain(value: Any) -> Any:

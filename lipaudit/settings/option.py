@@ -199,12 +199,19 @@ class Settings(BaseModel):
         """
         known = cls.options()
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
-        # JSON and the command line read integers of any size.
+        typed = dict(values)
         for name, value in values.items():
+            # JSON and the command line read integers of any size.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
+            # Text may be given as a number or a list from Python: order=1, attack=["fgsm", "pgd"].
+            if name in known and _is_text(cls.model_fields[name].annotation):
+                if isinstance(value, list | tuple):
+                    typed[name] = ",".join(map(str, value))
+                elif isinstance(value, int | float) and not isinstance(value, bool):
+                    typed[name] = str(value)
         try:
-            settings = cls.model_validate(dict(values))
+            settings = cls.model_validate(typed)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
@@ -235,6 +242,13 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return tuple(map(str, get_args(annotation)))
     return next(filter(None, map(_choices, get_args(annotation))), ())
+
+
+def _is_text(annotation: Any) -> bool:
+    """Say whether all values of a type are text, words of a `Literal` included."""
+    if get_origin(annotation) in (Union, UnionType):
+        return all(each is type(None) or _is_text(each) for each in get_args(annotation))
+    return annotation is str or get_origin(annotation) is Literal
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:

@@ -148,7 +148,7 @@ def test_no_other_module_goes_on_with_what_one_has_finished(module, tmp_path, mo
 
 @pytest.mark.parametrize("eps", [0.1, [0.1], (parse_radius("1/10"),), "0.1"])
 def test_a_radius_may_be_text_a_number_or_a_list(eps):
-    report = lipaudit.measure("demo", "attack", attack="fgsm", samples=2, eps=eps)
+    report = lipaudit.measure("demo", "attack", attack=["fgsm"], samples=2, eps=eps)
     rows = report.section("attack").rows
     assert [row.attack for row in rows] == ["worst", "fgsm"]
     assert {float(parse_radius(row.eps_text)) for row in rows} == {0.1}
@@ -161,6 +161,8 @@ def test_options_have_the_names_of_the_command_line_and_layers_may_be_any_list_o
     ]
     assert read_sections(asked[0]) == read_sections(asked[1])
     assert asked[0].section("jacobian").settings["target"] == "probabilities"
+    certified = lipaudit.measure("demo", "certify", samples=1, eps="1e-9", order=1)
+    assert certified.section("certify").settings["order"] == "1"
     for layers, chosen in (("0,1", (0, 1)), ([1, 0, 1], (0, 1)), (range(2), (0, 1)), (1, (1,))):
         report = lipaudit.audit("demo", {"attention": {"layers": layers}}, samples=1)
         section = report.section("attention")

@@ -67,6 +67,10 @@ def test_a_transformer_encoder_is_one_function_with_and_without_gradients():
     assert "randomised" not in [note.code for note in attacked.notes]
     top, second = module(ids).detach().topk(2).values.T
     assert norms.samples["margin"] == pytest.approx((top - second).tolist(), rel=1e-4)
+    # It is measured as in training; without padding both are one function.
+    whole = lipaudit.measure(module, "jacobian", data=(ids[:, :3], y))
+    warned = [[n.code for n in r.sections[0].notes].count("fast-path") for r in (report, whole)]
+    assert warned == [1, 0]
     assert torch.backends.mha.get_fastpath_enabled()
 
 

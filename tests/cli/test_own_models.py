@@ -95,8 +95,10 @@ def test_the_command_that_measures_a_trained_module_runs():
     np.savez("images.npz", x=x, y=np.arange(6) % 3)
     done = invoke(
         *("train", "py:tests.cli.own:image", "--data", "images.npz", "--epochs", "1"),
-        *("--out", "trained"),
+        *("--out", "trained", "--model-kwargs", "prints=true"),
     )
+    assert done.stdout == "trained\n"
+    assert "loud" in done.stderr
     command = done.stderr.split("Measure the result: lipaudit ")[1].split()
     invoke(*command, "--only", "jacobian", "-o", "a.json")
     assert lipaudit.load("a.json").run.model.spec == "trained/model.safetensors"

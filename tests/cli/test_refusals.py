@@ -27,6 +27,7 @@ COMMANDS = [
     ("bounds demo --layers 0-999999999999", 2, "must be a list of layers"),
     ("bounds demo --batch-size many", 2, "--batch-size"),
     ("bounds demo --model-kwargs a=1", 2, "demo does not take"),
+    ("bounds py:tests.cli.own:image --tower text", 2, "has no towers"),
     ("bounds demo --quantize int3", 2, "Did you mean 'int8' or 'int4'"),
     ("bounds demo --quantize nf4", 2, "it must be int8 or int4, and with groups"),
     ("bounds demo --quantize int4:0", 2, "int4:0"),

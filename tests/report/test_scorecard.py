@@ -243,6 +243,7 @@ def test_noise_calls_for_a_model_in_use(report, code, advice):
         ("jacobian demo -o'a b.json'", "a b.json"),
         ("attack demo --output=runs/own.json", "runs/own.json"),
         ("jacobian demo -o k.html -o k.json", "k.json"),
+        ("audit demo --run-dir runs/one/", "runs/one/report.json"),
         ("gate demo --baseline base.json", "report.json"),
         ("gate demo --baseline base.json -o verdict.json", "report.json"),
         ("gate demo --baseline base.json -o verdict.json --report now.json", "now.json"),
@@ -252,8 +253,13 @@ def test_noise_calls_for_a_model_in_use(report, code, advice):
 )
 def test_steps_name_the_report_that_the_command_wrote_and_no_verdict(report, command, file):
     run = report.run.model_copy(update={"command": f"lipaudit {command}"})
-    inspect, gate = map(split, steps(report.model_copy(update={"run": run})))
+    chosen = report.model_copy(update={"run": run})
+    inspect, gate = map(split, steps(chosen))
     assert (inspect[1:3], gate[1], gate[-1]) == (["inspect", file], "gate", file)
+    # No file of this name was written.
+    missing = file == "report.json" and not command.startswith("audit")
+    hints = ["saves the report" in text for text in steps(chosen).values()]
+    assert hints == [missing] * 2
 
 
 def test_steps_are_commands_of_the_tool_each_listed_once(report):

@@ -37,7 +37,7 @@ from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_trans
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import HALF, SUFFIXES, hash_weights, read_json
+from lipaudit.models.sources.weights import HALF, SUFFIXES, hash_weights, read_json, read_weights
 from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
@@ -112,6 +112,8 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
             f"have none), or a Python function that returns the model: py:{path}:FUNCTION.",
         )
         arch = options.arch or ""
+        if not arch:
+            read_weights(path)  # a file without weights is refused first: --arch would not help
         refuse(
             not arch,
             f"{path} is a file of weights, and the architecture is unknown",

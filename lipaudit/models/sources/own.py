@@ -126,18 +126,22 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
         UsageError: the input is unknown, or the shape of the data has several readings, and the
             values fit each.
     """
+    module: Any = unwrap(model.module if isinstance(model, ModelSpec) else model)
+    towers = hasattr(module, "main_input_name") and hasattr(module, "config")
+    text = f"{name or type(module).__name__} has no towers"
+    advice = "Leave --tower out: CLIP and similar models of transformers have towers."
+    refuse(options.tower and not towers, text, advice, UsageError)
     if isinstance(model, ModelSpec):
         odd = not isinstance(model.module, nn.Module) or model.kind not in get_args(Kind)
         text = f"a ModelSpec has a {type(model.module).__name__} of the kind {model.kind!r}"
         kinds = ", ".join(get_args(Kind))
         refuse(odd, text, f"It needs an nn.Module, and one of the kinds {kinds}.")
-        return replace(model, module=unwrap(model.module))
-    module: Any = unwrap(model)
+        return replace(model, module=module)
     if hasattr(module, "pretrained_cfg"):
         from lipaudit.models.sources.timm import describe_timm
 
         return describe_timm(module, options)
-    if hasattr(module, "main_input_name") and hasattr(module, "config"):
+    if towers:
         from lipaudit.models.sources.huggingface import describe_transformers
 
         return describe_transformers(module, options)

@@ -14,9 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from lipaudit.errors import UsageError, refuse, suggestion
-from lipaudit.tables import Note, trials
+from lipaudit.tables import Note
 from lipaudit.tables.plugins import entries
-from lipaudit.tables.trials import COUNTED, SPACES, WHOLE, Norm, Radius, TrialKey, parse_radius
+from lipaudit.tables.trials import (
+    COUNTED,
+    SPACES,
+    WHOLE,
+    WORST,
+    Norm,
+    Radius,
+    TrialKey,
+    parse_radius,
+)
 
 # Entry point group of attacks that other packages add.
 GROUP = "lipaudit.attacks"
@@ -127,7 +136,7 @@ ATTACKS: dict[str, AttackKind] = {
     "characters": _rewrite("lipaudit.attacks.text:rewrite_characters", norms=("characters",)),
 }
 # Words of --attack that are not names of attacks, so plug-ins cannot use them.
-RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", trials.WORST})
+RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
 
 
 @functools.cache

@@ -261,13 +261,11 @@ def _measure_batch(
     net: Net, batch: Batch, options: JacobianOptions, cuts: Mapping[str, Residual]
 ) -> tuple[dict[str, Values], dict[str, Any], list[JacobianNorms]]:
     """Return norms and margins per sample, the names of input and output, and norms by layer."""
-    import torch
-
     from lipaudit.measures import drawings
     from lipaudit.models.attention.numeric import record_outputs, start_after
     from lipaudit.models.endpoints import make_sample_function, resolve_target
     from lipaudit.models.linearize import linearize
-    from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
+    from lipaudit.models.model_norms import compute_jacobian_norms
 
     end = resolve_target(net, batch, options.target)
     place = _find_place(net, batch, end)
@@ -314,25 +312,40 @@ def _measure_batch(
         unlabelled = len(batch) if labels is None else int((labels < 0).sum())
         facts["unlabelled"] = 0 if net.classes is None else unlabelled
     steepest = norms.vector
-    if decides:  # without labels, margins are those of the predicted class
-        predicted = linear.output.argmax(1)
-        y = predicted if labels is None else labels
-        how: dict[str, Any] = {"norm": options.norm, "upper": norms.upper}
-        margins = compute_margins(linear, y, rivals=options.rivals, **how)
-        right = ((y < 0) | (predicted == y)).cpu()
-        values |= {
-            "margin": margins.margin.numpy(),
-            "radius_first_order": margins.radius.masked_fill(~right, torch.nan).numpy(),
-            "rivals": margins.rivals.numpy(),
-            "complete": margins.complete.numpy(),
-        }
-        if labels is not None and bool((labels >= 0).any()):
-            values["correct"] = right.numpy()
-        steepest = margins.direction
+    if decides:
+        margins, steepest = _measure_margins(linear, labels, norms.upper, options)
+        values |= margins
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
     return values, facts, of_layers
+
+
+def _measure_margins(
+    linear: Linearization, labels: Tensor | None, upper: Tensor, options: JacobianOptions
+) -> tuple[dict[str, Values], Tensor | None]:
+    """Return margins and radii per sample, and the directions in which the margins fall most.
+
+    Without labels, they are those of the predicted class.
+    """
+    import torch
+
+    from lipaudit.models.model_norms import compute_margins
+
+    predicted = linear.output.argmax(1)
+    y = predicted if labels is None else labels
+    how: dict[str, Any] = {"norm": options.norm, "upper": upper}
+    margins = compute_margins(linear, y, rivals=options.rivals, **how)
+    right = ((y < 0) | (predicted == y)).cpu()
+    values = {
+        "margin": margins.margin.numpy(),
+        "radius_first_order": margins.radius.masked_fill(~right, torch.nan).numpy(),
+        "rivals": margins.rivals.numpy(),
+        "complete": margins.complete.numpy(),
+    }
+    if labels is not None and bool((labels >= 0).any()):
+        values["correct"] = right.numpy()
+    return values, margins.direction
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:

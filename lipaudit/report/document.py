@@ -66,9 +66,9 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
         sections = {name: section for name, section in pairs if section is not None}
         first = next(iter(sections.values()))
-        blocks = show_section(first, shown) if "" in sections else tuple(show_sections(sections))
+        parts = show_section(first, shown) if "" in sections else tuple(show_sections(sections))
         folded = number > 0 and find_display(first).folded
-        yield Chapter(measure, name_chapter(first), blocks, folded)
+        yield Chapter(measure, name_chapter(first), parts, folded)
 
 
 def make_card(report: Report) -> Document:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.tables import columns
 from lipaudit.tables.columns import (
     Array,
     Cell,
@@ -22,7 +21,9 @@ from lipaudit.tables.columns import (
     Frozen,
     Row,
     Rows,
+    finite,
     make_row,
+    reduce_values,
 )
 from lipaudit.tables.trials import FLAGS, parse_column
 
@@ -90,7 +91,7 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
             raise ValueError(f"{name} has the shape {array.shape}")
         if kind == "map" and f"map_tokens@{head}" not in arrays:
             raise ValueError(f"{name} without map_tokens@{head}")
-        if labels and len(columns.finite(array.data)) < len(array.data):
+        if labels and len(finite(array.data)) < len(array.data):
             raise ValueError(f"{name} has values that are no numbers")
     return arrays
 
@@ -321,7 +322,7 @@ class Layout:
         """Return the cells that columns reduce from these values of each sample."""
         how = {name: column.reduction for name, column in self.columns.items() if column.reduction}
         known = ((n, each.stat, samples.get(each.values)) for n, each in how.items())
-        return {n: float(columns.reduce_values(s, v)) for n, s, v in known if v is not None}
+        return {n: float(reduce_values(s, v)) for n, s, v in known if v is not None}
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipaudit
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
@@ -17,6 +18,8 @@ from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
+from lipaudit.report.blocks import Curve
+from lipaudit.report.sections import show_section
 from lipaudit.settings.option import read_lengths
 from lipaudit.theory.ascent import steepest_tokens
 from tests.measures.cases import dense_norm, run_measure
@@ -96,6 +99,17 @@ def test_layers_heads_and_the_model_have_the_norms_of_dense_jacobians(causal):
         (fit,) = [fit for fit in fits.rows if (fit.layer, fit.head) == at]
         assert fit.exponent == pytest.approx(slope, rel=1e-5)
         assert row.fitted == pytest.approx(math.exp(constant) * 12**slope, rel=1e-5)
+
+
+def test_layers_that_are_named_are_measured_and_drawn_beside_powers_of_the_length():
+    how = {"layers": 2, "lengths": "4:16:log2", "mode": "real"}
+    section = lipaudit.measure("demo", "scaling", samples=1, **how).section("scaling")
+    assert {(row.layer, row.n) for row in section.rows} == {(2, 5), (2, 17), (None, 5), (None, 17)}
+    (curve,) = [block for block in show_section(section) if isinstance(block, Curve)]
+    first, guides = curve.series[0].y[0], [line for line in curve.series if line.guide]
+    assert [(line.label, line.x) for line in guides] == [("n^1/4", (5, 17)), ("n^1/2", (5, 17))]
+    ends = [first * (17 / 5) ** power for power in (0.25, 0.5)]
+    assert [line.y for line in guides] == [pytest.approx((first, end)) for end in ends]
 
 
 def test_a_model_is_surveyed_once():

@@ -70,8 +70,10 @@ def softmax(
         if hidden.any():
             out = affine.masked_fill(out, hidden, 0.0)
             out.slack = out.slack + _LEFT * hidden
-        share = 2 * gamma(LIBRARY, DOUBLE)
-        low, high = low.exp() * (1 - share), (high.exp() * (1 + share)).clamp_max(1.0)
+        # Below _LEFT exp may round up, or to zero.
+        share = gamma(2 * LIBRARY + 2, DOUBLE)
+        low = (low.exp() * (1 - share) - _LEFT).clamp_min(0.0)
+        high = (high.exp() * (1 + share) + _LEFT).clamp_max(1.0)
         out.weights = low.masked_fill(hidden, 0.0), high.masked_fill(hidden, _LEFT)
         return out
 
@@ -113,6 +115,8 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
         ends = affine.sub(cast("Form", log_p[..., k : k + 1]), log_p).range()
         below, above = (end.exp().masked_fill(hidden[..., k : k + 1], 0.0) for end in ends)
         least, most = least + below, most + above
+    # A sum that overflows is no less than the largest number: that of a key far below the others.
+    least = least.clamp_max(torch.finfo(DOUBLE).max)
     # exp, a sum of so many, a logarithm.
     share = gamma(2 * LIBRARY + log_p.shape[-1] + 2, DOUBLE)
     least, most = (least * (1 - share)).log(), (most * (1 + share)).log()

@@ -144,20 +144,19 @@ def test_the_logarithm_of_a_sum_of_exponentials(order, move, weight, points, exc
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("gap", [1.0, 800.0])  # one below e^-709 has an inverse that overflows
 @pytest.mark.parametrize("move", [0.5, 3.0, 100.0])
-def test_weights_of_two_keys_end_where_the_difference_of_their_scores_does(move, norm, order):
-    """Scores (1 + a e, -a e) and one that is hidden: the weight is the sigmoid of 1 + 2 a e."""
+def test_weights_of_two_keys_end_where_the_difference_of_their_scores_does(move, gap, norm, order):
+    """Scores (gap + e, -e) and one that is hidden: the weight is the sigmoid of gap + 2 e."""
     x = ball(torch.zeros(1, 1), move, norm=norm, order=order)
-    scores = x * torch.tensor([1.0, -1.0, 0.0]) + torch.tensor([1.0, 0.0, -math.inf])
+    scores = x * torch.tensor([1.0, -1.0, 0.0]) + torch.tensor([gap, 0.0, -math.inf])
     low, high = scores.softmax(-1).range()
-    least, most = (
-        torch.tensor([1.0 - 2 * move, -1.0 - 2 * move]),
-        torch.tensor([1.0, -1.0]) + 2 * move,
-    )
-    for end, exact, sign in ((low, least, -1), (high, most, 1)):
+    centre = torch.tensor([gap, -gap])
+    for end, exact, sign in ((low, centre - 2 * move, -1), (high, centre + 2 * move, 1)):
         exact = torch.cat([exact.double().sigmoid(), torch.zeros(1).double()])
         assert (sign * (end[0] - exact) >= 0).all()
         torch.testing.assert_close(end[0], exact, rtol=1e-6, atol=1e-280)
+    assert (high > 0).all()  # as every weight is, even those that float64 cannot tell from 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

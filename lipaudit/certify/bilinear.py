@@ -365,8 +365,9 @@ def _share(
     sizes = [torch.einsum("bsj,bij->bisj", h.abs().sum(-1), f) for f, h in zip(r, g, strict=True)]
     at = torch.cat(sizes, 2).flatten(2).topk(each, sorted=False).indices
     rows = torch.cat(g, 1).flatten(1, 2).gather(1, at.flatten(1)[..., None].expand(-1, -1, width))
-    later = (at >= keys * g[0].shape[1]).long() * keys * (len(g) - 1)
-    rows = rows.view(*at.shape, width) * torch.cat(r, -1).gather(-1, at % keys + later)[..., None]
+    second = at >= keys * g[0].shape[1]  # products of the second pair
+    radii = torch.cat(r, -1).gather(-1, at % keys + keys * second)
+    rows = rows.view(*at.shape, width) * radii[..., None]
     block = symbols.birth_shared(rows.movedim(-2, 0).reshape(each, *moving.shape))
     # The radii, and their products with the rows, were rounded: by a share of all that moves.
     slack = (moving - block.rows.to(DOUBLE).abs().sum(0)).clamp_min(0.0)

@@ -366,6 +366,8 @@ BATCH = 48
 """Number of parts of the ball that are split at a time."""
 FACES = 3
 """Number of faces on which the multipliers of the whole ball are moved, one after the other."""
+GROUPS = 16
+"""Largest number of groups of margins that have faces of their own: each group takes its steps."""
 ROOT_STEPS, STEPS, LAST_STEPS = 20, 10, 400
 """Steps of the multipliers: on each face of the ball, on a part, and on a part where every sign is
 known."""
@@ -433,14 +435,14 @@ def decide(
     roots = start(rough, is_open)
     # Multipliers differ in size between models: the rate is relative to those of the start.
     rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
-    # A face of each margin of its own: in one of all few symbols would keep their signs.
-    climbed = []
-    for i in range(len(roots)):
-        node = roots[i : i + 1]
+    # Few margins have faces of their own: in one of all few symbols would keep their signs.
+    climbed, some = [], -(-len(roots) // GROUPS)
+    for i in range(0, len(roots), some):
+        group = roots[i : i + some]
         for _ in range(FACES):
-            face = restrict_to_face(rough, bound(rough, node)[1], SHARE)
-            _, node = ascend(face, node, steps=ROOT_STEPS, rate=rate, until=deadline)
-        climbed.append(node)
+            face = restrict_to_face(rough, bound(rough, group)[1], SHARE)
+            _, group = ascend(face, group, steps=ROOT_STEPS, rate=rate, until=deadline)
+        climbed.append(group)
     roots = join_nodes(climbed)
     bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
     search = _Search(exact, rough, rate, nodes, deadline)

@@ -167,6 +167,17 @@ def test_branching_settles_relu_networks(seed):
     assert below.bound <= least(0.9 * low) + 1e-9
 
 
+def test_every_one_of_many_open_margins_is_proven():
+    model, x, label = _plane(0)
+    out = _pass(model, x, label, 2.5, "linf")[1]
+    assert out.range()[0].max() < 0
+    many = out.repeat(20)  # more margins than have faces of their own
+    decision = decide(many)
+    assert decision.certified
+    assert set(decision.leaves.which.tolist()) == set(range(40))
+    assert decide(many, leaves=decision.leaves).certified
+
+
 def test_lines_prove_more_than_forms_and_branching_more_than_lines():
     verdicts = set()
     for seed, limit in ((3, 0.2743), (5, 0.0991), (8, 0.0219)):  # from here on open

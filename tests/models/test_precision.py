@@ -150,3 +150,14 @@ def test_only_the_device_that_is_used_is_seeded(monkeypatch):
         assert torch.initial_seed() == 3
     assert asked == [("get_rng_state", "cuda:1"), "cuda:1", ("manual_seed", "3")]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_of_batch_statistics_do_not_depend_on_strides(n):
+    """torch 2.14 computes a wrong one for a single sample on a CPU: here tokens become a map."""
+    norm = nn.BatchNorm2d(6).eval()
+    x = torch.rand(n, 6, 2, 3, requires_grad=True)
+    above = torch.rand(n, 6, 6).mT.unflatten(2, (2, 3))
+    with exact_arithmetic(x.device):
+        (gradient,) = torch.autograd.grad(norm(x), x, above)
+    torch.testing.assert_close(gradient, above / (1 + norm.eps) ** 0.5)

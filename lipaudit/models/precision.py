@@ -38,7 +38,7 @@ def _normalise_batch(*args: Any) -> Tensor:
     """
     output = _batch_norm(*args)
     if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
-        output.register_hook(Tensor.contiguous)
+        output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return output
 
 

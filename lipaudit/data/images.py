@@ -160,7 +160,7 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     Raises:
         InputError: the file is damaged, or has no samples.
     """
-    arrays: dict[str, Tensor] = {}
+    arrays, texts = dict[str, Tensor](), dict[str, str]()
     advice = "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...)."
     with explain_failure(f"{path} is not a readable array file", advice, Exception):
         if path.suffix == ".safetensors":
@@ -169,15 +169,18 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             # numpy takes a file that is no archive for a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
-                    number, wanted = array.dtype.kind in "uifb", name in (*INPUTS, *LABELS)
-                    refuse(wanted and not number, f"{name} of {path} holds {array.dtype}", advice)
-                    if number:  # texts beside the numbers (such as a credit) are skipped
+                    if array.dtype.kind in "uifb":
                         arrays[name] = torch.from_numpy(array)
+                    else:  # beside the numbers: a credit, or names of classes
+                        texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
             of_y = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
             beside = {"x": path, "y": of_y} if of_y != path else {"labels": path}
             arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
     x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
+    for names, found in ((INPUTS, x), (LABELS, y)):
+        said = next((texts[name] for name in names if name in texts), "")
+        refuse(found is None and said, said, advice)
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",

@@ -176,7 +176,7 @@ def test_safetensors_sequences_and_ids_are_read(tmp_path, image_taker, token_tak
     net = image_taker(classes=6)
     twins = [load_data(p, net, ALL).batch for p in (path, str(tmp_path / "a.safetensors"))]
     assert twins[0].ids == twins[1].ids
-    path = saved(tmp_path / "a.npz", x=BYTES, y=np.arange(6) > 2)
+    path = saved(tmp_path / "a.npz", x=BYTES, y=np.arange(6) > 2, labels=np.array(["no", "yes"]))
     assert load_data(path, image_taker(classes=2), ALL).batch.y.tolist() == (ORDER > 2).tolist()
     x, ids = RNG.normal(size=(6, 5, 4)) * 100, RNG.integers(0, 100, (6, 7))
     batch = load_data(saved(tmp_path / "b.npz", x=x), token_taker(), ALL).batch

@@ -222,9 +222,11 @@ def match_names(state: State, module: nn.Module) -> State:
 
     Other names stay, to be named as surplus: Lightning saves the weights of a loss, too.
     """
-    takes = module.state_dict()
-    pairs = ((name, key) for name in state for key in takes if f".{name}".endswith(f".{key}"))
-    prefixes = Counter(name.removesuffix(key) for name, key in pairs)
+    takes, prefixes = module.state_dict(), Counter[str]()
+    for name in state:
+        parts = name.split(".")
+        keys = [".".join(parts[i:]) for i in range(len(parts))]
+        prefixes.update(name.removesuffix(key) for key in keys if key in takes)
     prefix = max(prefixes, key=lambda each: prefixes[each], default="")
     short = {name: name.removeprefix(prefix) for name in state}
     return {name if short[name] in state else short[name]: value for name, value in state.items()}

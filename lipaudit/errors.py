@@ -315,6 +315,9 @@ def find_user_error(error: BaseException) -> LipauditError | None:
             f"torchvision does not fit the installed torch: {first_line(misfit)}",
             "Install torchvision from the index that torch was installed from.",
         )
+    if isinstance(error, SystemExit):
+        text = f"the model ended the program (SystemExit: {said})"
+        return EvaluationError(text, "Let its code raise an exception in place of sys.exit.")
     if isinstance(error, ImportError):
         words = f"a package is missing or too old: {said}", "Look for it: pip check"
         return InputError(*(find_unmet_requirement() or words))

@@ -114,10 +114,12 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         arch = options.arch or ""
         if not arch:
             read_weights(path)  # a file without weights is refused first: --arch would not help
+        beside = (path.parent / "config.json").is_file()
         refuse(
             not arch,
             f"{path} is a file of weights, and the architecture is unknown",
-            "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+            f"Give its folder {path.parent}, which has a config.json." * beside
+            or "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
             "py:FILE:FACTORY with your own factory.",
             UsageError,
         )

@@ -171,6 +171,9 @@ def test_files_that_are_damaged_or_hold_code_are_refused(tmp_path, model, weight
 def test_wrong_names_and_arguments_of_architectures(tmp_path, weights):
     path = store(weights, tmp_path / "w.safetensors")
     assert "timm has no model" in refused(path, arch="timm:vit_gigantic")
+    assert "Add --arch" in refused(path, UsageError)
+    (tmp_path / "config.json").write_text("{}")
+    assert f"Give its folder {tmp_path}" in refused(path, UsageError)
     assert "Did you mean" in refused("timm:test_vitt")
     assert "--model-kwargs" in refused(
         "timm:test_vit", UsageError, model_kwargs={"pretrained": False, "no_such": 1}

@@ -352,11 +352,13 @@ def _share(
         moving: (*b, i, d), no less than the sum of all sizes, and of what else becomes slack.
         worth: of the sum of `moving`.
     """
-    dtype, (*_, queries, keys), width = symbols.dtype, pairs[0][0].shape, moving.shape[-1]
-    r = [cast_up(radius, dtype).reshape(-1, queries, keys) for radius, _ in pairs]
-    g = [rows.movedim(0, -3).reshape(len(r[0]), len(rows), keys, width) for _, rows in pairs]
-    count = sum(len(rows) for _, rows in pairs)
-    each = min(_ROOM // (len(r[0]) * keys * width * queries * len(r[0])), count * keys)
+    dtype, width = symbols.dtype, moving.shape[-1]
+    r = [cast_up(radius, dtype).reshape(-1, *radius.shape[-2:]) for radius, _ in pairs]
+    heads, queries, keys = r[0].shape
+    g = [rows.movedim(0, -3).reshape(heads, len(rows), keys, width) for _, rows in pairs]
+    # Every row of every head gets so many symbols: few where there are many rows to mix later.
+    room = _ROOM // (heads * queries * heads * keys * width)
+    each = min(room, keys * sum(len(rows) for _, rows in pairs))
     if each <= width or not worth < moving.sum() < math.inf:
         return None
     if symbols.order == 1 and not symbols.rich:  # at order 2 there are many without these

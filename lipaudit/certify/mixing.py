@@ -56,6 +56,8 @@ _NEGLIGIBLE = 1000.0
 _LEFT = 1e-300
 _WIDE = 1.0
 """Width of a logarithm's range from which differences of scores are looked at: exp bends there."""
+_MOST_KEYS = 32
+"""Largest number of keys whose differences are looked at: the time grows with their square."""
 
 
 def softmax(
@@ -108,7 +110,7 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ends of log softmax(s)_j: those of its form, or where each s_k - s_j ends."""
     low, high = log_p.range()
     high = high.clamp_max(0.0)
-    if not (high - low > _WIDE).any():
+    if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE).any():
         return low, high
     least, most = torch.zeros_like(low), torch.zeros_like(high)
     for k in range(log_p.shape[-1]):

@@ -162,9 +162,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     )
     differences = requirements.compare_derivative(ready, samples.batch)
     differences += requirements.note_fast_path(net, samples.batch)
-    notes = ready.notes + samples.notes + unsuited + refused + differences
-    if not any(options.reads_samples for options in request.measures.values()):
-        notes = tuple(note for note in notes if note.code != "random-data")
+    read = any(options.reads_samples for options in request.measures.values())
+    notes = ready.notes + (samples.notes if read else ()) + unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
 

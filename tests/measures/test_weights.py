@@ -180,9 +180,11 @@ def test_figures_are_the_same_in_every_run_and_the_gate_needs_no_statistics(tmp_
 
 @pytest.mark.parametrize("at_samples", [False, True])
 def test_only_norms_at_samples_depend_on_the_samples(at_samples):
-    report = lipaudit.measure("demo", "weights", data="random", at_samples=at_samples)
-    codes = {note.code for note in report.section("weights").notes}
-    assert ("random-data" in codes) == at_samples
+    few = (torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))
+    for data, code in (("random", "random-data"), (few, "fewer-samples")):
+        report = lipaudit.measure("demo", "weights", data=data, at_samples=at_samples, samples=4)
+        codes = {note.code for note in report.section("weights").notes}
+        assert (code in codes) == at_samples
 
 
 def test_only_the_output_over_the_vocabulary_is_left_out_whatever_the_sizes():

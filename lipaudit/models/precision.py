@@ -27,19 +27,20 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 SEEDED = ("cuda", "xpu")
 
 
-_batch_norm = torch.batch_norm
-
-
-def _normalise_batch(*args: Any) -> Tensor:
-    """Normalise by running statistics, with a right gradient.
+def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a normalisation with a right gradient.
 
     On a CPU, torch 2.14 computes a wrong one if a single sample gets it with the channels last and
     with strides such as (6, 1, 24, 6): behind `x.flatten(2).transpose(1, 2)` of a patch embedding.
     """
-    output = _batch_norm(*args)
-    if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
-        output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
-    return output
+
+    def repaired(*args: Any) -> Tensor:
+        output = normalise(*args)
+        if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
+            output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return output
+
+    return repaired
 
 
 @contextmanager
@@ -60,7 +61,9 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         mha: Any = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-        stack.enter_context(patch.object(torch, "batch_norm", _normalise_batch))
+        for name in ("batch_norm", "instance_norm"):
+            repaired = _repair_gradient(getattr(torch, name))
+            stack.enter_context(patch.object(torch, name, repaired))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))

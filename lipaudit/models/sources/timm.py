@@ -145,15 +145,15 @@ def describe_timm(
         module.reset_classifier(options.classes)
         notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
-    # The built model knows its channels and size: --model-kwargs may have changed them. Not so its
-    # first convolution: a stem may rearrange the pixels before it.
+    # The built model knows its channels and size: --model-kwargs may have changed them. Not so a
+    # convolution before the patches: a stem may rearrange the pixels.
     patches = getattr(module, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    # Behind a backbone of convolutions, patches are of features, not of pixels.
-    pixels = None if hasattr(patches, "backbone") else getattr(patches, "proj", None)
-    channels = getattr(pixels, "in_channels", None)
+    # The last convolution of patches may take features.
+    parts = patches.modules() if isinstance(patches, nn.Module) else ()
+    channels = next((each.in_channels for each in parts if isinstance(each, nn.Conv2d)), None)
     channels = channels or options.model_kwargs.get("in_chans") or config["input_size"][0]
     shape = options.image_shape((channels, height, width))
     # The transform is built for the requested size.

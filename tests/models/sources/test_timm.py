@@ -195,7 +195,7 @@ def test_a_head_of_another_size_would_be_random(hub, tmp_path, weights):
     [
         ("test_vit", {"img_size": 32, "depth": 1, "in_chans": 1}, (1, 32, 32)),
         ("vit_tiny_r_s16_p8_224", {"img_size": 32, "depth": 1, "in_chans": 1}, (1, 32, 32)),
-        ("volo_d1_224", {"img_size": 32, "layers": (1, 1, 1, 1), "in_chans": 1}, (1, 32, 32)),
+        ("volo_d1_224", {"img_size": 64, "in_chans": 1}, (1, 64, 64)),
         ("gcvit_xxtiny", {"img_size": 64, "num_classes": 3}, (3, 64, 64)),
     ],
 )

@@ -219,9 +219,8 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     worth, shared = _WORTH * moving.sum(), None
     if matrices and symbols.order == 2 and x.weights:
-        # R_x L_y + (L_x + R_x) R_y. Coordinates of an L2 ball stay together, as in `_average`.
-        whole, n = up(x.sizes.linear + x.rest), symbols.n if symbols.norm == "linf" else 0
-        factors = (x.rest, y.dense[:n]), (whole, y.dense[symbols.first_error :])
+        whole = up(x.sizes.linear + x.rest)  # R_x L_y + (L_x + R_x) R_y
+        factors = (x.rest, y.dense[: symbols.n]), (whole, y.dense[symbols.first_error :])
         most = up(x.rest @ y.sizes.linear + whole @ y.rest, x.shape[-1])
         shared = _share(symbols, factors, most, worth)
     if shared:
@@ -326,9 +325,8 @@ def _average(x: Form, y: Form) -> Form | None:
     middle = (low + high) / 2
     radius = up(torch.maximum(high - middle, middle - low))
     moving = up(radius @ (y.mass + y.slack), keys)
-    # The coordinates of an L2 ball are not all at their largest: they stay together, as slack.
-    g = y.whole().dense[0 if symbols.norm == "linf" else symbols.n :]
-    shared = _share(symbols, [(radius, g)], moving, _WORTH * (middle @ y.centre.abs()).sum())
+    worth, pairs = _WORTH * (middle @ y.centre.abs()).sum(), [(radius, y.whole().dense)]
+    shared = _share(symbols, pairs, moving, worth)
     if shared is None:
         return None
     block, slack = shared
@@ -344,7 +342,9 @@ def _share(
 ) -> tuple[ErrorBlock, Tensor] | None:
     """Return symbols for the largest products r_ij g_sj, which act on all channels, and slack.
 
-    None where they are few, less than `worth` in sum, or the pass is to spare symbols.
+    None where they are few, less than `worth` in sum, or the pass is to spare symbols. The
+    coordinates of balls other than boxes are not all at their largest at once, which such symbols
+    forget: they make passes over these balls looser.
 
     Args:
         symbols: of the pass.
@@ -359,7 +359,7 @@ def _share(
     # Every row of every head gets so many symbols: few where there are many rows to mix later.
     room = _ROOM // (heads * queries * heads * keys * width)
     each = min(room, keys * sum(len(rows) for _, rows in pairs))
-    if each <= width or not worth < moving.sum() < math.inf:
+    if symbols.norm != "linf" or each <= width or not worth < moving.sum() < math.inf:
         return None
     if symbols.order == 1 and not symbols.rich:  # at order 2 there are many without these
         symbols.spared = True

@@ -34,13 +34,13 @@ def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     with strides such as (6, 1, 24, 6): behind `x.flatten(2).transpose(1, 2)` of a patch embedding.
     """
 
-    def repaired(*args: Any) -> Tensor:
+    def compute(*args: Any) -> Tensor:
         output = normalise(*args)
         if output.requires_grad and len(output) == 1 and output.device.type == "cpu":
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         return output
 
-    return repaired
+    return compute
 
 
 @contextmanager

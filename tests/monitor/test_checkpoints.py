@@ -178,7 +178,7 @@ def test_a_measure_that_fails_is_an_error_and_the_others_are_reported(folder, mo
     [
         (lambda f: None, 4, "there is no directory"),
         (lambda f: f.mkdir(), 4, "holds no checkpoint with a step in its name"),
-        (lambda f: filled(f, {"step_1.pt": 1}), 2, "--arch"),
+        (lambda f: (f.mkdir(), torch.save({"a": torch.ones(1)}, f / "step_1.pt")), 2, "--arch"),
     ],
 )
 def test_what_cannot_be_watched_is_one_clear_error(tmp_path, make, code, says):

@@ -20,7 +20,7 @@ from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.results import describe_run, list_origins, make_failed
-from lipaudit.errors import InputError, LipauditError, UsageError, refuse, suggestion
+from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
 from lipaudit.models.sources.loader import borrow, freeze_net, load_net
@@ -167,10 +167,11 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places, old_places = other.samples.get("place"), first.samples.get("place")
         shared = one.suite_id == two.suite_id or (places and places == old_places)
-        pair = " and ".join(f"{o.model} ({o.kind}, {o.run.data.spec})" for o in (first, other))
         advice = "Give --data for both: images or a table of texts. Random samples fit one model."
         other_samples = first.kind != other.kind or not shared
-        refuse(other_samples, f"{pair} do not read the same samples", advice)
+        if other_samples:
+            pair = " and ".join(f"{o.model} ({o.kind}, {o.run.data.spec})" for o in (first, other))
+            raise InputError(f"{pair} do not read the same samples", advice)
         if reason := _compare_classes(first, other):
             advice = "Use class names in the data that both models know, or audit them separately."
             raise InputError(f"{reason}, so the labels of {one.spec} cannot fit both", advice)
@@ -377,7 +378,8 @@ def open_job(
     """
     text = "resume needs a checkpoint with a name, and a module has no name"
     nameless = request.run.resume and not isinstance(model, str)
-    refuse(nameless, text, "Leave resume out.", UsageError)
+    if nameless:
+        raise UsageError(text, "Leave resume out.")
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None

@@ -87,24 +87,6 @@ class BaselineError(LipauditError):
     exit_code = ExitCode.BASELINE
 
 
-def refuse(
-    wrong: object, message: str, advice: str = "", kind: type[LipauditError] = InputError
-) -> None:
-    """Raise an error for users if something is wrong.
-
-    Args:
-        wrong: the condition, by its truth.
-        message: what is wrong, with the offending value.
-        advice: what to type or change next.
-        kind: the class of the error, which decides the exit code.
-
-    Raises:
-        LipauditError: `wrong` is true.
-    """
-    if wrong:
-        raise kind(message, advice)
-
-
 def visible(text: str, keep: str = "") -> str:
     r"""Return text with control characters, direction marks and lone surrogates as escapes.
 

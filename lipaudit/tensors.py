@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, UsageError, refuse
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.theory import ascent, head_bounds
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_norms import head_norms
@@ -103,9 +103,11 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
     layer = heads(x, wq, wk, wv, **how)
     # Seeds by position, so that the norm of a sample does not depend on its batch.
     norms = head_norms(layer, seeds=range(len(layer.x)), tol=1e-6, within=1e-6)
-    text = f"{int((~norms.converged).sum())} norms did not converge to 1e-6"
-    advice = "Call lipaudit.theory.head_norms to choose the accuracy and to get proven limits."
-    refuse(not norms.converged.all(), text, advice, EvaluationError)
+    if not norms.converged.all():
+        raise EvaluationError(
+            f"{int((~norms.converged).sum())} norms did not converge to 1e-6",
+            "Call lipaudit.theory.head_norms to choose the accuracy and to get proven limits.",
+        )
     return _drop_axes(norms.norm, x, wq)
 
 
@@ -169,8 +171,10 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
 
 
 def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:
-    text = f"{name} of shape {tuple(values.shape)} does not fit"
-    refuse(not fits, text, f"Give a tensor {wanted}.", UsageError)
+    if not fits:
+        raise UsageError(
+            f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {wanted}."
+        )
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:

@@ -39,7 +39,7 @@ from lipaudit.attacks.oracle import (
     logits_and_gradient,
 )
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
-from lipaudit.errors import EvaluationError, UsageError, refuse
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm
 
@@ -191,8 +191,11 @@ def evaluate_chunk(
         EvaluationError: f returns no logits, or values that are not finite.
     """
     half = chunk.x.dtype not in (torch.float32, torch.float64)
-    text = f"samples are {chunk.x.dtype}, which is too coarse for small radii"
-    refuse(half, text, "Use --dtype float32 or float64.", UsageError)
+    if half:
+        raise UsageError(
+            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
+            "Use --dtype float32 or float64.",
+        )
     meter, x, y = Meter(), chunk.x, chunk.y
     oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
     logits = _require_finite(oracle(x), "clean samples", chunk)
@@ -334,9 +337,11 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     bad = int((~logits.isfinite()).any(1).sum())
-    text = f"the model's output is not finite on {bad} {what} of chunk {chunk.number}"
-    advice = "Try --dtype float64, or look for overflow in the model."
-    refuse(bad, text, advice, EvaluationError)
+    if bad:
+        raise EvaluationError(
+            f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",
+            "Try --dtype float64, or look for overflow in the model.",
+        )
     return logits
 
 
@@ -366,8 +371,8 @@ def require_radius(
     widest = (box[1] - box[0]) * length
     text = f"the radius {trial.radius.text} is larger than the range of the data {box}"
     text += f", whose diagonal is {widest:.4g}" * (length > 1)
-    advice = "Give radii for pixels in [0, 1]: 8/255, not 8."
-    refuse(float(trial.radius) > widest, text, advice, UsageError)
+    if float(trial.radius) > widest:
+        raise UsageError(text, "Give radii for pixels in [0, 1]: 8/255, not 8.")
 
 
 def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:
@@ -383,15 +388,23 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
     def advise(near: int) -> str:
         return f"--patch-size {min(sides, key=lambda side: abs(side - near))}."
 
-    text = "this model shows no grid of patches"
-    refuse(patch is None, text, f"Give their side in pixels: {advise(16)}", UsageError)
+    if patch is None:
+        raise UsageError(
+            "this model shows no grid of patches", f"Give their side in pixels: {advise(16)}"
+        )
     assert patch is not None
     uneven = height % patch[0] or width % patch[1]
-    text = f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}"
-    refuse(uneven, text, f"Give a side that divides both: {advise(patch[0])}", UsageError)
+    if uneven:
+        raise UsageError(
+            f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}",
+            f"Give a side that divides both: {advise(patch[0])}",
+        )
     places = height * width // math.prod(patch)
-    text = f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}"
-    refuse(k > places, text, "Give fewer: --eps 1patch.", UsageError)
+    if k > places:
+        raise UsageError(
+            f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}",
+            "Give fewer: --eps 1patch.",
+        )
 
 
 def examine(

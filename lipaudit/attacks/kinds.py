@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from lipaudit.errors import UsageError, refuse, suggestion
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables import Note
 from lipaudit.tables.plugins import entries
 from lipaudit.tables.trials import (
@@ -150,8 +150,8 @@ def attack_kinds() -> Mapping[str, AttackKind]:
     for name, kind in plugins.items():
         text = f"the plug-in {name!r} ({GROUP}) of {kind.package} has an invalid name"
         text += ": only letters, digits, dots and dashes are allowed in --attack"
-        advice = f"Update {kind.package}, or uninstall it."
-        refuse(not re.fullmatch(r"\w[\w.-]*", name), text, advice, UsageError)
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UsageError(text, f"Update {kind.package}, or uninstall it.")
     return ATTACKS | plugins
 
 
@@ -271,7 +271,8 @@ def read_plan(
     given = {"steps": steps, "restarts": restarts, "queries": queries}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, value in changes.items():
-        refuse(value < 1, f"{name} is {value}", "Give a number of at least 1.", UsageError)
+        if value < 1:
+            raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     alone = attack in PRESETS or attack.startswith("custom:")
     names = [attack] if alone else [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
@@ -279,8 +280,10 @@ def read_plan(
     for name, attacks in ensembles.items():
         counted = {attack.kind.counts for attack in attacks} or {None}
         text = f"{name!r} mixes attacks whose radii have different units"
-        advice = f"List them one by one: --attack {name.removeprefix('custom:')}"
-        refuse(len(counted) > 1, text, advice, UsageError)
+        if len(counted) > 1:
+            raise UsageError(
+                text, f"List them one by one: --attack {name.removeprefix('custom:')}"
+            )
         units[name] = counted.pop()
     _refuse_units(radii, units, norm)
     plan: list[Trial] = []
@@ -339,31 +342,40 @@ def _refuse_units(
         ball = "For balls of pixels or embeddings, give a radius without a unit: --eps 2/255."
         raise UsageError(text, f"Use --attack {','.join([*units, lost.unit])}. {ball}")
     balls = [name for name, counted in units.items() if counted is None]
-    text = f"{', '.join(balls or units)} cannot change {norm}"
     wrong = norm in WHOLE and (balls or norm not in units.values())
-    refuse(wrong, text, f"Use --attack {norm} --eps 1,2.", UsageError)
-    text = f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes"
+    if wrong:
+        raise UsageError(
+            f"{', '.join(balls or units)} cannot change {norm}", f"Use --attack {norm} --eps 1,2."
+        )
     wrong = norm is not None and norm not in WHOLE and not balls
-    refuse(wrong, text, "Leave --norm out.", UsageError)
+    if wrong:
+        raise UsageError(
+            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes",
+            "Leave --norm out.",
+        )
 
 
 def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
-    advice = "Add a radius, for example --eps 2/255."
-    refuse(not radii, "no attack radius was given", advice, UsageError)
+    if not radii:
+        raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
     uneven = next((r.text for r in radii if norm in WHOLE and r.value.denominator != 1), None)
-    advice = f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd."
-    text = f"the radius {uneven} is not a whole number of {norm}"
-    refuse(uneven is not None, text, advice, UsageError)
+    if uneven is not None:
+        raise UsageError(
+            f"the radius {uneven} is not a whole number of {norm}",
+            f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
+        )
     return [Trial(label, norm, radius, attacks) for radius in radii]
 
 
 def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper states them."""
-    text = "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)"
-    advice = "Leave out --eps and --norm, or use another preset."
-    refuse(radii or norm != "linf", text, advice, UsageError)
+    if radii or norm != "linf":
+        raise UsageError(
+            "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
+            "Leave out --eps and --norm, or use another preset.",
+        )
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
@@ -410,14 +422,19 @@ def require_suitable(
             attack.kind.load()
             norms = attack.kind.norms
             text = f"{attack.name} cannot search {trial.norm} balls, only {', '.join(norms)}"
-            refuse(trial.norm not in norms, text, "Use --attack fgsm,pgd.", UsageError)
-        fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
-        text = f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s"
-        advice = f"--norm {' or '.join(fitting)}"
-        refuse(kind not in SPACES[trial.norm], text, advice, UsageError)
-        text = f"{trial.norm} cannot be changed for this model: {why}"
-        advice = f"Use --attack {','.join([*changes, 'fgsm', 'pgd'])} --eps 0.1."
-        refuse(trial.norm in COUNTED and trial.norm not in changes, text, advice, UsageError)
+            if trial.norm not in norms:
+                raise UsageError(text, "Use --attack fgsm,pgd.")
+        if kind not in SPACES[trial.norm]:
+            fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
+            raise UsageError(
+                f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s",
+                f"--norm {' or '.join(fitting)}",
+            )
+        if trial.norm in COUNTED and trial.norm not in changes:
+            raise UsageError(
+                f"{trial.norm} cannot be changed for this model: {why}",
+                f"Use --attack {','.join([*changes, 'fgsm', 'pgd'])} --eps 0.1.",
+            )
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project
 from lipaudit.attacks.oracle import Classifier, Turn, choose_closer, margins
-from lipaudit.errors import explain_failure, refuse
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.tables import Note
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
@@ -86,7 +86,8 @@ def find_examples(
     """
     from safetensors import safe_open
 
-    refuse(not path.is_file(), f"there is no file {path}", f"{SAVE}.")
+    if not path.is_file():
+        raise InputError(f"there is no file {path}", f"{SAVE}.")
     text = f"{path} is not a complete safetensors file"
     with explain_failure(text, f"{SAVE}."), safe_open(path, "pt") as file:
         names = json.loads((file.metadata() or {}).get(MADE_OF, "[]"))
@@ -95,14 +96,21 @@ def find_examples(
     first = tensors.pop(FIRST, None)
     each = list(tensors.values()) or ([] if first is None else [first])
     known = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    refuse(not (known and each), f"{path} has no adversarial examples of samples", f"{SAVE}.")
+    if not (known and each):
+        raise InputError(f"{path} has no adversarial examples of samples", f"{SAVE}.")
     places = {name: row for row, name in enumerate(names)}
     lost = [name for name in ids if name not in places]
-    text = f"{path} has no examples of {len(lost)} of the {len(ids)} samples, as of {lost[:1]}"
-    refuse(lost, text, f"{SAVE} on the same samples: the same --data, --seed and --samples.")
+    if lost:
+        raise InputError(
+            f"{path} has no examples of {len(lost)} of the {len(ids)} samples, as of {lost[:1]}",
+            f"{SAVE} on the same samples: the same --data, --seed and --samples.",
+        )
     wrong = [t for t in each if t.shape != (len(names), *shape) or not t.is_floating_point()]
-    text = f"the examples in {path} are not samples of shape {tuple(shape)}"
-    refuse(wrong, text, "Use examples of a model with inputs of the same size.")
+    if wrong:
+        raise InputError(
+            f"the examples in {path} are not samples of shape {tuple(shape)}",
+            "Use examples of a model with inputs of the same size.",
+        )
     return each, [places[name] for name in ids]
 
 
@@ -116,8 +124,8 @@ def read_examples(
     """
     tensors, rows = find_examples(path, ids, shape)
     examples = torch.stack([tensor[rows] for tensor in tensors], 1)
-    text = f"{path} has values that are not finite"
-    refuse(not bool(examples.isfinite().all()), text, f"{SAVE}.")
+    if not bool(examples.isfinite().all()):
+        raise InputError(f"{path} has values that are not finite", f"{SAVE}.")
     return examples
 
 

@@ -19,7 +19,7 @@ import typer.core
 from lipaudit import __version__
 from lipaudit.cli.output import say
 from lipaudit.engine.launcher import find_place
-from lipaudit.errors import UsageError, explain_error, refuse, suggestion, visible
+from lipaudit.errors import UsageError, explain_error, suggestion, visible
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, option
 from lipaudit.tables.columns import group_values
@@ -150,8 +150,10 @@ def read_config(path: Path | None) -> dict[str, Any]:
     inner = isinstance(table, dict) and "lipaudit" in table
     values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
     malformed = not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict)
-    text = f"tool.lipaudit and gate in {path} must be tables"
-    refuse(malformed, text, "Write [tool.lipaudit] or [gate].", UsageError)
+    if malformed:
+        raise UsageError(
+            f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
+        )
     return values
 
 

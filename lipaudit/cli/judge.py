@@ -20,7 +20,7 @@ from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
 from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.engine import files, launcher
-from lipaudit.errors import BaselineError, LipauditError, UsageError, refuse
+from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
@@ -133,8 +133,11 @@ def compare(
     # The store of a launcher serves one run: two models would use one port.
     if (models := sum(not is_report(each) for each in reports[1:])) > 1:
         require_alone("comparing several")
-        text = f"--report names one file, and {models} MODELs are measured"
-        refuse(how.report, text, "Leave it out: each report gets a folder.", UsageError)
+        if how.report:
+            raise UsageError(
+                f"--report names one file, and {models} MODELs are measured",
+                "Leave it out: each report gets a folder.",
+            )
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
         loaded[0], new = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
@@ -214,9 +217,12 @@ def save(
     reason: Reason = "first baseline",
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
-    where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
-    advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
-    refuse(output.exists(), f"{output} exists", advice, UsageError)
+    if output.exists():
+        where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
+        raise UsageError(
+            f"{output} exists",
+            f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'",
+        )
     update(report, reason, terminal, output)
 
 
@@ -275,8 +281,11 @@ def read_or_measure(
     """
     if is_report(current):
         flags = ", ".join(map(flag, sorted(how.model_fields_set)))
-        text = f"{current} is a report, so {flags} has no effect"
-        refuse(flags, text, "Leave them out: they are for a MODEL.", UsageError)
+        if flags:
+            raise UsageError(
+                f"{current} is a report, so {flags} has no effect",
+                "Leave them out: they are for a MODEL.",
+            )
         return baseline, schema.load(Path(current))
     from lipaudit.api import open_job
     from lipaudit.cli.progress import OnStderr
@@ -326,8 +335,11 @@ def _require_free(examples: Path, baseline: Report, inputs: tuple[Path, ...]) ->
     files.require_writable(examples)
     taken = examples.resolve() in [path.resolve() for path in inputs]
     taken |= examples.exists() and hash_file(examples) in list_examples(baseline).values()
-    text = f"the examples of MODEL would overwrite {examples}, which is still needed"
-    refuse(taken, text, "Give another --report: they are saved beside it.", UsageError)
+    if taken:
+        raise UsageError(
+            f"the examples of MODEL would overwrite {examples}, which is still needed",
+            "Give another --report: they are saved beside it.",
+        )
 
 
 def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Terminal) -> Report:
@@ -343,7 +355,10 @@ def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Ter
     result, outcome = baseline, f"examples in {examples}, tried on {model}, too"
     try:
         code = not how.baseline_model and "py:" in (model[:3], (run.arch or "")[:3])
-        refuse(code, f"a report may not run code; to allow it, add --baseline-model {model}")
+        if code:
+            raise InputError(
+                f"a report may not run code; to allow it, add --baseline-model {model}"
+            )
         result = attack_again(baseline, model, run, examples)
     except LipauditError as error:
         if how.baseline_model:
@@ -383,12 +398,16 @@ def _plan_again(
         terminal.tell(f"examples that {file} saved, tried again: {which}")
     text, advice = "the attack transfer tried examples of another model", "--transfer FILE."
     wanting = tried and not examples
-    refuse(wanting, f"baseline: {text}", f"Give this model examples too: {advice}", BaselineError)
+    if wanting:
+        raise BaselineError(f"baseline: {text}", f"Give this model examples too: {advice}")
     for name in how.model_fields_set & OWNERS.keys():
         text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
-        refuse(baseline.section(OWNERS[name]) is None, text, "Leave it out.", UsageError)
-    text = "--baseline-model needs examples of the baseline's model"
-    refuse(how.baseline_model and not examples, text, f"Give them: {advice}", UsageError)
+        if baseline.section(OWNERS[name]) is None:
+            raise UsageError(text, "Leave it out.")
+    if how.baseline_model and not examples:
+        raise UsageError(
+            "--baseline-model needs examples of the baseline's model", f"Give them: {advice}"
+        )
     extra: dict[str, Any] = {"attack": {"transfer": examples}}
     extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
     for section in baseline.sections:

@@ -20,7 +20,7 @@ from lipaudit import schema
 from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit
 from lipaudit.engine import files, launcher
-from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError, refuse
+from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError
 from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
@@ -47,7 +47,8 @@ def make_measure(name: str) -> Callable[..., None]:
         given = [flag(each) for each in kind.alone if getattr(options, each) is not None]
         if given:
             text = f"{given[0]} has models of its own, so the MODEL {model} has no effect"
-            refuse(model is not None, text, "Leave one of the two out.", UsageError)
+            if model is not None:
+                raise UsageError(text, "Leave one of the two out.")
             (verify_report if given == ["--verify"] else print_results)(options, run, output)
             return
         if model is None:

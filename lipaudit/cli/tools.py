@@ -19,7 +19,7 @@ from lipaudit.cli.app import BY_MEASURE, ModelArgument, Output, Terminal
 from lipaudit.cli.measure import require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit_facts
 from lipaudit.engine.files import require_writable, write
-from lipaudit.errors import UsageError, refuse, suggestion
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.models.sources import demo_names, timm_names
 from lipaudit.schema import json_schema
@@ -196,10 +196,12 @@ def init(
 
     Example: lipaudit init py -o model.py
     """
-    text = f"{output} is not the name of a {kind} file"
-    advice = f"Choose a name that ends in .{kind}."
-    refuse(output.suffix != f".{kind}", text, advice, UsageError)
-    refuse(output.exists(), f"{output} exists", "Choose another file.", UsageError)
+    if output.suffix != f".{kind}":
+        raise UsageError(
+            f"{output} is not the name of a {kind} file", f"Choose a name that ends in .{kind}."
+        )
+    if output.exists():
+        raise UsageError(f"{output} exists", "Choose another file.")
     require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())

@@ -14,7 +14,7 @@ import typer
 from lipaudit.cli.app import BY_MEASURE, Extent, ModelArgument, Output, Terminal
 from lipaudit.cli.measure import require_alone, require_whole, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
-from lipaudit.errors import LipauditError, UsageError, explain_error, refuse
+from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
 from lipaudit.measures import AuditOptions
 from lipaudit.settings import Recipe, RunOptions, spell_model_options
 
@@ -153,8 +153,10 @@ def watch(
 
     check_outputs(output, REPORT)
     require_alone("the course of a training", run)
-    advice = "Give a directory that holds checkpoints."
-    refuse(not folder.is_dir(), f"there is no directory {folder}", advice)
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no directory {folder}", "Give a directory that holds checkpoints."
+        )
     request = plan_audit("", options, run, demo=False, command=typed_command())
     where = options.run_dir or folder / REPORTS
     watched = CheckpointFolder(folder, request, where)
@@ -186,7 +188,10 @@ def watch(
         reasons = "; ".join(f"{name}: {fault.message}" for name, fault in failed.items())
         first, text = next(iter(failed.values())), f"not every checkpoint was measured: {reasons}"
         raise LipauditError(text, first.advice, first.exit_code)
-    advice = "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt."
-    refuse(not reports, f"{folder} holds no checkpoint with a step in its name", advice)
+    if not reports:
+        raise InputError(
+            f"{folder} holds no checkpoint with a step in its name",
+            "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
+        )
     again = "Delete its report to measure it again."
     require_whole({each.run.model.spec: each for each in reports}, again)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lipaudit.data import tables
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_batch
 from lipaudit.data.tables import SampleTable
-from lipaudit.errors import InputError, refuse
+from lipaudit.errors import InputError
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -72,19 +72,23 @@ class QuestionForm:
             InputError: the row has none; the message is its fault.
         """
         empty = next((name for name in self.needed if is_empty(row.get(name))), None)
-        refuse(empty, f"has no {empty!r}")
+        if empty:
+            raise InputError(f"has no {empty!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
-        refuse(fault := tables.find_fault(row, texts), fault)
+        if fault := tables.find_fault(row, texts):
+            raise InputError(fault)
         prompt = "\n".join(str(row[name]) for name in self.prompts)
         if self.kind == "continuation":
             return Question(prompt, (str(row[self.follows]),))
         if self.kind == "choices":
             choices = _read_choices(row[self.follows])
             return Question(prompt, choices, _find_answer(row[self.label], choices))
-        refuse(fault := tables.find_fault(row, (self.label,)), fault)
+        if fault := tables.find_fault(row, (self.label,)):
+            raise InputError(fault)
         label = row[self.label]
         value = label if label in self.values else str(label)
-        refuse(value not in self.values, f"has the label {label!r}, which is not a class")
+        if value not in self.values:
+            raise InputError(f"has the label {label!r}, which is not a class")
         return Question(prompt, self.words, self.values.index(value))
 
 
@@ -140,12 +144,17 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
         prompt, follow = pairs[0][0], [ids for _, ids in pairs]
         room, shown = limit - max(map(len, follow)), question.prompt[:40]
-        text = f"{origin}: {shown!r} or its continuation has no tokens"
-        advice = "Remove such rows, or leave them out with --skip-bad."
-        refuse(not prompt or not all(follow), text, advice)
-        text = f"{origin}: the continuation of {shown!r} leaves no room for the prompt"
-        advice = "Raise --max-tokens, or leave such rows out with --skip-bad."
-        refuse(room < 1, f"{text} within {limit} tokens", advice)
+        if not prompt or not all(follow):
+            raise InputError(
+                f"{origin}: {shown!r} or its continuation has no tokens",
+                "Remove such rows, or leave them out with --skip-bad.",
+            )
+        if room < 1:
+            text = f"{origin}: the continuation of {shown!r} leaves no room for the prompt"
+            raise InputError(
+                f"{text} within {limit} tokens",
+                "Raise --max-tokens, or leave such rows out with --skip-bad.",
+            )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
     table = replace(table, faults=faults)
@@ -210,9 +219,11 @@ def _choose_form(
     whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
     words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
-    text = f"{origin}: {label!r} holds numbers ({number}), but a language model needs words"
-    advice = "Write the class names into that column, or name another with --label-column."
-    refuse(number is not None, text, advice)
+    if number is not None:
+        raise InputError(
+            f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
+            "Write the class names into that column, or name another with --label-column.",
+        )
     return QuestionForm("labels", prompts, "", label, words, words)
 
 
@@ -220,7 +231,8 @@ def _read_choices(value: Any) -> tuple[str, ...]:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     texts = tuple("" if text is None else str(text) for text in (value if listed else ()))
     fits = 2 <= len(texts) <= len(LETTERS) and all(text.strip() for text in texts)
-    refuse(not fits, f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
+    if not fits:
+        raise InputError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
     return texts
 
 
@@ -235,7 +247,7 @@ def _find_answer(value: Any, choices: Sequence[str]) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]
     meant = {names.index(text) for names in known if text in names}
-    which = "may mean more than one" if meant else "is none"
-    fault = f"has the answer {value!r}, which {which} of its {len(choices)} choices"
-    refuse(len(meant) != 1, fault)
+    if len(meant) != 1:
+        which = "may mean more than one" if meant else "is none"
+        raise InputError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
     return meant.pop()

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 from lipaudit import errors
 from lipaudit.data.tables import SampleTable
-from lipaudit.errors import InputError, LipauditError, explain_failure, refuse
+from lipaudit.errors import InputError, LipauditError, explain_failure
 from lipaudit.tables import Note
 
 Kind = Literal["model", "dataset"]
@@ -277,7 +277,8 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
     with explain_failure(text, advice, ValueError, AssertionError):
         (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
-    refuse(not len(data), f"{origin} is empty", "Choose another split.")
+    if not len(data):
+        raise InputError(f"{origin} is empty", "Choose another split.")
     kinds = data.features.items()
     classes = {name: kind.names for name, kind in kinds if getattr(kind, "names", None)}
     places = [f"index {i}" for i in range(len(data))]
@@ -293,8 +294,11 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
     folder = tables / commit.sha / (config or "default") / split
     if not folder.is_dir():
-        text = f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}"
-        refuse(commit.unasked, text, "Run it once with a connection.")
+        if commit.unasked:
+            raise InputError(
+                f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}",
+                "Run it once with a connection.",
+            )
         with explain_refusals(commit.repository):
             try:
                 builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
@@ -318,7 +322,8 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
         InputError: the message suggests similar names.
     """
     names = [str(each) for each in known]
-    listed = ", ".join(names) or "none"
-    near = f"Did you mean {(errors.similar(name, names) or names)[0]!r}? " if names else ""
-    has = f"no {what} {name!r} (it has: {listed})" if name else f"several {what}s: {listed}"
-    refuse(name not in names, f"{place} has {has}", f"{near}Write {FORM}.")
+    if name not in names:
+        listed = ", ".join(names) or "none"
+        near = f"Did you mean {(errors.similar(name, names) or names)[0]!r}? " if names else ""
+        has = f"no {what} {name!r} (it has: {listed})" if name else f"several {what}s: {listed}"
+        raise InputError(f"{place} has {has}", f"{near}Write {FORM}.")

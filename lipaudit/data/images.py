@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, draw_indices, make_batch
-from lipaudit.errors import InputError, explain_failure, refuse
+from lipaudit.errors import InputError, explain_failure
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
@@ -50,7 +50,8 @@ def resize(
     channels, height, width = shape
     text = f"the model takes {channels} channels, and image files have 1, 3 or 4"
     advice = "Give the data as an .npz file with x of shape (samples, channels, height, width)."
-    refuse(channels not in COLOUR_MODES, text, advice)
+    if channels not in COLOUR_MODES:
+        raise InputError(text, advice)
     if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
         image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
     image = image.convert(COLOUR_MODES[channels])
@@ -66,7 +67,8 @@ def resize(
             made, wanted = tuple(value.shape), tuple(shape)
             text = f"the model's own resizing makes images of shape {made}, not {wanted}"
             advice = "Give --input-size, to which images are scaled and cropped in the middle."
-            refuse(made != wanted, text, advice)
+            if made != wanted:
+                raise InputError(text, advice)
             return value
         wide, high = max(width, round(image.width * scale)), round(image.height * scale)
         image = image.resize((wide, max(height, high)), Image.Resampling.BICUBIC)
@@ -180,7 +182,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
     for names, found in ((INPUTS, x), (LABELS, y)):
         said = next((texts[name] for name in names if name in texts), "")
-        refuse(found is None and said, said, advice)
+        if found is None and said:
+            raise InputError(said, advice)
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
@@ -223,15 +226,16 @@ def draw_arrays(
             the origin.
     """
     text = f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}"
-    advice = "Give real numbers. The first axis of an array counts its samples."
-    refuse(x.ndim == 0 or len(x) == 0 or x.is_complex(), text, advice)
+    if x.ndim == 0 or len(x) == 0 or x.is_complex():
+        raise InputError(text, "Give real numbers. The first axis of an array counts its samples.")
     order = draw_indices(len(x), options.samples, options.seed)
     places = [f"index {i}" for i in order]
     labels: list[int] | None = None
     if y is not None:
         text = f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}"
         wrong = y.shape != (len(x),) or y.is_floating_point()
-        refuse(wrong, text, "Give one integer label per input.")
+        if wrong:
+            raise InputError(text, "Give one integer label per input.")
         labels = [int(v) for v in y[order]]
     read = _check_token_ids if net.kind == "text" else _read_values
     samples = list(read(x[order], net, origin))
@@ -247,33 +251,40 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
         x = x.movedim(-1, 1)
     elif net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
         x = x[:, None]  # grey images may lack the channel axis
-    text = f"{origin} holds samples of shape {shape}; the model takes {wanted}"
-    advice = (
-        "Resize them first (a folder of images is resized for you), or build the model for that "
-        "size with --model-kwargs img_size=... or --input-size."
-    )
-    refuse(tuple(x.shape[1:]) != wanted, text, advice)
+    if tuple(x.shape[1:]) != wanted:
+        raise InputError(
+            f"{origin} holds samples of shape {shape}; the model takes {wanted}",
+            "Resize them first (a folder of images is resized for you), or build the model for "
+            "that size with --model-kwargs img_size=... or --input-size.",
+        )
     x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
     unlimited = not bool(x.isfinite().all())
-    refuse(unlimited, f"{origin} holds NaN or infinite values", "Remove those samples.")
+    if unlimited:
+        raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     low, high = net.box or (-math.inf, math.inf)
-    text = f"{origin} holds values from {x.min():.4g} to {x.max():.4g}"
-    advice = "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that."
     outside = x.min() < low or x.max() > high
-    refuse(outside, f"{text}; the model takes [{low:g}, {high:g}]", advice)
+    if outside:
+        text = f"{origin} holds values from {x.min():.4g} to {x.max():.4g}"
+        raise InputError(
+            f"{text}; the model takes [{low:g}, {high:g}]",
+            "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
+        )
     return x
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
     most, text = net.input_shape[0], f"{origin} holds {x.dtype} of shape {tuple(x.shape)}"
     text += f"; the model takes token ids (samples, at most {most})"
-    advice = "Give the text itself as .txt, .csv or .jsonl, or integer token ids."
     wrong = x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= most
-    refuse(wrong, text, advice)
+    if wrong:
+        raise InputError(
+            text, "Give the text itself as .txt, .csv or .jsonl, or integer token ids."
+        )
     text = f"{origin} holds token ids from {x.min()} to {x.max()}"
     unknown = x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary)
     text += f"; the vocabulary has {net.vocabulary}"
-    refuse(unknown, text, "Use the tokenizer of this model.")
+    if unknown:
+        raise InputError(text, "Use the tokenizer of this model.")
     return x.long()
 
 

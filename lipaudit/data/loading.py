@@ -17,7 +17,7 @@ from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
 from lipaudit.data.images import SampleForm
-from lipaudit.errors import UsageError, neighbours, refuse, suggestion
+from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         InputError: the data are missing, damaged, or do not fit the model.
     """
     options = options or DataOptions()
-    asked = f"--samples {options.samples} leaves no sample to measure"
-    refuse(options.samples < 1, asked, "Give 1 or more.", UsageError)
+    if options.samples < 1:
+        raise UsageError(
+            f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
+        )
     spec = spec or ("demo" if net.source == "demo" else "random")
     # Each source refuses models that take another kind of samples.
     path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
@@ -62,22 +64,29 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
         shape = tuple(net.input_shape)
-        text = f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape {shape}"
         other = net.kind != "image" or shape != (1, 8, 8)
-        refuse(other, text, "Give your own data, or --data random.")
+        if other:
+            raise InputError(
+                f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape {shape}",
+                "Give your own data, or --data random.",
+            )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
             samples = images.draw_arrays(*images.load_arrays(file), net, options, origin=str(file))
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
         samples = replace(draw(table, net, options), commit=commit)
     elif path.is_dir():
-        kinds = "Give --data a text file, an .npz file, or random."
-        refuse(net.kind != "image", f"{path} is a folder of images; {takes}", kinds)
+        if net.kind != "image":
+            raise InputError(
+                f"{path} is a folder of images; {takes}",
+                "Give --data a text file, an .npz file, or random.",
+            )
         samples = tables.draw_table(tables.read_folder(path), net, options)
     elif _are_arrays(path):
         samples = images.draw_arrays(*images.load_arrays(path), net, options, origin=str(path))
     else:
-        refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
+        if not is_text:
+            raise InputError(f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         if path.suffix == ".txt":
             samples = tables.read_text(path, net, options)
         else:
@@ -126,11 +135,15 @@ def _are_arrays(path: Path) -> bool:
     Raises:
         InputError: the file does not exist, or has an unsupported format.
     """
-    advice = suggestion(str(path), (*DIGIT_FILES, "random", *neighbours(path)), FORMS)
-    refuse(not path.is_file(), f"there is no data {str(path)!r}", advice)
+    if not path.is_file():
+        raise InputError(
+            f"there is no data {str(path)!r}",
+            suggestion(str(path), (*DIGIT_FILES, "random", *neighbours(path)), FORMS),
+        )
     arrays = images.holds_arrays(path)
     known = arrays or path.suffix in (*tables.SUFFIXES, ".txt")
-    refuse(not known, f"{path} has an unsupported format", FORMS)
+    if not known:
+        raise InputError(f"{path} has an unsupported format", FORMS)
     return arrays
 
 

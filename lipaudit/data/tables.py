@@ -16,7 +16,7 @@ from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
 from lipaudit.data.images import SUFFIXES as PICTURES
 from lipaudit.data.images import read_image, to_box
-from lipaudit.errors import InputError, UsageError, explain_failure, refuse, suggestion
+from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
     with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
         text = path.read_text("utf-8")
-    refuse(not text.strip(), f"{path} is empty", "Give a file with some text.")
+    if not text.strip():
+        raise InputError(f"{path} is empty", "Give a file with some text.")
     x, origins, notes = cut_windows(text, net, options, origin=str(path))
     said = (
         f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
@@ -76,7 +77,8 @@ def cut_windows(
 def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the largest number of tokens of a sample: the option's, or the model's limit."""
     given, most = options.max_tokens, net.input_shape[0]
-    refuse(given < 1, f"--max-tokens {given} leaves nothing", "Give at least 1.", UsageError)
+    if given < 1:
+        raise UsageError(f"--max-tokens {given} leaves nothing", "Give at least 1.")
     if given <= most or given == DataOptions.max_tokens:
         return min(given, most), ()
     return most, (Note.warn("max-tokens", f"the model takes at most {most} tokens, not {given}"),)
@@ -99,8 +101,11 @@ def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
             "Put tokenizer.json beside config.json, read one column with --text-column, or give "
             "token ids as an .npz file.",
         )
-    advice = "Remove empty texts, or leave them out with --skip-bad."
-    refuse(not tokens, f"{origin}: {texts[0][:40]!r} has no tokens", advice)
+    if not tokens:
+        raise InputError(
+            f"{origin}: {texts[0][:40]!r} has no tokens",
+            "Remove empty texts, or leave them out with --skip-bad.",
+        )
     return torch.as_tensor(tokens, dtype=torch.int64)
 
 
@@ -150,8 +155,11 @@ class SampleTable:
 
     def refuse(self, i: int, fault: str) -> None:
         """Raise InputError for a row that has a fault, if there is one."""
-        advice = "Correct it, or leave such rows out with --skip-bad."
-        refuse(fault, f"{self.origin}: {self.places[i]} {fault}", advice)
+        if fault:
+            raise InputError(
+                f"{self.origin}: {self.places[i]} {fault}",
+                "Correct it, or leave such rows out with --skip-bad.",
+            )
 
     def require_rows(self, options: DataOptions) -> None:
         """Refuse rows that have faults; with `skip_bad`, only if there are no other rows.
@@ -186,9 +194,12 @@ def read_folder(path: Path) -> SampleTable:
     found = entries + [file for folder in folders for file in sorted(folder.iterdir())]
     files = [file for file in found if file.suffix.lower() in PICTURES]
     flat = {file.parent == path for file in files}
-    text = f"{path} holds no images, or images both beside and inside sub-folders"
-    advice = f"Give a folder of {', '.join(PICTURES[:4])} ... files"
-    refuse(len(flat) != 1, text, f"{advice}, or with one sub-folder per class.")
+    if len(flat) != 1:
+        advice = f"Give a folder of {', '.join(PICTURES[:4])} ... files"
+        raise InputError(
+            f"{path} holds no images, or images both beside and inside sub-folders",
+            f"{advice}, or with one sub-folder per class.",
+        )
     names = [] if flat == {True} else sorted({file.parent.name for file in files})
     labels = [{"label": names.index(file.parent.name)} if names else {} for file in files]
     rows = [{"image": file, **label} for file, label in zip(files, labels, strict=True)]
@@ -206,8 +217,11 @@ def read_table(path: Path) -> SampleTable:
     advice = "Save it as UTF-8, with one row per sample."
     with explain_failure(f"{path} is not a readable {path.suffix} file", advice, Exception):
         lines = list(readers.get(path.suffix, _read_separated)(path))
-    advice = "Write the column names into the first line and the samples below."
-    refuse(not lines, f"{path} has no rows", advice)
+    if not lines:
+        raise InputError(
+            f"{path} has no rows",
+            "Write the column names into the first line and the samples below.",
+        )
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     found = {i: fault for i, fault in enumerate(faults) if fault}
@@ -291,8 +305,9 @@ def draw_rows(
             if not options.skip_bad:
                 raise
             bad.append(error.message)
-    first = "".join(bad[:1])
-    refuse(not drawn, f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
+    if not drawn:
+        first = "".join(bad[:1])
+        raise InputError(f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
     listed = [f"{table.places[i]} {faults[i]}" for i in sorted(faults)]
     return drawn, tuple(
         Note.warn(
@@ -389,7 +404,8 @@ def choose_text_columns(
         # A name may hold a comma.
         names = [asked] if asked in columns else [name.strip() for name in asked.split(",")]
         advice = "Give one column, or two for pairs of texts."
-        refuse(len(names) > 2, f"--text-column names {len(names)} columns", advice)
+        if len(names) > 2:
+            raise InputError(f"--text-column names {len(names)} columns", advice)
         return tuple(_require_column(name, table) for name in names)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     found = pair or tuple(name for name in (*usual, *TEXTS) if name in columns)[:1]
@@ -397,7 +413,8 @@ def choose_text_columns(
     advice = "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
     if Path(table.origin).suffix in SEPARATORS:
         advice += " If the first line is data, add a line with column names above it: text,label."
-    refuse(not found, text, advice)
+    if not found:
+        raise InputError(text, advice)
     return found
 
 
@@ -413,6 +430,6 @@ def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -
 
 
 def _require_column(name: str, table: SampleTable) -> str:
-    advice = suggestion(name, table.columns)
-    refuse(name not in table.columns, f"{table.origin} has no column {name!r}", advice)
+    if name not in table.columns:
+        raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))
     return name

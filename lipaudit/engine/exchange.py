@@ -19,7 +19,7 @@ from lipaudit.certify.branch import Nodes
 from lipaudit.data.batch import Batch
 from lipaudit.data.vnnlib import read_property
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError, explain_failure, refuse
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.measures.certify import check, make_proof, name_proof
 from lipaudit.measures.claims import CertifyOptions
 from lipaudit.models.certificate import Bracket, certificate
@@ -110,8 +110,8 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     options, ids = CertifyOptions.parse(section.settings), section.ids
-    text = f"certificates of {options.counted} are not repeated"
-    refuse(options.counted, text, "Only balls are.")
+    if options.counted:
+        raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
     told: Mapping[str, Any] = section.samples
     count = {"certify": len(ids)}
     job = prepare(Request(before.model.spec, {"certify": options}, RunOptions.parse(run), count))
@@ -126,11 +126,16 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     flags = [told[row.trial.column("certified")] for row in section.rows] if same else []
     shares = [sum(each[i] for i in once) / len(once) for each in flags]
     same = same and shares == [row.certified for row in section.rows]
-    text = "the report does not fit its model, its samples or its own verdicts"
-    advice = "Verify the report as it was written, where its model and data are."
-    refuse(not same, text, advice)
+    if not same:
+        raise InputError(
+            "the report does not fit its model, its samples or its own verdicts",
+            "Verify the report as it was written, where its model and data are.",
+        )
     other = proofs is not None and not zipfile.is_zipfile(proofs)
-    refuse(other, f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz.")
+    if other:
+        raise InputError(
+            f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
+        )
     for batch in job.batches("certify")[1]:
         for sample in batch.to(job.net.device, job.net.dtype).split(1):
             name = sample.ids[0]

@@ -22,7 +22,13 @@ from lipaudit.engine import results
 from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job, Request, load_options, prepare
-from lipaudit.errors import BaselineError, EvaluationError, find_user_error, out_of_memory, refuse
+from lipaudit.errors import (
+    BaselineError,
+    EvaluationError,
+    InputError,
+    find_user_error,
+    out_of_memory,
+)
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import TRANSFER, AttackOptions
 from lipaudit.measures.base import (
@@ -269,8 +275,10 @@ def load_again(report: Report, model: str, run: RunOptions) -> Net:
         LipauditError: it cannot be loaded, or has other weights.
     """
     net, known = load_net(model, load_options(run)), report.run.model.weights_sha256
-    text = f"the weights of {model} are not those of the report"
-    refuse(net.weights_sha256 != known, text, "Name the model of that run.")
+    if net.weights_sha256 != known:
+        raise InputError(
+            f"the weights of {model} are not those of the report", "Name the model of that run."
+        )
     return net
 
 
@@ -296,14 +304,16 @@ def attack_again(report: Report, model: str, run: RunOptions, examples: Path) ->
     rows = {row.trial: row for row in section.rows}
     names = {trial.column("robust") for trial in (*rows, *worst_cases(rows))}
     silent = not names or names - section.samples.keys()
-    refuse(silent, "the report lacks verdicts of its attacks", "Measure it again.", BaselineError)
+    if silent:
+        raise BaselineError("the report lacks verdicts of its attacks", "Measure it again.")
     balls = {row.trial.radius.text: row.norm for row in section.rows if row.norm not in WHOLE}
     plan = {"eps": ",".join(balls), "norm": max(balls.values()), "attack": TRANSFER}
     options = AttackOptions.parse(plan | {"transfer": (examples,)})
     request = Request(model, {"attack": options}, run, {"attack": len(section.ids)})
     job = prepare(request, net=load_again(report, model, run))
     text = f"the samples in {run.data} are not those of the report"
-    refuse(job.samples.batch.ids != section.ids, text, "Name the data of that run.")
+    if job.samples.batch.ids != section.ids:
+        raise InputError(text, "Name the data of that run.")
     (found,) = execute(job).sections
     columns: dict[str, Any] = dict(section.samples)
     notes = [*section.notes, *found.notes]

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lipaudit.errors import EvaluationError, UsageError, out_of_memory, refuse
+from lipaudit.errors import EvaluationError, UsageError, out_of_memory
 from lipaudit.measures.base import Part
 from lipaudit.tables import Note
 
@@ -59,11 +59,17 @@ def require_writable(path: Path) -> None:
     """
     folder = path.resolve().parent
     text = f"cannot write {path}:"
-    refuse(path.is_dir(), f"{text} it is a folder", "Give a file in that folder.", UsageError)
-    advice = f"Create it: mkdir {shlex.quote(str(path.parent))}"
-    refuse(not folder.is_dir(), f"{text} there is no folder {path.parent}", advice, UsageError)
-    text = f"{text} the folder {path.parent} cannot be written to"
-    refuse(not os.access(folder, os.W_OK), text, "Choose a writable folder.", UsageError)
+    if path.is_dir():
+        raise UsageError(f"{text} it is a folder", "Give a file in that folder.")
+    if not folder.is_dir():
+        raise UsageError(
+            f"{text} there is no folder {path.parent}",
+            f"Create it: mkdir {shlex.quote(str(path.parent))}",
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"{text} the folder {path.parent} cannot be written to", "Choose a writable folder."
+        )
 
 
 def require_folder(path: Path) -> None:
@@ -76,9 +82,10 @@ def require_folder(path: Path) -> None:
     while not there.exists() and there != there.parent:
         there = there.parent
     text = f"cannot write to {path}"
-    refuse(not there.is_dir(), f"{text}: {there} is a file", "Give a directory.", UsageError)
-    advice = "Choose a writable directory, for example with --run-dir."
-    refuse(not os.access(there, os.W_OK), text, advice, UsageError)
+    if not there.is_dir():
+        raise UsageError(f"{text}: {there} is a file", "Give a directory.")
+    if not os.access(there, os.W_OK):
+        raise UsageError(text, "Choose a writable directory, for example with --run-dir.")
 
 
 def ordinary_mode() -> int:

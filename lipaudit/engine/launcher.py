@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lipaudit.errors import EvaluationError, UsageError, first_line, refuse
+from lipaudit.errors import EvaluationError, UsageError, first_line
 from lipaudit.settings import RunOptions
 
 # Longest time that a process waits for the other processes to start.
@@ -65,9 +65,11 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     else:
         return None
     host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
-    text = "several processes were started, but no address for their communication is set"
-    advice = "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT."
-    refuse(not host or not port, text, advice, UsageError)
+    if not host or not port:
+        raise UsageError(
+            "several processes were started, but no address for their communication is set",
+            "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
+        )
     # torchrun always sets LOCAL_RANK; other launchers may not.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
@@ -82,13 +84,14 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
     import torch
 
     text = "--shard and a launcher of several processes both split the samples"
-    refuse(run.shard, text, "Leave --shard out, or run one process.", UsageError)
+    if run.shard:
+        raise UsageError(text, "Leave --shard out, or run one process.")
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
         where = run.device_map
         text = f"--device-map {where}: each process would spread its model over all devices"
-        advice = "Run one process, or give a file that maps modules to devices."
-        refuse(not Path(where).is_file(), text, advice, UsageError)
+        if not Path(where).is_file():
+            raise UsageError(text, "Run one process, or give a file that maps modules to devices.")
         return run
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run

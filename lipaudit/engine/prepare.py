@@ -18,7 +18,7 @@ from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_da
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.engine.results import list_origins
-from lipaudit.errors import InputError, LipauditError, UsageError, refuse
+from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.layers import note_unread
@@ -132,7 +132,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     for group in (run, *measures.values()):
         group.require_kind(net.kind)
     text = f"{net.architecture} is not a language model, so it cannot score continuations"
-    refuse(run.score and net.next_logits is None, text, "Leave --score out.", UsageError)
+    if run.score and net.next_logits is None:
+        raise UsageError(text, "Leave --score out.")
     # All measures share the samples, so texts get the largest length that any measure needs.
     if run.max_tokens is None and (needed := [o.tokens for o in measures.values() if o.tokens]):
         run = run.model_copy(update={"max_tokens": max(needed)})
@@ -199,8 +200,11 @@ def _suit_measure(
     """
     if score is None:
         return options.adapt(net.kind, net.changes, NEEDED)
-    advice = "Leave --score out, or use it with attack or jacobian."
-    refuse(options.scores == "never", f"{name} does not support scores", advice, UsageError)
+    if options.scores == "never":
+        raise UsageError(
+            f"{name} does not support scores",
+            "Leave --score out, or use it with attack or jacobian.",
+        )
     # Word attacks change texts that a model reads alone, not prompts.
     return options.adapt(net.kind, (), "it scores continuations")
 

@@ -17,7 +17,7 @@ from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.batch import Samples
 from lipaudit.engine.files import pack_parts, unpack_parts, write
-from lipaudit.errors import InputError, explain_error, refuse
+from lipaudit.errors import InputError, explain_error
 from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts, load_measures
 from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
@@ -196,21 +196,26 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     """
     for run, shard in ((report.run, report.shard) for report in reports):
         text = f"the report of {run.model.spec} written by {run.command!r} is not a shard"
-        refuse(shard is None, text, "Give reports of commands with --shard.")
+        if shard is None:
+            raise InputError(text, "Give reports of commands with --shard.")
     pairs = ((report.shard, report) for report in reports if report.shard)
     whole = sorted(pairs, key=lambda pair: pair[0].number)
     names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
     uneven = not whole or [s.number for s, _ in whole] != [*range(1, whole[0][0].of + 1)]
     text = f"shards given: {names}; the shards of a run are needed once each"
-    refuse(uneven, text, "Measure a missing one with --shard, and name each once.")
+    if uneven:
+        raise InputError(text, "Measure a missing one with --shard, and name each once.")
     shard, first = whole[0]
     conditions = _list_conditions(*whole[0])
     for other, report in whole[1:]:
         others = _list_conditions(other, report)
         names = ", ".join(n for n in conditions | others if conditions.get(n) != others.get(n))
         text = f"shards {shard.number} and {other.number} are not from the same run"
-        advice = "Measure both with the same command and software; only --shard may differ."
-        refuse(names, f"{text}: they differ in {names}", advice)
+        if names:
+            raise InputError(
+                f"{text}: they differ in {names}",
+                "Measure both with the same command and software; only --shard may differ.",
+            )
     sections: list[Section] = []
     for name in (section.measure for section in first.sections if "." not in section.measure):
         failed = [s for _, r in whole if (s := r.section(name)) is not None and s.failure]
@@ -263,6 +268,9 @@ def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]
     names, ids = sample_ids(parts), shards[0].ids[: shards[0].counts[measure]]
     # With another batch size a shard has other batches: samples are then repeated or missing.
     uneven = sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids)
-    text = f"the shards of {measure} do not contain each sample exactly once: their batch sizes"
-    refuse(uneven, f"{text} differ", "Measure all of them with the same --batch-size.")
+    if uneven:
+        text = (
+            f"the shards of {measure} do not contain each sample exactly once: their batch sizes"
+        )
+        raise InputError(f"{text} differ", "Measure all of them with the same --batch-size.")
     return in_order(parts, ids)

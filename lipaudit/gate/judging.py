@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, EvaluationError, UsageError, refuse
+from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.pairing import Key, RuleValues
 from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
@@ -90,7 +90,8 @@ def judge(
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric.
     """
-    refuse(not 0 < alpha < 1, f"alpha must be between 0 and 1, not {alpha}", kind=UsageError)
+    if not 0 < alpha < 1:
+        raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     absent = [r for r in DEFAULT_RULES if not rules and r not in chosen and r.measure in USUAL]
@@ -121,9 +122,11 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
     """
     known = {section.measure for report in reports for section in report.sections}
     chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
-    text = f"no default rule exists for {', '.join(sorted(known)) or 'an empty report'}"
-    advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
-    refuse(not chosen, text, advice, UsageError)
+    if not chosen:
+        raise UsageError(
+            f"no default rule exists for {', '.join(sorted(known)) or 'an empty report'}",
+            "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name.",
+        )
     return chosen
 
 
@@ -183,7 +186,8 @@ def _contrast_reports(
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
     text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
-    refuse(new is None and old is None, text, kind=UsageError)
+    if new is None and old is None:
+        raise UsageError(text)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
     if current.shard is not None:
@@ -206,8 +210,9 @@ def _contrast_reports(
     missing = [name for name in before.names if name not in after.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
-    which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
-    refuse(missing, f"{rule.metric}: only one of the reports has {which}", kind=BaselineError)
+    if missing:
+        which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
+        raise BaselineError(f"{rule.metric}: only one of the reports has {which}")
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
@@ -240,8 +245,10 @@ def _read_shared(
     if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
-    text = f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
-    refuse(shared and shared <= samples, text, kind=BaselineError)
+    if shared and shared <= samples:
+        raise BaselineError(
+            f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
+        )
     takes: tuple[list[int] | None, list[int] | None] = None, None
     again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
@@ -297,10 +304,14 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     row_of_flags = rule.stat == "each" and rule.about.reduction in flags
     if (rule.stat == "mean" or row_of_flags) and np.isin((old, new), (0, 1)).all():
         text = f"{rule.text!r}: a share changes in percentage points"
-        refuse(rule.limit.kind == "relative", text, "Write -2pp, not -2%.", UsageError)
+        if rule.limit.kind == "relative":
+            raise UsageError(text, "Write -2pp, not -2%.")
         return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
-    text = f"{rule.text!r}: the variation of a maximum is unknown"
-    refuse(rule.stat == "max", text, "Use an absolute limit for `max`, or judge p95.", UsageError)
+    if rule.stat == "max":
+        raise UsageError(
+            f"{rule.text!r}: the variation of a maximum is unknown",
+            "Use an absolute limit for `max`, or judge p95.",
+        )
     if rule.stat in ("median", "each"):
         return (statistics.judge_median if rule.stat == "median" else statistics.judge_mean)(worse)
 
@@ -319,9 +330,12 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """
     if rule.limit.kind != "relative":
         return rule.worse * (new - old)
-    text = f"{rule.text!r}: a figure that can be negative has no relative change"
     negative = (np.append(old, new) < 0).any()
-    refuse(negative, text, "Use an absolute change, such as >= -0.1.", UsageError)
+    if negative:
+        raise UsageError(
+            f"{rule.text!r}: a figure that can be negative has no relative change",
+            "Use an absolute change, such as >= -0.1.",
+        )
     with np.errstate(divide="ignore", invalid="ignore"):
         return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lipaudit.errors import BaselineError, EvaluationError, UsageError, refuse, suggestion
+from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Reduction, Report, Row, Section, trials
@@ -283,10 +283,11 @@ def find_shared(
     place = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
     pairs = [(place[name], i) for i, name in distinct if name in place]
-    text = f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the"
-    needed = f" ({100 * least:g} % are needed)" if least else ""
     few = not pairs or len(pairs) < least * len(distinct)
-    refuse(few, f"{text} current report{needed}", kind=BaselineError)
+    if few:
+        text = f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the"
+        needed = f" ({100 * least:g} % are needed)" if least else ""
+        raise BaselineError(f"{text} current report{needed}")
     return [i for i, _ in pairs], [i for _, i in pairs]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import computed_field
 
-from lipaudit.errors import ExitCode, UsageError, refuse, suggestion
+from lipaudit.errors import ExitCode, UsageError, suggestion
 from lipaudit.measures import layouts
 from lipaudit.tables import Column, Layout, Section
 from lipaudit.tables.columns import Float, Frozen
@@ -186,8 +186,11 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = table.columns.get(column)
     each_sample = text == "each" and (row is None or row.format == "s" or column in FLAGS)
-    wrong = f"{column} has one value per sample, and `each` judges the rows of a table"
-    refuse(each_sample, wrong, "Use median, mean, p95 or max.", UsageError)
+    if each_sample:
+        raise UsageError(
+            f"{column} has one value per sample, and `each` judges the rows of a table",
+            "Use median, mean, p95 or max.",
+        )
     return text  # type: ignore[return-value]
 
 

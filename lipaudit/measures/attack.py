@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lipaudit.attacks import kinds
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial
-from lipaudit.errors import UsageError, refuse
+from lipaudit.errors import UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Need, Radii, distinct, option
@@ -176,9 +176,11 @@ class AttackOptions(MeasureOptions):
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         # A table holds changed texts, a file of tensors all else.
         unsuited = self.save_adv is not None and len(rewritten) != len(trials) * table
-        reason = f"--save-adv {self.save_adv} cannot store the results of all these attacks"
-        advice = f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors."
-        refuse(unsuited, reason, advice, UsageError)
+        if unsuited:
+            raise UsageError(
+                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
+                f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
+            )
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
         norm = self.norm or (usual if len(whole) < len(trials) else None)
@@ -217,10 +219,13 @@ class AttackOptions(MeasureOptions):
         )
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
-        needed = "a ball" if self.transfer else "the examples of another model"
         wrong = bool(self.transfer) < asked or (self.transfer and not balls)
-        advice = "Use --attack pgd --eps 2/255 --transfer FILE.safetensors."
-        refuse(wrong, f"the attack transfer needs {needed}", advice, UsageError)
+        if wrong:
+            needed = "a ball" if self.transfer else "the examples of another model"
+            raise UsageError(
+                f"the attack transfer needs {needed}",
+                "Use --attack pgd --eps 2/255 --transfer FILE.safetensors.",
+            )
         if self.transfer and all(trial.label != TRANSFER for trial in plan):
             own = (Attack(TRANSFER),)
             plan += tuple(Trial(TRANSFER, norm, radius, own) for norm, radius in balls)
@@ -336,7 +341,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     text = f"samples do not come in chunks of {CHUNK} (one random stream per chunk)"
     advice = f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size."
     for batch in batches:
-        refuse(batch.start % CHUNK or len(batch) > CHUNK, text, advice, UsageError)
+        if batch.start % CHUNK or len(batch) > CHUNK:
+            raise UsageError(text, advice)
         y = base.require_labels(batch, "an attack")
         drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)

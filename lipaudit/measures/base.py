@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from lipaudit.errors import InputError, refuse
+from lipaudit.errors import InputError
 from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Array, Layout, Note, Row, Section
 from lipaudit.tables.columns import HEAD, make_row, wilson
@@ -401,10 +401,11 @@ def require_decision(net: Net, advice: str) -> None:
     """
     lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
     advice += " A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
-    refuse((net.classes or 0) < 2, f"{lacks}, so no prediction is right or wrong", advice)
-    text = f"the embedding layer of {net.architecture} was not found"
+    if (net.classes or 0) < 2:
+        raise InputError(f"{lacks}, so no prediction is right or wrong", advice)
     advice = "Write a py: factory that returns a ModelSpec with its `entry`."
-    refuse(net.kind == "text" and net.entry is None, text, advice)
+    if net.kind == "text" and net.entry is None:
+        raise InputError(f"the embedding layer of {net.architecture} was not found", advice)
 
 
 def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import UsageError, refuse
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, Part, Values
@@ -220,11 +220,16 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     from lipaudit.models.precision import devices
 
     base.require_decision(net, "Certify a classifier.")
-    text = f"{net.architecture} scores continuations: certificates need a classifier"
-    refuse(net.scored, text, "Use `lipaudit attack`, or certify a classifier.")
-    text = "certificates are computed on one device, but --device-map uses several"
-    advice = "Leave --device-map out, or name one device beside cpu and disk."
-    refuse(len(set(devices(net.module))) > 1, text, advice, UsageError)
+    if net.scored:
+        raise InputError(
+            f"{net.architecture} scores continuations: certificates need a classifier",
+            "Use `lipaudit attack`, or certify a classifier.",
+        )
+    if len(set(devices(net.module))) > 1:
+        raise UsageError(
+            "certificates are computed on one device, but --device-map uses several",
+            "Leave --device-map out, or name one device beside cpu and disk.",
+        )
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     # At one order the longest sample needs the most memory: check each order in use.

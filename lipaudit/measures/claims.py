@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
-from lipaudit.errors import UsageError, refuse
+from lipaudit.errors import UsageError
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.smoothing import SmoothingOptions
@@ -194,8 +194,10 @@ class CertifyOptions(MeasureOptions):
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
         if self.counted:
             eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE,)
-        advice = "Add one, as in --eps 1/255, or search for it: --radius."
-        refuse(not eps and not self.radius, "no radius was given", advice, UsageError)
+        if not eps and not self.radius:
+            raise UsageError(
+                "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
+            )
         if self.export is not None and norm != "linf":
             text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
             raise UsageError(text, "Add --norm linf.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from lipaudit.attacks.evaluate import Chunk, Outcome
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
-from lipaudit.errors import UsageError, refuse
+from lipaudit.errors import UsageError
 from lipaudit.measures import texts
 from lipaudit.measures.base import Values
 from lipaudit.models.attention.capture import Layer
@@ -105,9 +105,11 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
         UsageError: the layer has no such head.
     """
     count, index = layer.attention.q.shape[1], layer.site.index
-    text = f"there is no head {index}.{head}: the layer has {count}"
-    advice = f"Give a head from {index}.0 to {index}.{count - 1}."
-    refuse(head >= count, text, advice, UsageError)
+    if head >= count:
+        raise UsageError(
+            f"there is no head {index}.{head}: the layer has {count}",
+            f"Give a head from {index}.0 to {index}.{count - 1}.",
+        )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     every = torch.arange(queries)

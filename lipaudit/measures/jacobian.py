@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from lipaudit.errors import InputError, UsageError, few, refuse
+from lipaudit.errors import InputError, UsageError, few
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Need, needs, option
@@ -242,7 +242,8 @@ def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
         for text, layers in alone.items()
     ]
     text = f"{net.architecture}: {'; '.join(why)}"
-    refuse(from_layers and not cuts, text, "Use another --from, such as embeddings.", InputError)
+    if from_layers and not cuts:
+        raise InputError(text, "Use another --from, such as embeddings.")
     own = dict.fromkeys(block for block in inside if block and block.by_sample)
     notes = tuple(Note.info("no-block", text) for text in why)
     return Blocks(cuts, tuple(own) if options.per_layer else (), notes)
@@ -279,9 +280,11 @@ def _measure_batch(
     def cut(name: str, block: Residual) -> Linearization:
         inner = outputs[block]
         through, beside = whole.find_paths(inner)
-        text = f"the output {at.target} of {net.architecture} does not depend on {name}"
-        refuse(not through, f"{text} ({block.module})", "Use another --to or --from.")
-        refuse(len(inner) != len(at.x), NO_ROWS.format(name), "Use another --from.")
+        if not through:
+            text = f"the output {at.target} of {net.architecture} does not depend on {name}"
+            raise InputError(f"{text} ({block.module})", "Use another --to or --from.")
+        if len(inner) != len(at.x):
+            raise InputError(NO_ROWS.format(name), "Use another --from.")
         around.extend([name] * beside)
         return whole.start_at(start_after(net, block, at.f, at.x), inner)
 
@@ -434,16 +437,20 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
 
     layered = f"--from {options.start}" if (options.start or "").startswith("layer") else ""
     option = "--per-layer" if options.per_layer else layered
-    text = "does not work with --score: every continuation of a prompt has its own hidden states"
-    advice = f"Leave out {option} or --score."
-    refuse(net.scored and option, f"{option} {text}", advice, UsageError)
+    if net.scored and option:
+        text = (
+            "does not work with --score: every continuation of a prompt has its own hidden states"
+        )
+        raise UsageError(f"{option} {text}", f"Leave out {option} or --score.")
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
     place = _find_place(net, batch, end)
     short = 0 if place is None else int((place < 0).sum())
-    text = f"{short} of {len(batch)} texts are too short for --to {end.text}"
-    advice = "Give longer texts, or an existing position (counted from 0, or from the end: -1)."
-    refuse(short, text, advice)
+    if short:
+        raise InputError(
+            f"{short} of {len(batch)} texts are too short for --to {end.text}",
+            "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
+        )
 
 
 JACOBIAN = Measure(

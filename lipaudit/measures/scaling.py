@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lipaudit.errors import refuse
+from lipaudit.errors import InputError
 from lipaudit.measures import base, bounds, jacobian
 from lipaudit.measures.base import Measure, MeasureOptions, NormOptions, Part, Values
 from lipaudit.measures.bounds import BoundsOptions
@@ -220,8 +220,11 @@ def _measure_lengths(
     # The longest first: the model may be surveyed there.
     cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
     cuts = [(i, part, which) for i, part, which in cuts if len(part)]
-    text = f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens"
-    refuse(not cuts, text, "Start --lengths lower, or give longer texts.")
+    if not cuts:
+        raise InputError(
+            f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
+            "Start --lengths lower, or give longer texts.",
+        )
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))

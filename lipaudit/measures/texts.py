@@ -17,7 +17,7 @@ from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, escape_controls, of_machine, refuse
+from lipaudit.errors import InputError, escape_controls, of_machine
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
@@ -105,8 +105,9 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     lost = sum(draft.source is None for draft in drafts)
     advice = "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings"
     advice += ": --attack fgsm,pgd --eps 0.1."
-    wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
-    refuse(lost and (batch.texts or characters), f"{wrong} cannot be changed", advice)
+    if lost and (batch.texts or characters):
+        wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
+        raise InputError(f"{wrong} cannot be changed", advice)
     return Texts(how, drafts)
 
 

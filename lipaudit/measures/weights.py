@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lipaudit.errors import StructureError, of_machine, refuse
+from lipaudit.errors import InputError, StructureError, of_machine
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part
 from lipaudit.settings.option import Need, option, repeat_option
@@ -146,9 +146,12 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
             sites = find_layers(net, first)
             around = find_residuals(net, first, sites, entire=True)
             blocks = tuple(dict.fromkeys(filter(None, around)))
-            text = f"--at-samples: blocks of {net.architecture} have no row per sample"
             mixed = options.at_samples and not all(block.by_sample for block in blocks)
-            refuse(mixed, text, "Leave out --at-samples.")
+            if mixed:
+                raise InputError(
+                    f"--at-samples: blocks of {net.architecture} have no row per sample",
+                    "Leave out --at-samples.",
+                )
             facts, notes = _read_tables(net, first, sites, around)
         if options.at_samples and blocks:
             seeds = [base.seed_of(i, options.seed) for i in batch.ids]

@@ -32,7 +32,7 @@ from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, bound_margins, hull, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
-from lipaudit.errors import refuse
+from lipaudit.errors import InputError
 from lipaudit.models.endpoints import find_tokens
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.requirements import agree
@@ -176,9 +176,11 @@ def _prove_words(
         z, logits = net.point(part), net.output(part)
         # The proof sees embeddings only: they must tell all that the model reads of the words.
         same = net.forward(z, sample.rows(torch.zeros(len(part), dtype=torch.long)))
-        text = f"{net.architecture} reads token ids beside their embeddings"
-        advice = "No certificate covers its words: use `lipaudit attack --attack words`."
-        refuse(not agree(logits, same), text, advice)
+        if not agree(logits, same):
+            raise InputError(
+                f"{net.architecture} reads token ids beside their embeddings",
+                "No certificate covers its words: use `lipaudit attack --attack words`.",
+            )
         wanted = torch.full((len(part),), label, device=x.device)
         least = min(least, float(worst_margins(logits, wanted).min()))
         moves.append(z.to(torch.float64) - x)
@@ -290,14 +292,14 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         there = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
-    refuse(
-        needed > there,
-        f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at order "
-        f"{order}, and {net.device.type} has {there / 2**30:,.0f}",
-        "Use a smaller model or input, or `lipaudit attack`, which works on any model."
-        if order == 1
-        else "Try --order 1.",
-    )
+    if needed > there:
+        raise InputError(
+            f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at order "
+            f"{order}, and {net.device.type} has {there / 2**30:,.0f}",
+            "Use a smaller model or input, or `lipaudit attack`, which works on any model."
+            if order == 1
+            else "Try --order 1.",
+        )
 
 
 def require_rules(net: Net, sample: Batch) -> None:
@@ -318,8 +320,11 @@ def require_rules(net: Net, sample: Batch) -> None:
         output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
         return  # slack grows faster than symbols: later operations are checked in the run
-    text = f"the output of {net.architecture} does not depend on its input"
-    refuse(not isinstance(output, Form), text, "There is nothing to certify: check the model.")
+    if not isinstance(output, Form):
+        raise InputError(
+            f"the output of {net.architecture} does not depend on its input",
+            "There is nothing to certify: check the model.",
+        )
 
 
 # First radius of the adversarial search, as a share of the input range.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, of_machine, refuse
+from lipaudit.errors import InputError, of_machine
 from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken, watch_modules
 from lipaudit.models.precision import exact_arithmetic
@@ -194,9 +194,11 @@ def make_sample_function(
         place = find_places(batch, end.where)
     scored = net.classes is None and end.what not in ("features", "tokens")
     scorer = net.next_token if scored else None
-    text = f"the head of {net.architecture} does not score each position separately"
-    advice = "Use --to features, --to tokens, or the logits at the last position."
-    refuse(scorer is not None and not scores_each_token(net, batch), text, advice)
+    if scorer is not None and not scores_each_token(net, batch):
+        raise InputError(
+            f"the head of {net.architecture} does not score each position separately",
+            "Use --to features, --to tokens, or the logits at the last position.",
+        )
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         labels = None if batch.y is None else batch.y[index]
@@ -254,14 +256,8 @@ def _read_output(
         predicted = logits.detach().argmax(1)  # the class is our choice, no part of the function
         y = predicted if part.y is None else part.y.where(part.y >= 0, predicted)
         return F.cross_entropy(logits, y, reduction="none")[:, None]
-    if what == "features" and net.classes is None:
-        return net.read(forward())
-    if what == "features":  # the input of a classifier's last linear layer
-        linears = [m for m in net.module.modules() if isinstance(m, nn.Linear)]
-        inputs = _record(linears, lambda args, _: args[0], forward)
-        text = f"{net.architecture} has no linear layer, whose input would be its features"
-        refuse(not inputs, text, "Use --to logits.")
-        return inputs[-1]
+    if what == "features":
+        return _read_features(net, forward)
     if what == "hidden" and scorer is not None:
         seen: list[Tensor] = []
 
@@ -276,14 +272,32 @@ def _read_output(
     else:  # the output of the last layer norm over tokens, with padded tokens set to zero
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
         tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]
-        refuse(not tokens, "no token features were found", "Use --to features.")
+        if not tokens:
+            raise InputError("no token features were found", "Use --to features.")
         states = tokens[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
     other = what == "hidden" and states.shape[:2] != part.x.shape
-    text = f"the last hidden states of {net.architecture} do not have one vector per token"
-    refuse(other, text, "Use --to tokens or --to features.")
+    if other:
+        raise InputError(
+            f"the last hidden states of {net.architecture} do not have one vector per token",
+            "Use --to tokens or --to features.",
+        )
     return states if what == "tokens" or place is None else pick_columns(states, place)
+
+
+def _read_features(net: Net, forward: Forward) -> Tensor:
+    """Return the input of a classifier's last linear layer, or the features of a model without."""
+    if net.classes is None:
+        return net.read(forward())
+    linears = [module for module in net.module.modules() if isinstance(module, nn.Linear)]
+    inputs = _record(linears, lambda args, _: args[0], forward)
+    if not inputs:
+        raise InputError(
+            f"{net.architecture} has no linear layer, whose input would be its features",
+            "Use --to logits.",
+        )
+    return inputs[-1]
 
 
 def _record(

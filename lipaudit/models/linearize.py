@@ -21,7 +21,6 @@ from lipaudit.errors import (
     UsageError,
     first_line,
     of_machine,
-    refuse,
 )
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, Widening, exact_arithmetic, keep
@@ -29,9 +28,11 @@ from lipaudit.models.requirements import AGREES, REPEAT, agree
 
 
 def _refuse_dropout(probability: float) -> Tensor:
-    text = f"dropout is on (p = {probability:g}), so forward passes differ"
-    advice = "Call F.dropout with training=self.training, or set the probability to 0."
-    refuse(probability > 0, text, advice)
+    if probability > 0:
+        raise InputError(
+            f"dropout is on (p = {probability:g}), so forward passes differ",
+            "Call F.dropout with training=self.training, or set the probability to 0.",
+        )
     return NotImplemented
 
 
@@ -80,9 +81,11 @@ def _run_batch_norm(
     # depends on parameters only. One row with all samples' channels side by side is an instance
     # norm; if samples are in the other axes, the check of their gradients finds it.
     mixes = len(input) > 1 and not all(isinstance(p, nn.Parameter) for p in leaves(input)[0])
-    text = "a BatchNorm layer uses batch statistics, so samples depend on each other"
-    advice = "Give the BatchNorm running statistics (track_running_stats=True)."
-    refuse(training and (running_mean is not None or mixes), text, advice)
+    if training and (running_mean is not None or mixes):
+        raise InputError(
+            "a BatchNorm layer uses batch statistics, so samples depend on each other",
+            "Give the BatchNorm running statistics (track_running_stats=True).",
+        )
     if training or running_mean is None or running_var is None:
         return NotImplemented
     # x -> (x - mean) gain + shift: products and sums, whose derivatives are right everywhere.
@@ -127,9 +130,11 @@ class LinearMode(Widening):
         """Call the replacement of `func` if one applies, else `func`."""
         kwargs = kwargs or {}
         rounds = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        text = "the model rounds to half precision under autocast"
         # Autocast leaves float64 as it is.
-        refuse(rounds and not self.widen, text, "Use --dtype float64.")
+        if rounds and not self.widen:
+            raise InputError(
+                "the model rounds to half precision under autocast", "Use --dtype float64."
+            )
         replacement = _REPLACEMENTS.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         if result is not NotImplemented:
@@ -360,7 +365,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
         EvaluationError: the output is not finite.
     """
     coarse = x.dtype not in (torch.float32, torch.float64)
-    refuse(coarse, f"cannot linearise in {x.dtype}", "Use float32 or float64.", UsageError)
+    if coarse:
+        raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
     index = torch.arange(len(x), device=x.device)
     # First, as a model that keeps state may write into what a graph has stored.
     alone = _run_beside_others(f, x)
@@ -370,8 +376,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
         return whole
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
-    text = "the model's output differs from one forward pass to the next"
-    refuse(not agree(whole.output, again, AGREES), text, REPEAT)
+    if not agree(whole.output, again, AGREES):
+        raise InputError("the model's output differs from one forward pass to the next", REPEAT)
     raise InputError(
         "the output of one sample depends on another one of its batch",
         "Use a model that treats the samples of a batch independently.",
@@ -397,13 +403,15 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
                 raise
             beside[::2] = low + span * noise
             output = evaluate(f, beside, index)
-    text = f"{len(index)} samples give an output of shape {tuple(output.shape)}"
-    refuse(output.shape[:1] != index.shape, text)
+    if output.shape[:1] != index.shape:
+        raise InputError(f"{len(index)} samples give an output of shape {tuple(output.shape)}")
     return output[1:2]
 
 
 def require_finite(values: Tensor) -> None:
     """Raise EvaluationError if an output or a derivative is not finite."""
-    text = "the model's output or its derivative is not finite"
-    advice = "Check the weights and the inputs' range, or try --dtype float64."
-    refuse(not values.isfinite().all(), text, advice, EvaluationError)
+    if not values.isfinite().all():
+        raise EvaluationError(
+            "the model's output or its derivative is not finite",
+            "Check the weights and the inputs' range, or try --dtype float64.",
+        )

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, UsageError, refuse
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.linearize import Linearization, require_finite
 from lipaudit.theory import TOL, WITHIN
 from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_norms
@@ -100,9 +100,11 @@ def compute_jacobian_norms(
     """
     m, few_outputs = linear.outputs, linear.outputs <= linear.inputs
     if norm == "inf":
-        text = f"the inf norm of {m} outputs takes {m} backward passes per sample"
-        advice = f"Use --norm 2, or an output of at most {MOST_ROWS} entries."
-        refuse(m > MOST_ROWS, text, advice, UsageError)
+        if m > MOST_ROWS:
+            raise UsageError(
+                f"the inf norm of {m} outputs takes {m} backward passes per sample",
+                f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
+            )
         rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
         sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
         return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
@@ -166,8 +168,8 @@ def compute_margins(
         UsageError: the output is not (batch, classes) with at least two classes.
     """
     logits = linear.output
-    text = f"margins need logits (batch, classes), not {tuple(logits.shape)}"
-    refuse(logits.ndim != 2 or logits.shape[1] < 2, text, kind=UsageError)
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
     order = logits.scatter(1, y[:, None], -torch.inf).argsort(1, descending=True)[:, :-1]
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
@@ -230,8 +232,10 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
         # A power of two changes no digit: what underflows shows at a larger u; 0 stays 0.
         pulled = linear.vjp(units * 2.0**100).flatten(1)
         lost = (small & pulled.any(1).cpu()).any()
-        text = f"the derivative is too small for {linear.x.dtype}"
-        refuse(lost, text, "Use --dtype float64.", EvaluationError)
+        if lost:
+            raise EvaluationError(
+                f"the derivative is too small for {linear.x.dtype}", "Use --dtype float64."
+            )
 
 
 def make_gram_products(linear: Linearization) -> Products:

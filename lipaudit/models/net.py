@@ -17,7 +17,7 @@ from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.data.images import SampleForm
-from lipaudit.errors import UsageError, refuse
+from lipaudit.errors import UsageError
 from lipaudit.models.precision import devices, precision
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Norm
@@ -214,13 +214,12 @@ class LoadOptions:
         size = self.input_size
         if size is None:
             return known
-        refuse(
-            not 1 <= len(size) <= 3 or min(size) < 1,
-            f"input size {size} is not a shape",
-            "Give one side (32), height and width (32,32), or channels, height and width "
-            "(3,32,32).",
-            UsageError,
-        )
+        if not 1 <= len(size) <= 3 or min(size) < 1:
+            raise UsageError(
+                f"input size {size} is not a shape",
+                "Give one side (32), height and width (32,32), or channels, height and width "
+                "(3,32,32).",
+            )
         channels = size[0] if len(size) == 3 else known[0]
         return channels, size[-1] if len(size) == 1 else size[-2], size[-1]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipaudit.certify.symbols import cast_up, up
 from lipaudit.data.batch import Batch
 from lipaudit.data.vnnlib import Property
-from lipaudit.errors import explain_failure, refuse
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import Net
 
 
@@ -47,8 +47,11 @@ def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
 def _place_windows(x: Any, size: Sequence[int], how: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Return steps, gaps, and padding of windows of a size, for the axes behind the first two."""
     n, kind = len(size), how.get("auto_pad", "")
-    advice = "Export the network with other operators."
-    refuse(how.get("ceil_mode") or n > 2, "ceil_mode and windows over 3 axes are not read", advice)
+    if how.get("ceil_mode") or n > 2:
+        raise InputError(
+            "ceil_mode and windows over 3 axes are not read",
+            "Export the network with other operators.",
+        )
     strides, gaps = how.get("strides", [1] * n), how.get("dilations", [1] * n)
     pads = [*how.get("pads", [0] * 2 * n)]
     for i in range(n) if kind.startswith("SAME") else ():
@@ -87,7 +90,8 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
-    refuse(training is not None and bool(training), "Dropout in training is random", TRAINED)
+    if training is not None and bool(training):
+        raise InputError("Dropout in training is random", TRAINED)
     return x
 
 
@@ -233,9 +237,12 @@ class Graph:
             given |= {"num_outputs": len(node.output)} if name == "Split" else {}
             odd = [*given.keys() - known] if known else []
             odd += ["axis"] * ("Softmax" in name and version < OLDEST and given.get("axis") != -1)
-            text = f"{path}: the operator {name}{odd and f' with {odd[0]}' or ''} is not read"
             advice = f"Export the network with other operators, in version 17 (not {version})."
-            refuse(odd or not known, text, advice)
+            if odd or not known:
+                raise InputError(
+                    f"{path}: the operator {name}{odd and f' with {odd[0]}' or ''} is not read",
+                    advice,
+                )
             self.steps.append((OPERATORS[name], node.input, node.output, given))
         # A value is dropped after its last use: forms are large.
         self.last = {name: i for i, step in enumerate(self.steps) for name in step[1]}

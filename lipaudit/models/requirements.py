@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, explain_failure, first_line, of_machine, refuse
+from lipaudit.errors import InputError, explain_failure, first_line, of_machine
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, compute_values, exact_arithmetic, name_dtypes
 from lipaudit.tables import Note
@@ -57,7 +57,8 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     for again, rows, (text, advice) in ((batch, len(output), random), (other, 1, mixed)):
         with torch.no_grad():
             result = net.output(again)
-        refuse(not agree(output[:rows], result[:rows], each=0), text, advice)
+        if not agree(output[:rows], result[:rows], each=0):
+            raise InputError(text, advice)
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
@@ -118,22 +119,22 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             f"{net.architecture} runs on one sample but fails on a batch of two ({said})",
             "Use --batch-size 1, or fix the model.",
         ) from error
-    refuse(
-        len(together) != len(pair) or together.shape != alone.shape,
-        f"{net.architecture} returns {tuple(together.shape)} for 2 samples and "
-        f"{tuple(alone.shape)} for the same two, one at a time",
-        "Fix the model: it must return one row per sample for every batch size.",
-    )
+    if len(together) != len(pair) or together.shape != alone.shape:
+        raise InputError(
+            f"{net.architecture} returns {tuple(together.shape)} for 2 samples and "
+            f"{tuple(alone.shape)} for the same two, one at a time",
+            "Fix the model: it must return one row per sample for every batch size.",
+        )
     known = alone.isfinite() & together.isfinite()
     change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
     largest = torch.where(known, alone, 0.0).abs().amax()
-    refuse(
-        change.amax() > AGREES * largest + 10 * noise.amax(),
-        "the output of one sample depends on another one (beside it, outputs change by up to "
-        f"{float(change.amax()):.2g})",
-        "A BatchNorm needs running statistics; nn.TransformerEncoder and nn.MultiheadAttention "
-        "need batch_first=True where samples are in the first axis.",
-    )
+    if change.amax() > AGREES * largest + 10 * noise.amax():
+        raise InputError(
+            "the output of one sample depends on another one (beside it, outputs change by up to "
+            f"{float(change.amax()):.2g})",
+            "A BatchNorm needs running statistics; nn.TransformerEncoder and "
+            "nn.MultiheadAttention need batch_first=True where samples are in the first axis.",
+        )
 
 
 def require_padding_is_unread(net: Net, batch: Batch) -> None:

@@ -28,7 +28,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError, UsageError, explain_error, refuse
+from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
@@ -112,10 +112,12 @@ def watch(
             "shard is not possible here: a training is measured on all samples", "Leave it out."
         )
     advice = "Give a positive number of steps between two measurements."
-    refuse(every < 1, f"every = {every}", advice, UsageError)
+    if every < 1:
+        raise UsageError(f"every = {every}", advice)
     called, inner = tuple(loggers), _innermost(model)
     said, advice = "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
-    refuse(not all(map(callable, called)), said, advice, UsageError)
+    if not all(map(callable, called)):
+        raise UsageError(said, advice)
     name = inner.name if isinstance(inner, Net) else type(_module(inner)).__name__
     request = replace(request, model=name, partial=not strict)
     return Monitor(inner, request, data, every, Path(to), called, step)

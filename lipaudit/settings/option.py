@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer
 
-from lipaudit.errors import UsageError, refuse, suggestion
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables.trials import Radius, parse_radius, parse_range
 
 # Attributes of `Option` that a field declares; the others follow from the field.
@@ -175,9 +175,12 @@ class Settings(BaseModel):
         """
         for known in self.options().values():
             given = known.name not in self._configured and self._differs(known)
-            text = f"{known.flags[0]} works only for models that take {' or '.join(known.kinds)}"
             wrong = known.kinds and given and kind not in known.kinds
-            refuse(wrong, f"{text}; this one takes {kind}", "Leave it out.", UsageError)
+            if wrong:
+                text = (
+                    f"{known.flags[0]} works only for models that take {' or '.join(known.kinds)}"
+                )
+                raise UsageError(f"{text}; this one takes {kind}", "Leave it out.")
 
     @classmethod
     def parse(

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine, refuse
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
 from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
@@ -86,9 +86,11 @@ def head_bounds(
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     for name in ("x", "q", "k", "v"):
-        text = f"The attention layer has infinite or undefined {name} entries."
-        advice = "Look for overflow in the model: run it in float32 or float64."
-        refuse(not getattr(heads, name).sum().isfinite(), text, advice, EvaluationError)
+        if not getattr(heads, name).sum().isfinite():
+            raise EvaluationError(
+                f"The attention layer has infinite or undefined {name} entries.",
+                "Look for overflow in the model: run it in float32 or float64.",
+            )
     tokens = Tokens(heads)
     heads, size = unit_values(heads)
     parts = []
@@ -151,7 +153,8 @@ def ball_sharp(
     Raises:
         UsageError: r is negative.
     """
-    refuse(not r >= 0, f"the radius of a ball cannot be negative: {r}", kind=UsageError)
+    if not r >= 0:
+        raise UsageError(f"the radius of a ball cannot be negative: {r}")
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)

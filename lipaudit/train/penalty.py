@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, UsageError, refuse
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, make_additive
 from lipaudit.models.attention.events import AttentionMode
@@ -227,7 +227,8 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
         if site.structure is None:
             raise InputError(f"{where}: {site.reason}, so its weights are unknown")
         text = f"{where} computes queries, keys or values by several linear maps in a row"
-        refuse(site.inner, f"{text}, so they have no weight of their own")
+        if site.inner:
+            raise InputError(f"{text}, so they have no weight of their own")
         for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
             first = 0
             for source in form.source:
@@ -239,7 +240,10 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 own = (form.columns >= first) & (form.columns < first + weight.shape[1])
                 mixed = bool((own.any(1) != own.all(1)).any())
                 text = f"{where} adds several linear maps up in a head"
-                advice = "Merge adapters into the weights first."
-                refuse(mixed, f"{text}, so it has no weight of its own", advice)
+                if mixed:
+                    raise InputError(
+                        f"{text}, so it has no weight of its own",
+                        "Merge adapters into the weights first.",
+                    )
                 yield partial(_read_heads, parameter, weight, form.columns[own.all(1)] - first)
                 first += weight.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, first_line, of_machine, refuse
+from lipaudit.errors import EvaluationError, first_line, of_machine
 from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import Address, AttentionCall
 from lipaudit.models.attention.capture import Layer, Site
@@ -123,9 +123,11 @@ def _linearize_layer(layer: Layer) -> Linearization:
 
     linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
     again = linear.output[0].view_as(layer.output)
-    text = f"{site.scope} gives a different result when it is run alone"
-    advice = "It keeps state between calls. Leave its layers out with --layers."
-    refuse(not agree(layer.output, again, AGREES, each=1), text, advice, EvaluationError)
+    if not agree(layer.output, again, AGREES, each=1):
+        raise EvaluationError(
+            f"{site.scope} gives a different result when it is run alone",
+            "It keeps state between calls. Leave its layers out with --layers.",
+        )
     return linear
 
 

@@ -24,7 +24,6 @@ from lipaudit.errors import (
     first_line,
     is_ours,
     of_machine,
-    refuse,
 )
 from lipaudit.models import requirements
 from lipaudit.models.attention import calls, trace
@@ -137,15 +136,16 @@ def survey(net: Net, batch: Batch) -> Survey:
             watched = trace.watch_embeddings(net, uses.mark)
             with watched, place.following(net.module), uses, torch.no_grad():
                 output = net.output(pair)
-            refuse(
-                output.shape[:1] != (len(pair),),
-                f"{len(pair)} samples give an output of shape {tuple(output.shape)}, so the model "
-                "merges the samples of a batch",
-                "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
-                "sample.",
-            )
+            if output.shape[:1] != (len(pair),):
+                raise InputError(
+                    f"{len(pair)} samples give an output of shape {tuple(output.shape)}, so the "
+                    "model merges the samples of a batch",
+                    "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
+                    "sample.",
+                )
             finite, advice = output.isfinite().all(), "Check the weights, and try --dtype float64."
-            refuse(not finite, "the model's output is not finite", advice, EvaluationError)
+            if not finite:
+                raise EvaluationError("the model's output is not finite", advice)
             try:
                 sites = _observe_passes(net, pair, other, output, uses)
             except Exception as error:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch, Task
-from lipaudit.errors import InputError, UsageError, explain_failure, few, refuse
+from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
@@ -59,11 +59,15 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     names = tuple(filter(None, map(str.strip, lines)))
-    refuse(len(names) < 2, f"{path} has {len(names)} class names: two are needed", advice)
+    if len(names) < 2:
+        raise InputError(f"{path} has {len(names)} class names: two are needed", advice)
     # Labels of data are matched without case, and with spaces for underscores.
     counts = Counter(name.casefold().replace("_", " ") for name in names)
     twice = [name for name, count in counts.items() if count > 1]
-    refuse(twice, f"{path} has a class name twice: {few(twice)}", "Give each class its own name.")
+    if twice:
+        raise InputError(
+            f"{path} has a class name twice: {few(twice)}", "Give each class its own name."
+        )
     return names
 
 
@@ -75,10 +79,11 @@ def read_prompts(text: str | None) -> tuple[str, ...]:
     """
     prompts = tuple(prompt.strip() for prompt in (PROMPT if text is None else text).split("|"))
     wrong = [prompt for prompt in prompts if prompt.count("{}") != 1]
-    advice = f"For example --prompt '{PROMPT}'."
-    refuse(
-        wrong, f"--prompt {few(wrong)!r} must have one {{}} for the class name", advice, UsageError
-    )
+    if wrong:
+        raise UsageError(
+            f"--prompt {few(wrong)!r} must have one {{}} for the class name",
+            f"For example --prompt '{PROMPT}'.",
+        )
     return prompts
 
 
@@ -99,8 +104,11 @@ def make_zero_shot(
     """
     names, kind = spec.labels or (), type(module).__name__
     tokenizer = text_models.load_tokenizer(path)
-    text = f"{kind} has no tokenizer in its folder, and --classes needs it"
-    refuse(tokenizer is None, text, "Copy tokenizer.json and tokenizer_config.json into it.")
+    if tokenizer is None:
+        raise InputError(
+            f"{kind} has no tokenizer in its folder, and --classes needs it",
+            "Copy tokenizer.json and tokenizer_config.json into it.",
+        )
     config = text_models.find_text_config(module.config)
     most = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
@@ -109,8 +117,11 @@ def make_zero_shot(
     fill = {"padding": "max_length", "max_length": most} if padded else {"padding": True}
     tokens = dict(tokenizer(texts, return_tensors="pt", **fill))
     length = tokens["input_ids"].shape[1]
-    text = f"a prompt has {length} tokens, and {kind} reads at most {most}"
-    refuse(length > most, text, "Shorten --prompt or the names of the classes.")
+    if length > most:
+        raise InputError(
+            f"a prompt has {length} tokens, and {kind} reads at most {most}",
+            "Shorten --prompt or the names of the classes.",
+        )
     known = inspect.signature(module.get_text_features).parameters
     inputs = {key: value for key, value in tokens.items() if key in known}
 
@@ -132,11 +143,11 @@ def make_zero_shot(
             output = module.get_image_features(pixel_values=x)
             image = F.normalize(text_models.read_tower(output, None), dim=-1)
             error = (own.logits_per_image - image @ (scale * each[:2]).T - bias).abs().max()
-            refuse(  # a NaN too, which compares as False
-                not error <= DEVIATION * own.logits_per_image.abs().max().clamp(min=1),
-                f"{kind} computes its logits in another way than scale * cosine + bias",
-                "Write a py: factory that returns a ModelSpec with its own `read`.",
-            )
+            if not error <= DEVIATION * own.logits_per_image.abs().max().clamp(min=1):
+                raise InputError(
+                    f"{kind} computes its logits in another way than scale * cosine + bias",
+                    "Write a py: factory that returns a ModelSpec with its own `read`.",
+                )
             return scale * F.normalize(mean, dim=-1), bias
 
     def read(result: Any) -> Tensor:
@@ -254,14 +265,13 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
             moved = z.detach().requires_grad_()
             (ahead,) = torch.autograd.grad(score(moved)[:, 0].square().sum(), moved)
     advice = "Use a causal language model, or leave --score out."
-    refuse(
-        not agree(usual, whole[:, -1], AGREES),
-        f"{net.architecture} gives different logits for embeddings and for their token ids: it "
-        "cannot score continuations",
-        advice,
-    )
-    refuse(
-        bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES),
-        f"{net.architecture} looks at later tokens: it cannot score continuations",
-        advice,
-    )
+    if not agree(usual, whole[:, -1], AGREES):
+        raise InputError(
+            f"{net.architecture} gives different logits for embeddings and for their token ids: "
+            "it cannot score continuations",
+            advice,
+        )
+    if bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):
+        raise InputError(
+            f"{net.architecture} looks at later tokens: it cannot score continuations", advice
+        )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
 from lipaudit.data.images import resize
-from lipaudit.errors import InputError, UsageError, explain_failure, few, refuse
+from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.classifiers import make_zero_shot
 from lipaudit.models.sources.quantised import plan_dequantising, turn_codes
@@ -65,13 +65,13 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
     stored = list_weight_files(top) if options.pretrained else []
-    refuse(
-        options.pretrained and not stored,
-        f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
-        + (f", and {commit.unasked}" if commit.unasked else ""),
-        "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
-        "into its model first. If the local cache is incomplete, run it with a connection.",
-    )
+    if options.pretrained and not stored:
+        raise InputError(
+            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
+            + (f", and {commit.unasked}" if commit.unasked else ""),
+            "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
+            "into its model first. If the local cache is incomplete, run it with a connection.",
+        )
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
     with explain_refusals(repository):
         path = snapshot_download(
@@ -148,20 +148,27 @@ def describe_transformers(
     if options.class_names:
         parts = ("get_image_features", "get_text_features", "logit_scale")
         unfit = not all(hasattr(module, part) for part in parts)
-        text = f"{name} is no image-text model, so --classes cannot make a classifier of it"
-        refuse(unfit, text, "Leave --classes out.", UsageError)
+        if unfit:
+            raise UsageError(
+                f"{name} is no image-text model, so --classes cannot make a classifier of it",
+                "Leave --classes out.",
+            )
         text = "--tower measures features, and --classes a classifier"
-        refuse(tower, text, "Leave one of them out.", UsageError)
+        if tower:
+            raise UsageError(text, "Leave one of them out.")
         spec = describe_images(module, options, path, "image")
         return make_zero_shot(module, spec, options.prompts, path)
     towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
-    has = f"only {' and '.join(towers)}" if towers else "none"
     unknown = tower is not None and tower not in towers
-    text = f"{name} has no tower {tower!r}: it has {has}"
-    refuse(unknown, text, "Leave --tower out.", UsageError)
+    if unknown:
+        has = f"only {' and '.join(towers)}" if towers else "none"
+        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
     text = f"{name} has an image tower and a text tower, and none was chosen"
-    advice = "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier."
-    refuse(tower is None and len(towers) > 1, text, advice, UsageError)
+    if tower is None and len(towers) > 1:
+        raise UsageError(
+            text,
+            "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
+        )
     takes = module.main_input_name if tower is None else TOWERS[tower]
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
@@ -205,11 +212,12 @@ def describe_sounds(module: Any) -> ModelSpec:
         shape = bands, 2 * positions
     else:
         shape = FRAMES, width
-    refuse(
-        0 in shape,
-        f"{type(module).__name__} takes {takes}, and its configuration does not give their shape",
-        "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
-    )
+    if 0 in shape:
+        raise InputError(
+            f"{type(module).__name__} takes {takes}, and its configuration does not give their "
+            "shape",
+            "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+        )
     whole = has_head(module) or not config.is_encoder_decoder
     call = module if whole else module.get_encoder()
     return ModelSpec(
@@ -288,11 +296,12 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
         from PIL import Image
 
         shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
-        refuse(
-            len(shape) != 3,
-            f"the processor of {type(module).__name__} makes patches of shape {shape}, not pixels",
-            "Write a py: factory that returns a ModelSpec of kind tokens.",
-        )
+        if len(shape) != 3:
+            raise InputError(
+                f"the processor of {type(module).__name__} makes patches of shape {shape}, not "
+                "pixels",
+                "Write a py: factory that returns a ModelSpec of kind tokens.",
+            )
         return shape[0], shape[1], shape[2]
     parts = ("vision_config", "backbone_config")  # the configuration of the vision part
     configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
@@ -460,9 +469,11 @@ def _require_complete(
     unused = [k for k in rest if _has_part(k, POOLER, MASK) or not _is_inside(module, k)]
     surplus = [k for k in surplus if k not in unused]
     misfit = describe_misfit(missing, surplus, wrong)
-    text = f"the weights in {path} do not fit {type(module).__name__}: {misfit}"
-    advice = "Check `architectures` in config.json and that the fine-tuned head was saved."
-    refuse(misfit, text, advice)
+    if misfit:
+        raise InputError(
+            f"the weights in {path} do not fit {type(module).__name__}: {misfit}",
+            "Check `architectures` in config.json and that the fine-tuned head was saved.",
+        )
     if without_pooler:
         module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"

@@ -25,7 +25,6 @@ from lipaudit.errors import (
     few,
     find_unmet_requirement,
     neighbours,
-    refuse,
     similar,
 )
 from lipaudit.models.net import OWN, Net, watch_modules
@@ -77,13 +76,12 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
         source, spec = _load_spec(name, options)
         for option, takers in TAKERS.items():
             given = getattr(options, option) != getattr(LoadOptions(), option)
-            refuse(
-                given and source not in takers,
-                f"{name} does not take --{FLAGS.get(option, option.replace('_', '-'))}",
-                "Leave it out. In a gate it comes from the baseline: check that this is of the "
-                "same model.",
-                UsageError,
-            )
+            if given and source not in takers:
+                raise UsageError(
+                    f"{name} does not take --{FLAGS.get(option, option.replace('_', '-'))}",
+                    "Leave it out. In a gate it comes from the baseline: check that this is of "
+                    "the same model.",
+                )
         return assemble(spec, options, name=name, source=source)
 
 
@@ -105,24 +103,24 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     if model and path.is_dir():
         return _load_directory(path, options)
     if path.is_file():
-        refuse(
-            path.suffix not in SUFFIXES,
-            f"{path} is not a file of weights for PyTorch",
-            f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX and GGUF "
-            f"have none), or a Python function that returns the model: py:{path}:FUNCTION.",
-        )
+        if path.suffix not in SUFFIXES:
+            raise InputError(
+                f"{path} is not a file of weights for PyTorch",
+                f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX and "
+                "GGUF "
+                f"have none), or a Python function that returns the model: py:{path}:FUNCTION.",
+            )
         arch = options.arch or ""
         if not arch:
             read_weights(path)  # a file without weights is refused first: --arch would not help
-        beside = (path.parent / "config.json").is_file()
-        refuse(
-            not arch,
-            f"{path} is a file of weights, and the architecture is unknown",
-            f"Give its folder {path.parent}, which has a config.json." * beside
-            or "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
-            "py:FILE:FACTORY with your own factory.",
-            UsageError,
-        )
+        if not arch:
+            beside = (path.parent / "config.json").is_file()
+            raise UsageError(
+                f"{path} is a file of weights, and the architecture is unknown",
+                f"Give its folder {path.parent}, which has a config.json." * beside
+                or "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+                "py:FILE:FACTORY with your own factory.",
+            )
         load_file = own.load_file if arch.startswith("py:") else timm.load_file
         return "file", load_file(path, arch, options)
     close = [f"py:{model}"] if ".py:" in model else []
@@ -138,20 +136,22 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a directory in the format of timm or transformers, by the keys of its config.json."""
-    refuse(
-        (path / "adapter_config.json").is_file(),
-        f"{path} holds an adapter, such as LoRA, and no whole model",
-        "Merge it into its model first, with the library peft: "
-        "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
-    )
+    if (path / "adapter_config.json").is_file():
+        raise InputError(
+            f"{path} holds an adapter, such as LoRA, and no whole model",
+            "Merge it into its model first, with the library peft: "
+            "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
+        )
     file = path / "config.json"
     config = read_json(file) if file.is_file() else None
     keys = {*config} if isinstance(config, dict) else set()
-    text = f"{path} has no config.json that names a timm architecture or a transformers model_type"
-    advice = (
-        "Give its weights file with --arch timm:NAME or py:FILE:FACTORY, or add the config.json."
-    )
-    refuse(not keys & {"model_type", "architecture", "pretrained_cfg"}, text, advice)
+    if not keys & {"model_type", "architecture", "pretrained_cfg"}:
+        raise InputError(
+            f"{path} has no config.json that names a timm architecture or a transformers "
+            "model_type",
+            "Give its weights file with --arch timm:NAME or py:FILE:FACTORY, or add the "
+            "config.json.",
+        )
     source, load = ("hf", huggingface) if "model_type" in keys else ("timm", timm)
     return source, load.load_directory(path, options)
 
@@ -181,10 +181,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         module.eval().requires_grad_(False)
     if options.quantize:
         asked = f"--quantize {options.quantize}"
-        text = f"{asked} rounds weights on loading, and --weights stored keeps them"
-        refuse(options.weights == "stored", text, "Leave one of them out.", UsageError)
+        if options.weights == "stored":
+            raise UsageError(
+                f"{asked} rounds weights on loading, and --weights stored keeps them",
+                "Leave one of them out.",
+            )
         text = f"{asked} rounds float weights, and {name} is quantised ({quantised})"
-        refuse(quantised, text, "Leave --quantize out.", UsageError)
+        if quantised:
+            raise UsageError(text, "Leave --quantize out.")
         quantised = round_weights(module, options.quantize)
         digest = hash_weights(module, name)  # other weights: another function
     architecture = spec.architecture or type(module).__name__
@@ -209,12 +213,12 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         notes.append(spec.commit.note)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     labels = spec.labels or ()
-    refuse(
-        spec.labels is not None and classes not in (None, len(labels)),
-        f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
-        "Check num_classes and the labels of the model's configuration. Two classes need two "
-        "logits: torch.cat([0 * z, z], 1).",
-    )
+    if spec.labels is not None and classes not in (None, len(labels)):
+        raise InputError(
+            f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
+            "Check num_classes and the labels of the model's configuration. Two classes need two "
+            "logits: torch.cat([0 * z, z], 1).",
+        )
     entry = spec.entry or entry
     # By name: a factory may return a subclass with fields of its own.
     known: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
@@ -243,9 +247,11 @@ def find_main_output(result: Any) -> Tensor:
         result = result.logits
     elif isinstance(result, (tuple, list)) and result:
         result = result[0]
-    text = f"the model returned {type(result).__name__}, not a tensor or an output with logits"
-    advice = "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)."
-    refuse(not isinstance(result, Tensor), text, advice)
+    if not isinstance(result, Tensor):
+        raise InputError(
+            f"the model returned {type(result).__name__}, not a tensor or an output with logits",
+            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
+        )
     output: Tensor = result
     return output
 
@@ -254,20 +260,21 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
     """Return the complete description, and a function that preprocesses samples and runs them."""
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
     named = [name for name, value in given.items() if value is not None]
-    text = f"{few(named)} was given, but the model takes {spec.kind}"
-    refuse(named and spec.kind != "image", text, "Leave it out.", UsageError)
+    if named and spec.kind != "image":
+        raise UsageError(
+            f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
+        )
     complete, module = spec, spec.module
     mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
     if spec.kind == "image":
         channels = spec.input_shape[0]
         for key, values in (("mean", mean), ("std", std)):
-            refuse(
-                len(values) not in (1, channels) or (key == "std" and min(values) <= 0),
-                f"{key} {values} does not fit {channels} channels, or is not positive",
-                f"Give --{key} one value, or {channels} separated by commas. Pixels are divided "
-                "by std, which must be positive.",
-                UsageError,
-            )
+            if len(values) not in (1, channels) or (key == "std" and min(values) <= 0):
+                raise UsageError(
+                    f"{key} {values} does not fit {channels} channels, or is not positive",
+                    f"Give --{key} one value, or {channels} separated by commas. Pixels are "
+                    "divided by std, which must be positive.",
+                )
         mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
         facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
         complete = replace(
@@ -335,15 +342,15 @@ def _probe(
         result = call(x, None)
         output = read(result)
     halved = output.dtype in HALF and x.dtype == torch.float32
-    refuse(
-        halved or not output.is_floating_point(),
-        f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
-        "Let the model return its scores (logits), not a decision, which has no gradient. "
-        "Switch autocast off in its code, or use --dtype float64, which overrides it.",
-    )
+    if halved or not output.is_floating_point():
+        raise InputError(
+            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+            "Let the model return its scores (logits), not a decision, which has no gradient. "
+            "Switch autocast off in its code, or use --dtype float64, which overrides it.",
+        )
     text = "the model's output on a blank sample is not finite"
-    advice = "Check the weights. A masked class needs a finite logit."
-    refuse(not bool(output.isfinite().all()), text, advice)
+    if not bool(output.isfinite().all()):
+        raise InputError(text, "Check the weights. A masked class needs a finite logit.")
     notes: list[Note] = []
     if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
         shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
@@ -438,22 +445,28 @@ def borrow(
         InputError: the object is no module, or cannot run on a blank sample.
     """
     name = type(own.unwrap(model)).__name__
-    text = "device_map works only for models that are loaded by name, not for a module"
-    advice = "Leave device_map out: a module is measured on its own device."
-    refuse(options.device_map is not None, text, advice, UsageError)
-    text = f"{name} is not a model"
-    advice = "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec."
-    refuse(not isinstance(model, nn.Module | ModelSpec), text, advice)
+    if options.device_map is not None:
+        raise UsageError(
+            "device_map works only for models that are loaded by name, not for a module",
+            "Leave device_map out: a module is measured on its own device.",
+        )
+    if not isinstance(model, nn.Module | ModelSpec):
+        raise InputError(
+            f"{name} is not a model",
+            "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
+        )
     text = "classes works only for models that are loaded by name, not for a module"
     advice = "Leave classes out: it needs the tokenizer in the folder of a model."
-    refuse(options.class_names, text, advice, UsageError)
+    if options.class_names:
+        raise UsageError(text, advice)
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
         axes = len(input_shape) if isinstance(input_shape, Sequence) else 0
         text = f"input_shape {input_shape} is not the shape of a sample"
         advice = "Give (channels, height, width), (tokens, width) or (samples,)."
-        refuse(axes not in own.KINDS, text, advice, UsageError)
+        if axes not in own.KINDS:
+            raise UsageError(text, advice)
         spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
     name = type(spec.module).__name__
     if options.device == "auto":

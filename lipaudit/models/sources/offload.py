@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit import errors
-from lipaudit.errors import EvaluationError, UsageError, explain_failure, few, refuse
+from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, few
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import DEFERRED, hold, lifting, name_dtypes
 from lipaudit.models.sources.weights import describe_misfit, note_half_precision, read_json
@@ -64,7 +64,8 @@ def place_weights(
             return call, {}, notes
     else:
         text = f"--device {options.device} and --device-map both choose the device of the model"
-        refuse(options.device != "auto", text, "Leave --device out.", UsageError)
+        if options.device != "auto":
+            raise UsageError(text, "Leave --device out.")
         placement = plan_placement(module, options.device_map, dtype)
         placement.move(module, dtype)
         notes += (placement.note(module),)
@@ -262,21 +263,22 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     path = Path(wanted)
     content = read_json(path) if path.is_file() else {}
     words = content.values() if isinstance(content, dict) else ()
-    refuse(
-        not words or not all(isinstance(w, str) or type(w) is int for w in words),
-        f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
-        "devices",
-        'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
-        UsageError,
-    )
+    if not words or not all(isinstance(w, str) or type(w) is int for w in words):
+        raise UsageError(
+            f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
+            "devices",
+            'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
+        )
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
     unknown = sorted(content.keys() - names)
     missing = [name for name in tensors if _look_up(content, name) is None]
-    parts = few([part for part, _ in module.named_children()])
-    text = f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}"
-    advice = f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.'
-    refuse(unknown or missing, text, advice)
+    if unknown or missing:
+        parts = few([part for part, _ in module.named_children()])
+        raise InputError(
+            f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
+            f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
+        )
     return dict(content)
 
 

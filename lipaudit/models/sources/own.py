@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from lipaudit.errors import UsageError, explain_failure, refuse, suggestion
+from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.weights import hash_weights, load_strictly, match_names, read_weights
 from lipaudit.tables import Note
@@ -42,7 +42,8 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
     """
     place, _, name = reference.rpartition(":")
     nameless = not place or not name
-    refuse(nameless, f"py:{reference} has no factory name", f"Write {EXAMPLE}.", UsageError)
+    if nameless:
+        raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
     # The user's module may import its neighbours and parse its arguments, like `python FILE` and
     # `python -m`: Python puts the folder of a script first, and there are no arguments.
     root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
@@ -51,13 +52,15 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
         advice = f"Write {EXAMPLE}, the second for a file with relative imports."
         with explain_failure(f"{place} cannot be imported", advice):
             module = _import_module(place)
-        functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
-        otherwise = None if functions else "The module has no functions."
-        advice = suggestion(name, functions, otherwise)
-        refuse(not hasattr(module, name), f"{place} has no {name!r}", advice)
-        text = f"py:{reference} is a module, not a function that returns one"
-        advice = f"Write a function, such as `def build(): return {name}`."
-        refuse(isinstance(getattr(module, name), nn.Module), text, advice)
+        if not hasattr(module, name):
+            functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
+            otherwise = None if functions else "The module has no functions."
+            raise InputError(f"{place} has no {name!r}", suggestion(name, functions, otherwise))
+        if isinstance(getattr(module, name), nn.Module):
+            raise InputError(
+                f"py:{reference} is a module, not a function that returns one",
+                f"Write a function, such as `def build(): return {name}`.",
+            )
         with explain_failure(
             f"the factory py:{reference} failed",
             "Check the factory: it is called with --model-kwargs as its only arguments.",
@@ -75,9 +78,11 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
         InputError: as in `call_factory`, or the function returns something else.
     """
     model = call_factory(reference, options)
-    text = f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec"
-    advice = "Return the model itself, not its state dict or a class."
-    refuse(not isinstance(model, nn.Module | ModelSpec), text, advice)
+    if not isinstance(model, nn.Module | ModelSpec):
+        raise InputError(
+            f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
+            "Return the model itself, not its state dict or a class.",
+        )
     spec = describe(model, options, f"py:{reference}, a {type(model).__name__},")
     if spec.kind != "image" or options.input_size is None:
         return spec
@@ -92,8 +97,8 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         UsageError: as in `load_factory`.
         InputError: as in `load_factory`, or the weights do not fit.
     """
-    text = f"{reference} has a fixed number of classes"
-    refuse(options.classes is not None, text, "Leave --classes out.", UsageError)
+    if options.classes is not None:
+        raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
     load_strictly(spec.module, match_names(state, spec.module), origin=str(path))
@@ -129,13 +134,16 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
     module: Any = unwrap(model.module if isinstance(model, ModelSpec) else model)
     towers = hasattr(module, "main_input_name") and hasattr(module, "config")
     text = f"{name or type(module).__name__} has no towers"
-    advice = "Leave --tower out: CLIP and similar models of transformers have towers."
-    refuse(options.tower and not towers, text, advice, UsageError)
+    if options.tower and not towers:
+        raise UsageError(
+            text, "Leave --tower out: CLIP and similar models of transformers have towers."
+        )
     if isinstance(model, ModelSpec):
         odd = not isinstance(model.module, nn.Module) or model.kind not in get_args(Kind)
         text = f"a ModelSpec has a {type(model.module).__name__} of the kind {model.kind!r}"
-        kinds = ", ".join(get_args(Kind))
-        refuse(odd, text, f"It needs an nn.Module, and one of the kinds {kinds}.")
+        if odd:
+            kinds = ", ".join(get_args(Kind))
+            raise InputError(text, f"It needs an nn.Module, and one of the kinds {kinds}.")
         return replace(model, module=module)
     if hasattr(module, "pretrained_cfg"):
         from lipaudit.models.sources.timm import describe_timm
@@ -154,23 +162,22 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
     if all(form.kind == "image" for form in possible):
         # Pictures have 1 or 3 channels, first or last.
         possible = [form for form in possible if form.shape[0] in (1, 3)] or possible
-    refuse(
-        not possible,
-        f"the input shape of {name or type(module).__name__} is unknown",
-        "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28); in Python "
-        "data as arrays, or input_shape=(3, 32, 32). Or return a lipaudit.ModelSpec, which "
-        "defines the input: `lipaudit init py` writes an example.",
-        UsageError,
-    )
-    sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
-    refuse(
-        len(possible) > 1,
-        f"each sample may be {' or '.join(map(str, possible))}",
-        f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
-        f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
-        "lipaudit.ModelSpec(model, SHAPE).",
-        UsageError,
-    )
+    if not possible:
+        raise UsageError(
+            f"the input shape of {name or type(module).__name__} is unknown",
+            "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28); in "
+            "Python "
+            "data as arrays, or input_shape=(3, 32, 32). Or return a lipaudit.ModelSpec, which "
+            "defines the input: `lipaudit init py` writes an example.",
+        )
+    if len(possible) > 1:
+        sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
+        raise UsageError(
+            f"each sample may be {' or '.join(map(str, possible))}",
+            f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
+            f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
+            "lipaudit.ModelSpec(model, SHAPE).",
+        )
     form = possible[0]
     notes = (Note.warn("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)
@@ -186,11 +193,17 @@ def load_denoiser(reference: str) -> nn.Module:
         UsageError: the reference is malformed.
         InputError: the file or function does not exist, fails, or returns no module.
     """
-    text = f"--denoiser {reference}: it must be py:FILE:FACTORY"
-    refuse(not reference.startswith("py:"), text, "Its factory returns an nn.Module.", UsageError)
+    if not reference.startswith("py:"):
+        raise UsageError(
+            f"--denoiser {reference}: it must be py:FILE:FACTORY",
+            "Its factory returns an nn.Module.",
+        )
     module = call_factory(reference.removeprefix("py:"), LoadOptions())
-    text = f"{reference} returned {type(module).__name__}, not an nn.Module"
-    refuse(not isinstance(module, nn.Module), text, "Return the denoiser itself.")
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"{reference} returned {type(module).__name__}, not an nn.Module",
+            "Return the denoiser itself.",
+        )
     return module.eval().requires_grad_(False)
 
 
@@ -217,8 +230,10 @@ def add_denoiser(net: Net, reference: str) -> Net:
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
         form, wanted = ((*getattr(v, "shape", ()), getattr(v, "dtype", type(v))) for v in (z, x))
-        text = f"the denoiser {reference} returned {form} for samples of {wanted}"
-        refuse(form != wanted, text, advice)
+        if form != wanted:
+            raise InputError(
+                f"the denoiser {reference} returned {form} for samples of {wanted}", advice
+            )
         return net.call(z, mask)
 
     return replace(net, call=call)

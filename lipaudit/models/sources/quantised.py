@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import UsageError, explain_failure, few, refuse, suggestion
+from lipaudit.errors import InputError, UsageError, explain_failure, few, suggestion
 from lipaudit.models.precision import defer
 from lipaudit.models.sources.weights import HALF, list_weight_files, read_weights
 from lipaudit.settings.option import read_quantization
@@ -67,22 +67,22 @@ def round_weights(module: nn.Module, how: str) -> str:
     fixed, listed = _find_fixed(module), [*_list_weights(module)]
     weights = {id(p): (name, p, turned) for name, p, turned in listed if id(p) not in fixed}
     left = [name.removesuffix(".weight") for name, p, _ in listed if id(p) in fixed]
-    refuse(
-        not weights,
-        f"--quantize {how}: {type(module).__name__} has no linear layer to round"
-        + f" but its output ({few(left)})" * bool(left),
-        "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
-    )
+    if not weights:
+        raise InputError(
+            f"--quantize {how}: {type(module).__name__} has no linear layer to round"
+            + f" but its output ({few(left)})" * bool(left),
+            "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
+        )
     widths = {name: p.shape[0 if turned else 1] for name, p, turned in weights.values()}
     odd = [name for name, width in widths.items() if group and width % group]
-    refuse(
-        odd,
-        f"--quantize {how}: groups of {group} do not divide the {widths[odd[0]] if odd else 0} "
-        f"inputs of {few(odd, 1)}",
-        f"Use a divisor of {math.gcd(*widths.values())}, which divides all layers, or leave the "
-        "group out.",
-        UsageError,
-    )
+    if odd:
+        raise UsageError(
+            f"--quantize {how}: groups of {group} do not divide the "
+            f"{widths[odd[0]] if odd else 0} inputs of {few(odd, 1)}",
+            f"Use a divisor of {math.gcd(*widths.values())}, which divides all layers, or "
+            "leave the "
+            "group out.",
+        )
     for _, p, turned in weights.values():
         # One layer at a time: a copy of all would double the memory.
         w = p.data.float() if p.dtype in HALF else p.data
@@ -158,16 +158,16 @@ def plan_dequantising(
         odd = " with schemes that differ between layers"
     if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
         odd = " with rotated activations"
-    refuse(
-        odd or method not in LIBRARIES,
-        f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise",
-        ("" if odd else suggestion(method, LIBRARIES) + " ")
-        + "Give a dequantised copy, or the float checkpoint with --quantize.",
-    )
+    if odd or method not in LIBRARIES:
+        raise InputError(
+            f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise",
+            ("" if odd else suggestion(method, LIBRARIES) + " ")
+            + "Give a dequantised copy, or the float checkpoint with --quantize.",
+        )
     library = LIBRARIES[method]
     text = f"{path} is quantised by {method}, and its library is not installed"
-    advice = f"Run pip install {library.replace('_', '-')}."
-    refuse(library and find_spec(library) is None, text, advice)
+    if library and find_spec(library) is None:
+        raise InputError(text, f"Run pip install {library.replace('_', '-')}.")
     if kinds and kinds <= FLOATS:
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"

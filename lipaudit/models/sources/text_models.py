@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
-from lipaudit.errors import InputError, explain_failure, refuse
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NO_DECISION, ModelSpec, NextToken
 from lipaudit.models.sources.weights import read_json
 from lipaudit.tables import Note
@@ -111,12 +111,12 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
         hidden = hidden.flatten(1, 2) if channels_last else hidden.flatten(2).transpose(1, 2)
     if mask is None:
         return hidden.mean(1)
-    refuse(
-        mask.shape[1] != hidden.shape[1],
-        f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}, so "
-        "padding cannot be recognised",
-        "Give texts of one length, as token ids in an .npz file.",
-    )
+    if mask.shape[1] != hidden.shape[1]:
+        raise InputError(
+            f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}, so "
+            "padding cannot be recognised",
+            "Give texts of one length, as token ids in an .npz file.",
+        )
     weight = mask.to(hidden.dtype)[:, :, None]
     return (hidden * weight).sum(1) / weight.sum(1)
 
@@ -169,9 +169,11 @@ def choose_pooling(path: Path | None) -> Pooling:
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
     }
     unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    text = f"{path} pools its tokens in a way that is not supported: {unknown or mode}"
-    advice = "Remove modules.json to read the mean over tokens, or write a py: factory."
-    refuse(unknown or mode not in poolings, text, advice)
+    if unknown or mode not in poolings:
+        raise InputError(
+            f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
+            "Remove modules.json to read the mean over tokens, or write a py: factory.",
+        )
     pooling = poolings[mode]
     if "Normalize" not in steps:
         return pooling
@@ -312,14 +314,16 @@ class Feed:
         """
         ids = list(self.encode(texts, most)["input_ids"])
         largest = max(ids, default=0)
-        refuse(
-            largest >= self.size,
-            f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings for "
-            f"only {self.size}: {texts[0][:40]!r} holds "
-            f"{self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}",
-            "Use the tokenizer that the model was trained with, or train the model with a larger "
-            "embedding (resize_token_embeddings).",
-        )
+        if largest >= self.size:
+            raise InputError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has "
+                "embeddings for "
+                f"only {self.size}: {texts[0][:40]!r} holds "
+                f"{self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}",
+                "Use the tokenizer that the model was trained with, or train the model "
+                "with a larger "
+                "embedding (resize_token_embeddings).",
+            )
         return ids
 
     def encode(self, texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
@@ -331,12 +335,12 @@ class Feed:
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         ids = list(encoded["input_ids"])
         usual = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
-        refuse(
-            usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]),
-            f"the token types of {texts[0][:40]!r} do not follow from its token ids",
-            "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
-            "types, write a py: factory that returns a ModelSpec with its own `call`.",
-        )
+        if usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]):
+            raise InputError(
+                f"the token types of {texts[0][:40]!r} do not follow from its token ids",
+                "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
+                "types, write a py: factory that returns a ModelSpec with its own `call`.",
+            )
         return encoded
 
 
@@ -407,8 +411,10 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     """
     config = find_text_config(module.config)
     text = f"{type(module).__name__} has no embedding table for token ids that could be perturbed"
-    advice = "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`."
-    refuse(not getattr(config, "vocab_size", None), text, advice)
+    if not getattr(config, "vocab_size", None):
+        raise InputError(
+            text, "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`."
+        )
     size, table = int(config.vocab_size), None
     with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)

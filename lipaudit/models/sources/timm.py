@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.hub import Repository, explain_refusals, find_commit
 from lipaudit.data.images import resize
-from lipaudit.errors import InputError, UsageError, of_machine, refuse, suggestion
+from lipaudit.errors import InputError, UsageError, of_machine, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
 from lipaudit.models.sources.weights import (
@@ -78,14 +78,15 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
         ) from error
     commit.remember()
     classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
-    refuse(
-        classes not in (0, trained),
-        f"num_classes={classes} would replace the classifier of {name} ({trained} classes) by a "
-        "random one",
-        "Leave num_classes out, train a new classifier with `lipaudit train --classes`, or give "
-        "your own weights file with --arch.",
-        UsageError,
-    )
+    if classes not in (0, trained):
+        raise UsageError(
+            f"num_classes={classes} would replace the classifier of {name} ({trained} "
+            "classes) by a "
+            "random one",
+            "Leave num_classes out, train a new classifier with `lipaudit train "
+            "--classes`, or give "
+            "your own weights file with --arch.",
+        )
     return replace(describe_timm(module, options), commit=commit)
 
 
@@ -99,9 +100,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
     files = list_weight_files(file.name for file in path.iterdir())
-    text = f"{path} has no unique weights file (found: {', '.join(files) or 'none'})"
-    advice = f"Rename one of them to {PREFERRED[0]}, or give the file with --arch."
-    refuse(len(files) != 1, text, advice)
+    if len(files) != 1:
+        raise InputError(
+            f"{path} has no unique weights file (found: {', '.join(files) or 'none'})",
+            f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
+        )
     weights = path / files[0]
     state, notes = read_weights(weights)
     return describe_timm(module, options, notes=notes + _load(module, state, weights))

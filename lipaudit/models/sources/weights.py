@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, few, first_line, out_of_memory, refuse
+from lipaudit.errors import InputError, explain_failure, few, first_line, out_of_memory
 from lipaudit.models.precision import compute_values, name_dtypes
 from lipaudit.tables import Note
 
@@ -63,8 +63,9 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         key = (usual or [*inside])[0]
         state = inside[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
-    held = f"several sets of weights: {few([*inside])}" if inside else "no named tensors"
-    refuse(not state, f"{path} holds {held}", "Save only the model's state_dict().")
+    if not state:
+        held = f"several sets of weights: {few([*inside])}" if inside else "no named tensors"
+        raise InputError(f"{path} holds {held}", "Save only the model's state_dict().")
     state, scaled = _apply_scales(state, path)
     return state, notes + scaled + note_half_precision(v.dtype for v in state.values())
 
@@ -91,14 +92,14 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
         shape = (-1, *[1] * (weight.ndim - 1))
         fits = scale.numel() == 1 or tuple(scale.shape) == (len(weight), *shape[1:])
         fits |= scale.shape == weight.shape[:1] and len(weight) not in weight.shape[1:2]
-        refuse(
-            not fits or not scale.is_floating_point(),
-            f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
-            f"{tuple(weight.shape)}, with a {few(name_dtypes([scale.dtype]))} scale of "
-            f"{tuple(scale.shape)}",
-            f"Store {name}_scale with one number, or one per output channel: "
-            f"{(len(weight), *[1] * (weight.ndim - 1))}; or save float weights.",
-        )
+        if not fits or not scale.is_floating_point():
+            raise InputError(
+                f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
+                f"{tuple(weight.shape)}, with a {few(name_dtypes([scale.dtype]))} scale of "
+                f"{tuple(scale.shape)}",
+                f"Store {name}_scale with one number, or one per output channel: "
+                f"{(len(weight), *[1] * (weight.ndim - 1))}; or save float weights.",
+            )
         values[name] = weight.float() * scale.float().reshape(shape)
         kinds.add(weight.dtype)
     text = f"weights stored in {' and '.join(name_dtypes(kinds))} were multiplied by their scales"
@@ -181,12 +182,13 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
         InputError: names or shapes differ, or integers are stored for floats.
     """
     wrong = find_misfit(module, state)
-    refuse(
-        wrong,
-        f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
-        "Check --arch and --model-kwargs (such as num_classes, img_size), and that the file has "
-        "the weights of this model alone.",
-    )
+    if wrong:
+        raise InputError(
+            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
+            "Check --arch and --model-kwargs (such as num_classes, img_size), and that the "
+            "file has "
+            "the weights of this model alone.",
+        )
     takes = module.state_dict()
     stored = (k for k, v in state.items() if not v.is_floating_point() and not v.is_complex())
     refuse_codes([k for k in stored if takes[k].is_floating_point()], origin)
@@ -199,12 +201,12 @@ def refuse_codes(names: Sequence[str], origin: object) -> None:
     Raises:
         InputError: there are; the message names the first.
     """
-    refuse(
-        names,
-        f"{few(names)} of {origin} hold integers, without a scale",
-        "Save float weights. A file for --arch may have NAME_scale beside an int8 weight: one "
-        "number, or one per output channel.",
-    )
+    if names:
+        raise InputError(
+            f"{few(names)} of {origin} hold integers, without a scale",
+            "Save float weights. A file for --arch may have NAME_scale beside an int8 weight: one "
+            "number, or one per output channel.",
+        )
 
 
 def strip_prefix(state: State) -> State:
@@ -255,12 +257,15 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
     """
     original = "Give the original module, with its weights loaded (run a lazy module once)."
     script = isinstance(module, torch.jit.ScriptModule)
-    refuse(script, f"{origin} is TorchScript, whose modules cannot be read", original)
+    if script:
+        raise InputError(f"{origin} is TorchScript, whose modules cannot be read", original)
     tensors = (*module.named_parameters(), *module.named_buffers())
     empty = next((name for name, t in tensors if is_lazy(t) or t.is_meta), None)
-    refuse(empty, f"{empty} of {origin} has no values", original)
+    if empty:
+        raise InputError(f"{empty} of {origin} has no values", original)
     none = not bare and next(module.parameters(), None) is None
-    refuse(none, f"{origin} has no parameters", "Give a model with parameters.")
+    if none:
+        raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
     # The extra state of modules is no weights.
     state = sorted(
         (name, value)
@@ -272,14 +277,19 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
         for name, value in state
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
     ]
-    text = f"{origin} has weights that are quantised or sparse: {few(odd)}"
-    advice = "Load the model before it was quantised, or make its weights dense (to_dense())."
-    refuse(odd, text, advice)
+    if odd:
+        raise InputError(
+            f"{origin} has weights that are quantised or sparse: {few(odd)}",
+            "Load the model before it was quantised, or make its weights dense (to_dense()).",
+        )
     weights = module.named_parameters()
     bad = [n for n, p in weights if not bool(torch.isfinite(compute_values(p)).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
-    text = f"{origin} has weights that are not finite: {few(bad)}"
-    refuse(bad, text, "Use an earlier checkpoint: the training diverged or the file is damaged.")
+    if bad:
+        raise InputError(
+            f"{origin} has weights that are not finite: {few(bad)}",
+            "Use an earlier checkpoint: the training diverged or the file is damaged.",
+        )
     digest = hashlib.sha256()
     for name, tensor in state:
         value: Any = compute_values(tensor).detach().cpu().contiguous()

@@ -46,20 +46,6 @@ COMMANDS = {
     "train": ("Improve a checkpoint", "training:train"),
 }
 HELP_ALL = "help_all"
-# Options that only --help-all shows, so that --help fits on one screen.
-RARE = {
-    *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
-    *("model_kwargs", "mean", "std", "input_size", "tower", "quantize"),  # model
-    *("classes", "prompt"),
-    *("seed", "dtype", "weights", "device_map", "shard", "time_limit", "offline"),  # run
-    *("config", "verbose", "rank_by"),
-    *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
-    *("gamma", "p_norm_tokens", "rivals"),
-    *("steps", "restarts", "queries", "patch_size", "save_adv", "transfer", "order", "nodes"),
-    *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
-    *("flip", "shift", "mixup", "cutmix", "skip", "export", "instances"),
-    *("proofs", "verify", "baseline_model"),
-}
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.
 BY_MEASURE = {"samples": "by measure"}
@@ -97,6 +83,7 @@ class Several(Extent):
         None,
         "Rank several models by METRIC, such as jacobian.norm:p95. `order` keeps the given order.",
         usual="accuracy under attack, else certified, else the median norm",
+        rare=True,
     )
 
     def require_several(self, count: int) -> None:
@@ -119,7 +106,9 @@ class Terminal(Settings):
     """The messages on stderr."""
 
     quiet: bool = output_option(False, "Print no progress and no notes.", "--quiet", "-q")
-    verbose: bool = output_option(False, "Print tracebacks and details.", "--verbose", "-v")
+    verbose: bool = output_option(
+        False, "Print tracebacks and details.", "--verbose", "-v", rare=True
+    )
 
     def tell(self, text: str) -> None:
         """Print lines on stderr, unless the command is quiet."""
@@ -250,7 +239,13 @@ def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) ->
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too."""
+    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too.
+
+    Attributes:
+        rare: names of the options that only `--help-all` shows.
+    """
+
+    rare: frozenset[str] = frozenset()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help: the common options in one list, or all options under headings."""
@@ -264,11 +259,16 @@ class Command(typer.core.TyperCommand):
                     formatter.write_text(f"\b\n{text}" if "\n " in text else text)
         rows = []
         for parameter in self.get_params(ctx):
-            if record := (whole or parameter.name not in RARE) and parameter.get_help_record(ctx):
-                panel = whole and getattr(parameter, "rich_help_panel", None)
-                if parameter.param_type_name == "argument":  # its name in the usage is enough
-                    panel, record = "Arguments", (parameter.metavar or parameter.name, record[1])
-                rows.append((panel or "Options", record))
+            record = parameter.get_help_record(ctx)
+            if record is None or (parameter.name in self.rare and not whole):
+                continue
+            panel = None
+            if whole:
+                panel = getattr(parameter, "rich_help_panel", None)
+            if parameter.param_type_name == "argument":  # its name in the usage is enough
+                panel = "Arguments"
+                record = (parameter.metavar or parameter.name, record[1])
+            rows.append((panel or "Options", record))
         write_panels(formatter, rows)
 
 
@@ -329,6 +329,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     groups: dict[str, type[Settings]] = {}
     parameters: list[inspect.Parameter] = []
     options: list[inspect.Parameter] = []
+    rare = {"config"}
     keyword = inspect.Parameter.KEYWORD_ONLY
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
@@ -336,6 +337,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
         if hasattr(kind, "options"):
             groups[parameter.name] = kind
             options += _list_parameters(kind, usual)
+            rare.update(n for n, known in kind.options().items() if known.rare)
         else:
             parameters.append(parameter.replace(annotation=hint, kind=keyword))
     plain = [parameter.name for parameter in parameters]
@@ -343,7 +345,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     if RunOptions in groups.values():  # only options of a run can be configured
         parameters.append(inspect.Parameter("config", keyword, default=None, annotation=Config))
     # A command without rare options shows all options in --help.
-    if RARE & {p.name for p in parameters}:
+    if rare & {p.name for p in parameters}:
         parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
 
     def call(**typed: Any) -> None:
@@ -370,7 +372,9 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     text = "\n\n".join(p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
     single = make_typer(add_completion=False)
     single.command(name, cls=Command, help=text)(call)
-    return typer.main.get_command(single)
+    command: Any = typer.main.get_command(single)
+    command.rare = frozenset(rare)
+    return command
 
 
 def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.Parameter]:

@@ -46,7 +46,10 @@ class Remeasure(Settings):
         None, "Where the baseline's samples are now.", usual="the path in the baseline"
     )
     classes: str | None = option(
-        None, "Where the baseline's file of class names is now.", usual="the path in the baseline"
+        None,
+        "Where the baseline's file of class names is now.",
+        usual="the path in the baseline",
+        rare=True,
     )
     arch: str | None = copy(OF_RUN["arch"])
     model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
@@ -59,11 +62,13 @@ class Remeasure(Settings):
         (),
         "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
         usual="those of the first report, if their file is unchanged",
+        rare=True,
     )
     baseline_model: str | None = option(
         None,
         "Where the baseline's model is now: the examples of a MODEL are tried on it, too.",
         usual="the MODEL in the baseline, unless that is code (py:)",
+        rare=True,
     )
     denoiser: str | None = option(
         None, "Where the baseline's denoiser is now.", usual="the one in the baseline"

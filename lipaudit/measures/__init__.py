@@ -116,7 +116,7 @@ class AuditOptions(Settings):
         need=Need("a run without --quick", lambda options: not options.quick),
     )
     only: Names = option(None, f"Measures to run; default: {', '.join(USUAL)}.")
-    skip: Names = option(None, "Measures to leave out.")
+    skip: Names = option(None, "Measures to leave out.", rare=True)
     certify: bool = option(
         False, f"Also compute certificates, at the radii --eps: up to {SECONDS:g} s a sample."
     )

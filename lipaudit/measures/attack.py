@@ -85,14 +85,21 @@ class AttackOptions(MeasureOptions):
         None, "linf (default for images), l2, l1, or token-l2 (default for text)."
     )
     steps: int | None = option(
-        None, "Number of iterations of every attack.", need=_attack("steps"), gt=0
+        None,
+        "Number of iterations of every attack.",
+        need=_attack("steps"),
+        gt=0,
+        rare=True,
     )
-    restarts: int | None = option(None, "Random starts.", need=_attack("steps", "queries"), gt=0)
+    restarts: int | None = option(
+        None, "Random starts.", need=_attack("steps", "queries"), gt=0, rare=True
+    )
     queries: int | None = option(
         None,
         "Largest number of queries: of Square in all, of words and characters for each change.",
         need=_attack("queries", "edits"),
         gt=0,
+        rare=True,
     )
     patch_size: int | None = option(
         None,
@@ -104,12 +111,14 @@ class AttackOptions(MeasureOptions):
         kinds=("image",),
         usual="of the model's own patches",
         ge=1,
+        rare=True,
     )
     save_adv: Path | None = option(
         None,
         "Save the adversarial examples to FILE.safetensors (images, embeddings) or "
         "FILE.jsonl (changed texts). --data reads both, except embeddings.",
         exclude=True,
+        rare=True,
     )
     transfer: tuple[Path, ...] = option(
         (),
@@ -117,6 +126,7 @@ class AttackOptions(MeasureOptions):
         "attack transfer, in every ball; repeatable.",
         kinds=("image", "tokens"),
         exclude=True,
+        rare=True,
     )
     # Default attacks of images.
     usual: str = Field(IMAGES, exclude=True)

@@ -45,10 +45,16 @@ class AttentionOptions(MeasureOptions):
 
     layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
     gamma: float = option(
-        0.1, "Rows with g1 above this value count as intermediate (fragile).", gt=0, lt=0.25
+        0.1,
+        "Rows with g1 above this value count as intermediate (fragile).",
+        gt=0,
+        lt=0.25,
+        rare=True,
     )
     k: int = option(10, "k of the columns gk and g1/gk (a number of keys).", gt=1)
-    p_norm_tokens: int = option(2048, "Do not compute ||P|| for more tokens than this.", ge=0)
+    p_norm_tokens: int = option(
+        2048, "Do not compute ||P|| for more tokens than this.", ge=0, rare=True
+    )
     # This option changes no number, so the report does not record it as a setting.
     map: OneHead = option(
         None,

@@ -116,7 +116,11 @@ class NormOptions(MeasureOptions):
     """
 
     tol: float = option(
-        TOL, "Relative accuracy at which the iteration stops (estimated, not proven).", gt=0, lt=1
+        TOL,
+        "Relative accuracy at which the iteration stops (estimated, not proven).",
+        gt=0,
+        lt=1,
+        rare=True,
     )
     max_steps: int = 300
     within: float = option(
@@ -124,6 +128,7 @@ class NormOptions(MeasureOptions):
         "Proven relative accuracy of the norms (probability 99.9 %).",
         gt=0,
         allow_inf_nan=False,
+        rare=True,
     )
 
     @property

@@ -62,18 +62,24 @@ class BoundsOptions(NormOptions):
         "projections",
         "Input of the norms: what the projections read, or the input of the "
         "whole attention module.",
+        rare=True,
     )
     concat: bool = option(
-        False, "Also compute norms of each layer's concatenated heads, before W_O."
+        False,
+        "Also compute norms of each layer's concatenated heads, before W_O.",
+        rare=True,
     )
     splitting: bool = option(
-        False, "Also compute how much the norm of each head grows if tokens are duplicated."
+        False,
+        "Also compute how much the norm of each head grows if tokens are duplicated.",
+        rare=True,
     )
     layer_within: float = option(
         LAYER_WITHIN,
         "Proven relative accuracy of layer norms (probability 99.9 %).",
         gt=0,
         allow_inf_nan=False,
+        rare=True,
     )
 
 

@@ -77,6 +77,7 @@ class CertifyOptions(MeasureOptions):
         AttackOptions,
         "patch_size",
         need=Need("--norm patch", lambda options: options.counted == "patch"),
+        rare=True,
     )
     smooth: float | None = _of_smoothing("smooth", need=None)
     noise_samples: TwoCounts = _of_smoothing("noise_samples")
@@ -93,11 +94,13 @@ class CertifyOptions(MeasureOptions):
         need=Need("--radius", lambda options: options.radius),
         gt=0,
         lt=1,
+        rare=True,
     )
     order: Literal["auto", "1", "2"] = option(
         "auto",
         "Proof method: 1 (affine, fast), 2 (quadratic, tighter and slower), or auto "
         "(2 if the input is small).",
+        rare=True,
     )
     attack: str | None = option(
         None,
@@ -111,6 +114,7 @@ class CertifyOptions(MeasureOptions):
         "each place of a patch.",
         ge=1,
         usual=f"{NODES}, for patches {PARTS}, no limit with --seconds",
+        rare=True,
     )
     seconds: float | None = option(
         None, "Time limit per sample. Results then depend on the machine.", gt=0
@@ -120,24 +124,28 @@ class CertifyOptions(MeasureOptions):
         "Also write model (ONNX), balls (VNN-LIB) and instances.csv to a folder.",
         need=Need("--eps", lambda options: options.eps),
         exclude=True,
+        rare=True,
     )
     proofs: Path | None = option(
         None,
         "Also write FILE.npz for --verify: the parts of each split ball, with their multipliers.",
         need=Need("balls, not patches or words", lambda options: not options.counted),
         exclude=True,
+        rare=True,
     )
     verify: Path | None = option(
         None,
         "Without MODEL: repeat the proofs of this report (JSON) in its run. Balls that were split "
         "are evaluated at the multipliers of --proofs, without a search.",
         exclude=True,
+        rare=True,
     )
     instances: Path | None = option(
         None,
         "Without MODEL: prove or break the properties of FILE.csv (model.onnx,property.vnnlib,"
         "seconds in each line), and print results.",
         exclude=True,
+        rare=True,
     )
     # Default radii of images.
     usual_eps: Radii = Field((), exclude=True)

@@ -77,6 +77,7 @@ class JacobianOptions(NormOptions):
         "Largest number of other classes to consider for the first-order radius.",
         need=OF_CLASSES,
         ge=1,
+        rare=True,
     )
     per_layer: bool = option(
         False,

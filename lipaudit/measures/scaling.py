@@ -70,6 +70,7 @@ class ScalingOptions(MeasureOptions):
         None,
         "Heads of the worst-case modes: 0.8,5.11 or all. Default: the head with the "
         "largest norm of each layer.",
+        rare=True,
     )
     radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
         None,
@@ -77,9 +78,12 @@ class ScalingOptions(MeasureOptions):
         need=WORST,
     )
     mask: Literal["own", "none", "causal", "both"] = option(
-        "own", "Mask of the worst case: own (the model's), none, causal or both.", need=WORST
+        "own",
+        "Mask of the worst case: own (the model's), none, causal or both.",
+        need=WORST,
+        rare=True,
     )
-    tol: float = repeat_option(NormOptions, "tol")
+    tol: float = repeat_option(NormOptions, "tol", rare=True)
 
     @property
     def tokens(self) -> int | None:

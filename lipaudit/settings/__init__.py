@@ -43,52 +43,69 @@ class RunOptions(Settings):
     )
     samples: int | None = data_option(None, "Number of samples.", "--samples", "-n", ge=1)
     max_tokens: int | None = text_option(
-        None, "Cut texts to this many tokens.", usual="128; for scaling its longest length", ge=1
+        None,
+        "Cut texts to this many tokens.",
+        usual="128; for scaling its longest length",
+        ge=1,
+        rare=True,
     )
     text_column: str | None = text_option(
-        None, "Table column with the texts; FIRST,SECOND for pairs of texts."
+        None,
+        "Table column with the texts; FIRST,SECOND for pairs of texts.",
+        rare=True,
     )
-    label_column: str | None = data_option(None, "Table column with the labels.")
+    label_column: str | None = data_option(None, "Table column with the labels.", rare=True)
     score: Literal["sum", "mean"] | None = text_option(
         None,
         "Score continuations, choices or labels with a language model: sum or mean of the "
         "log-likelihoods of their tokens.",
         usual="sum when a language model is attacked",
+        rare=True,
     )
     skip_bad: bool = data_option(
-        False, "Leave out samples that cannot be read; a warning counts them."
+        False,
+        "Leave out samples that cannot be read; a warning counts them.",
+        rare=True,
     )
     arch: str | None = model_option(
         None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY."
     )
-    model_kwargs: Keywords = model_option(None, "k=v,... for the model's constructor.")
+    model_kwargs: Keywords = model_option(None, "k=v,... for the model's constructor.", rare=True)
     mean: Numbers = image_option(
-        None, "Pixel mean R,G,B that the model was trained with, in place of the stored one."
+        None,
+        "Pixel mean R,G,B that the model was trained with, in place of the stored one.",
+        rare=True,
     )
     std: Numbers = image_option(
         None,
         "Pixel standard deviation R,G,B that the model was trained with, in place of "
         "the stored one.",
+        rare=True,
     )
     input_size: Sizes = image_option(
-        None, "Image size, in place of the model's own: 224, or 1,28,28."
+        None,
+        "Image size, in place of the model's own: 224, or 1,28,28.",
+        rare=True,
     )
     tower: str | None = model_option(
         None,
         "Tower to measure, for a model with two: image or text.",
         values=lambda: ("image", "text"),
+        rare=True,
     )
     quantize: Quantization = model_option(
         None,
         "Round the weights of linear layers on loading: int8, int4, or with groups of inputs "
         "int4:32.",
         values=lambda: ("int8", "int4", "int4:32"),
+        rare=True,
     )
     classes: str | None = model_option(
         None,
         "File of class names, one per line: CLIP, SigLIP and other image-text models become a "
         "zero-shot classifier. For train: number of classes of the data; if the model has another "
         "number, its classifier is replaced by a new one.",
+        rare=True,
     )
     prompt: str | None = model_option(
         None,
@@ -96,9 +113,10 @@ class RunOptions(Settings):
         "several, separated by |.",
         usual="a photo of a {}",
         need=needs("classes"),
+        rare=True,
     )
     # torch takes seeds of 64 bits.
-    seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63)
+    seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63, rare=True)
     device: str | None = run_option(
         None,
         "Device: auto (CUDA, else CPU), cpu, cuda, cuda:1...",
@@ -106,30 +124,38 @@ class RunOptions(Settings):
         values=lambda: ("auto", "cpu", "cuda"),
     )
     dtype: Literal["float32", "float64"] = run_option(
-        "float32", "Precision of the computation: float32 or float64."
+        "float32",
+        "Precision of the computation: float32 or float64.",
+        rare=True,
     )
     weights: Literal["converted", "stored"] = run_option(
         "converted",
         "converted (to --dtype on loading) or stored (kept as stored, converted one layer at "
         "a time; saves memory).",
+        rare=True,
     )
     device_map: str | None = run_option(
         None,
         "Distribute weights over GPUs, CPU and disk: auto, balanced, or a JSON file that "
         "maps modules to devices.",
         values=lambda: ("auto", "balanced"),
+        rare=True,
     )
     batch_size: Size = run_option(
         None, "Batch size; auto: smaller if memory runs out.", usual="auto"
     )
     shard: ShardNumber = run_option(
-        None, "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports."
+        None,
+        "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports.",
+        rare=True,
     )
     time_limit: Duration = run_option(
-        None, "Stop after this time (90s, 30min, 1h30m) and report the finished batches."
+        None,
+        "Stop after this time (90s, 30min, 1h30m) and report the finished batches.",
+        rare=True,
     )
     resume: bool = run_option(False, "Continue an interrupted run of the same command.")
-    offline: bool = run_option(False, "Do not use the network.")
+    offline: bool = run_option(False, "Do not use the network.", rare=True)
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
@@ -183,27 +209,37 @@ class Recipe(Settings):
         1e-2, "Weight of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
     )
     reduction: Literal["max", "mean"] = jasmin_option(
-        "mean", "How JaSMin reduces over attention rows: mean or max."
+        "mean",
+        "How JaSMin reduces over attention rows: mean or max.",
+        rare=True,
     )
     adversarial: Literal["pgd"] | None = option(
         None, "pgd: train on adversarial examples made with PGD.", panel=ADVERSARIAL
     )
     eps: OneRadius = attack_option("2/255", "L-inf radius of --adversarial (pixels in [0, 1]).")
-    steps: int = attack_option(5, "PGD steps for each adversarial example.", ge=1)
+    steps: int = attack_option(5, "PGD steps for each adversarial example.", ge=1, rare=True)
     epochs: int = descent_option(40, "Number of passes over the data.", ge=1)
     batch_size: int = 512
-    optimizer: Literal["sgd", "adamw"] = descent_option("sgd", "Optimizer: sgd or adamw.")
-    lr: float = descent_option(0.01, "Largest learning rate.", gt=0)
-    momentum: float = descent_option(0.9, "Of sgd.", need=needs("optimizer", "sgd"), ge=0, lt=1)
-    weight_decay: float = descent_option(1e-4, "Weight decay of the optimizer.", ge=0)
-    clip: float = descent_option(0.0, "Clip gradients to this norm; 0: no clipping.", ge=0)
-    schedule: Literal["cosine", "onecycle"] = descent_option(
-        "cosine", "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down)."
+    optimizer: Literal["sgd", "adamw"] = descent_option(
+        "sgd", "Optimizer: sgd or adamw.", rare=True
     )
-    flip: bool = picture_option(True, "Mirror each image at random.")
-    shift: int = picture_option(0, "Shift each image by up to this many pixels.", ge=0)
-    mixup: float = picture_option(0.8, "Alpha of MixUp; 0: no MixUp.", ge=0)
-    cutmix: float = picture_option(1.0, "Alpha of CutMix; 0: no CutMix.", ge=0)
+    lr: float = descent_option(0.01, "Largest learning rate.", gt=0)
+    momentum: float = descent_option(
+        0.9, "Of sgd.", need=needs("optimizer", "sgd"), ge=0, lt=1, rare=True
+    )
+    weight_decay: float = descent_option(1e-4, "Weight decay of the optimizer.", ge=0, rare=True)
+    clip: float = descent_option(
+        0.0, "Clip gradients to this norm; 0: no clipping.", ge=0, rare=True
+    )
+    schedule: Literal["cosine", "onecycle"] = descent_option(
+        "cosine",
+        "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down).",
+        rare=True,
+    )
+    flip: bool = picture_option(True, "Mirror each image at random.", rare=True)
+    shift: int = picture_option(0, "Shift each image by up to this many pixels.", ge=0, rare=True)
+    mixup: float = picture_option(0.8, "Alpha of MixUp; 0: no MixUp.", ge=0, rare=True)
+    cutmix: float = picture_option(1.0, "Alpha of CutMix; 0: no CutMix.", ge=0, rare=True)
     noise: float = picture_option(
         0.0,
         "Standard deviation of Gaussian noise on the input.",

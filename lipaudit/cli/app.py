@@ -45,6 +45,9 @@ COMMANDS = {
     "schema": (LEARN, "tools:schema"),
     "train": ("Improve a checkpoint", "training:train"),
 }
+# The help lists these first, under a heading of their own, in the order in which people need them.
+START = "Start here"
+FIRST = ("audit", "check", "bounds", "attack", "gate")
 HELP_ALL = "help_all"
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 # The default that help shows where a command runs several measures.
@@ -222,12 +225,17 @@ class Group(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a line for each command, from its docstring: creating all would take 0.06 s."""
+        names = list(self.commands)
+        first = [name for name in FIRST if name in names]
         rows = []
-        for name in self.commands:
+        for name in dict.fromkeys([*first, *names]):
             panel, function = self.commands.find(name)
+            if name in first:
+                panel = START
             group = isinstance(function, Group)
             text = (function.help if group else inspect.getdoc(function)) or ""
-            rows.append((panel, (name, " ".join(text.partition("\n\n")[0].split()))))
+            summary = text.partition("\n\n")[0]
+            rows.append((panel, (name, " ".join(summary.split()))))
         write_panels(formatter, rows)
 
 
@@ -310,7 +318,7 @@ def _describe_all(version: Version = False) -> None:
     Per-head Lipschitz bounds beside exact norms, attention statistics, the exact Jacobian norm of
     the model, adversarial accuracy, and a gate for CI.
 
-    Start with: lipaudit bounds demo
+    Start with: lipaudit audit demo
     """
 
 
@@ -388,7 +396,7 @@ def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.P
         shown = replace(each, usual=usual.get(name, each.usual)).shown
         spelling = typer.Option(
             *flags,
-            metavar=METAVARS.get(each.kind, ""),
+            metavar=each.metavar or METAVARS.get(each.kind, ""),
             help=each.help + (f" [default: {shown}]" if shown else ""),
             rich_help_panel=each.panel or None,
             envvar=each.env or None,

@@ -27,7 +27,7 @@ USUAL = {
     "data": "demo:train for demos",
     "samples": "all",
 }
-OUT = typer.Option(metavar="DIR", help="Folder for the model; -f and -o write its record.")
+OUT = typer.Option(metavar="FOLDER", help="Folder for the model; -f and -o write its record.")
 HELD_OUT = typer.Option(metavar="DATA", help="Data to measure the accuracy on after every epoch.")
 
 
@@ -124,7 +124,7 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
 
 # Folder of the reports, inside that of the checkpoints.
 REPORTS = "lipaudit-checkpoints"
-FOLDER = typer.Argument(metavar="DIR", help="Folder with checkpoints whose names contain a step.")
+FOLDER = typer.Argument(metavar="FOLDER", help="Folder with checkpoints whose names contain a step.")
 
 
 def watch(

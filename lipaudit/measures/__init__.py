@@ -123,7 +123,7 @@ class AuditOptions(Settings):
     eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
     attack: str | None = _of_attack("attack")
     norm: str | None = _of_attack("norm")
-    run_dir: Path | None = option(None, "Folder for the reports.")
+    run_dir: Path | None = option(None, "Folder for the reports.", metavar="FOLDER")
 
     @field_validator("only", "skip")
     @classmethod

@@ -124,6 +124,7 @@ class CertifyOptions(MeasureOptions):
         "Also write model (ONNX), balls (VNN-LIB) and instances.csv to a folder.",
         need=Need("--eps", lambda options: options.eps),
         exclude=True,
+        metavar="FOLDER",
         rare=True,
     )
     proofs: Path | None = option(

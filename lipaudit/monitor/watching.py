@@ -252,7 +252,7 @@ def _innermost(model: Watched) -> Watched:
             raise InputError(
                 f"the weights are sharded over processes ({where}), so no process can measure "
                 "the whole model",
-                "Measure the saved checkpoints instead: lipaudit watch DIR.",
+                "Measure the saved checkpoints instead: lipaudit watch FOLDER.",
             )
     return model
 

@@ -22,7 +22,7 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables.trials import Radius, parse_radius, parse_range
 
 # Attributes of `Option` that a field declares; the others follow from the field.
-DECLARED = frozenset({"panel", "env", "usual", "values", "need", "kinds", "rare"})
+DECLARED = frozenset({"panel", "env", "usual", "values", "need", "kinds", "metavar", "rare"})
 # Types that the command line reads directly; others are given as text.
 PLAIN = (bool, int, float, Path)
 
@@ -71,6 +71,7 @@ class Option:
         usual: the default in words, if it depends on other things.
         need: when the option has an effect; None: always.
         kinds: the kinds of models it applies to (image, tokens, text); empty: all.
+        metavar: word for its value in the help, such as FOLDER; empty: by its kind.
         rare: whether only `--help-all` shows it, so that `--help` fits on one screen.
     """
 
@@ -86,6 +87,7 @@ class Option:
     usual: str = ""
     need: Need | None = None
     kinds: tuple[str, ...] = ()
+    metavar: str = ""
     rare: bool = False
 
     @property
@@ -103,8 +105,8 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
         default: its default; text is parsed as if typed.
         help: one line.
         flags: its spellings; by default `--` and the field's name.
-        how: attributes of `Option` (panel, env, usual, values, need, kinds, rare), and arguments
-            of `pydantic.Field` that check values (ge, lt).
+        how: attributes of `Option` (panel, env, usual, values, need, kinds, metavar, rare), and
+            arguments of `pydantic.Field` that check values (ge, lt).
     """
     known: dict[str, Any] = {"help": help, **({"flags": flags} if flags else {})}
     known |= {name: how.pop(name) for name in DECLARED & how.keys()}

@@ -1,4 +1,4 @@
-"""`lipaudit watch DIR`: which checkpoints there are, and that each is measured once."""
+"""`lipaudit watch FOLDER`: which checkpoints there are, and that each is measured once."""
 
 import os
 import shutil

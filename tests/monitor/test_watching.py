@@ -202,7 +202,7 @@ def test_weights_that_no_process_holds_are_refused(module, watch):
     module.head.weight = named(module.head.weight.detach())
     with pytest.raises(InputError, match=r"sharded over processes \(head.weight\)") as refusal:
         watch()
-    assert "lipaudit watch DIR" in refusal.value.advice
+    assert "lipaudit watch FOLDER" in refusal.value.advice
     named = type("FullyShardedDataParallel", (nn.Sequential,), {})
     with pytest.raises(InputError, match=r"sharded over processes \(all\)"):
         watch(named(nn.Linear(1, 1)))

@@ -92,7 +92,7 @@ def report(reports: SavedReports, output: Output, extent: Several, terminal: Ter
 
     extent.require_several(len(reports))
     subject = of_reports(*map(schema.load, reports), by=extent.rank_by)
-    emit(subject, output, always=False, details=extent.details)
+    emit(subject, output, always=False, terminal=terminal, details=extent.details)
 
 
 ONE_SAMPLE = "A sample: its id (or how it begins) or its place in the data; usual: the worst ones."
@@ -111,7 +111,12 @@ def inspect(
     """
     from lipaudit.report import of_sample
 
-    emit(of_sample(schema.load(report), shlex.quote(str(report)), sample), output, always=False)
+    emit(
+        of_sample(schema.load(report), shlex.quote(str(report)), sample),
+        output,
+        always=False,
+        terminal=terminal,
+    )
 
 
 AFTER = f"{SAVED} After the first also a MODEL."
@@ -147,7 +152,13 @@ def compare(
     for each in reports[1:]:
         loaded[0], new = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
         loaded.append(new)
-    emit(of_comparison(compared(loaded), loaded), output, always=False, details=extent.details)
+    emit(
+        of_comparison(compared(loaded), loaded),
+        output,
+        always=False,
+        terminal=terminal,
+        details=extent.details,
+    )
 
 
 CURRENT = typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")

@@ -166,6 +166,7 @@ def audit(
     from lipaudit import api
     from lipaudit.cli.progress import OnStderr
     from lipaudit.report import REPORT, of_reports, render
+    from lipaudit.report.opening import list_obstacles
 
     several = len(models) > 1
     extent.require_several(len(models))
@@ -206,9 +207,15 @@ def audit(
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
     shard = any(report.shard for report in reports.values())
     whole = all(report.status == "complete" for report in reports.values())
-    if shard or (whole and not several):
-        following = "merge of all shards" if shard else f"baseline save {saved}"
-        terminal.tell(f"next:   lipaudit {following}")
+    following = ""
+    if shard:
+        following = "lipaudit merge of all shards"
+    elif whole and not several:
+        (report,) = reports.values()
+        obstacles = " ".join(list_obstacles(report).values())
+        following = obstacles or f"lipaudit baseline save {saved}"
+    if following:
+        terminal.tell(f"next:   {following}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
 
 
@@ -232,7 +239,7 @@ def merge(
 
     check_outputs(output, REPORT)
     report = results.merge([schema.load(path) for path in reports], command=typed_command())
-    emit(report, output, always=False, details=extent.details)
+    emit(report, output, always=False, terminal=terminal, details=extent.details)
     again = "Measure the failed shards again, then merge all shards."
     require_whole({report.run.model.spec: report}, again)
 

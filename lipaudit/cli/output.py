@@ -17,7 +17,7 @@ from lipaudit.errors import EvaluationError, visible
 from lipaudit.tables import Report
 
 if TYPE_CHECKING:
-    from lipaudit.cli.app import Output
+    from lipaudit.cli.app import Output, Terminal
     from lipaudit.report import Form, Format, Subject
 
 # Escape sequences of colours and progress bars: a terminal gets these, and no others.
@@ -104,7 +104,12 @@ def check_outputs(
 
 
 def emit(
-    result: Report | Subject, output: Output, *, always: bool = True, details: bool = True
+    result: Report | Subject,
+    output: Output,
+    *,
+    always: bool = True,
+    details: bool = True,
+    terminal: Terminal | None = None,
 ) -> None:
     """Write the files first, then stdout, also if a file cannot be written.
 
@@ -113,6 +118,7 @@ def emit(
         output: the destinations.
         always: whether stdout gets the result if files are named and no format is.
         details: whether a terminal gets the whole result, not only one screen.
+        terminal: gets the name of each written file; None: files are not named.
 
     Raises:
         UsageError: a format or suffix is unknown, or cannot show the result.
@@ -130,6 +136,8 @@ def emit(
     for path, format in files.items():
         try:
             write(path, format.render(subject.take(format.takes)))
+            if terminal:
+                terminal.tell(f"wrote {path}")
         except EvaluationError as error:  # such as a full disk: print the figures
             refused.append(error)
     if always or output.format or not files or refused:

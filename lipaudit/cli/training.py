@@ -16,7 +16,7 @@ from lipaudit.cli.measure import require_alone, require_whole, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
 from lipaudit.measures import AuditOptions
-from lipaudit.settings import Recipe, RunOptions, spell_model_options
+from lipaudit.settings import Recipe, RunOptions, spell_options
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
@@ -103,7 +103,7 @@ def train(
     # A folder names its architecture; the weights alone of a model of py: do not.
     for name in ("arch", "model_kwargs") if complete else ():
         given.pop(name, None)
-    how = spell_model_options(given)
+    how = spell_options(given)
     words = ["lipaudit", "audit", trained, *how, "--data", str(held_out or run.data)]
     terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
     emit_facts(document, output, [str(out)])

@@ -19,6 +19,7 @@ from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
 from lipaudit.tables.columns import HEAD
 from lipaudit.tables.report import Attended
 from lipaudit.tables.summary import steepest
+from lipaudit.theory import SHORT_ROW
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 class AttentionOptions(MeasureOptions):
     """How each head distributes its attention, and which heads are in the fragile regime.
 
-    A row is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma.
+    A row of n > 8 keys is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma
+    and 2/n. Shorter rows are short: they have no regime.
 
     Examples:
       lipaudit attention demo
@@ -46,7 +48,7 @@ class AttentionOptions(MeasureOptions):
     layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
     gamma: float = option(
         0.1,
-        "Rows with g1 above this value count as intermediate (fragile).",
+        "Rows of n keys with g1 above this value and above 2/n count as intermediate (fragile).",
         gt=0,
         lt=0.25,
         rare=True,
@@ -143,7 +145,8 @@ ATTENTION_TABLE = Layout(
         ),
         "intermediate": Column(
             "intermediate",
-            "Share of the rows of all samples in the fragile regime, g1 > gamma.",
+            "Share of the rows of all samples in the fragile regime, g1 > max(gamma, 2/n) of n "
+            "keys.",
             better="lower",
             format=".1%",
             reading="Rows that are neither near uniform nor near one-hot: small changes of the "
@@ -155,7 +158,8 @@ ATTENTION_TABLE = Layout(
             "categorical", "Share of the rows of all samples that are close to one-hot."
         ),
         "short_rows": Column.count(
-            "short rows", "Rows with fewer than 3 keys; the shares leave them out."
+            "short rows",
+            f"Rows with at most {SHORT_ROW} keys; the shares of regimes leave them out.",
         ),
         "p_norm": Column(
             "||P||",
@@ -338,8 +342,16 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         kept |= {f"{n}@{options.map}": first.values[n][0].T for n in MAP}
         if tokens := first.facts["tokens"]:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
+    notes = base.notes(parts)
+    short, counted = int(arrays["short"].sum()), int(counts["rows"].sum())
+    if 2 * short > counted:
+        text = (
+            f"{short} of {counted} rows have at most {SHORT_ROW} keys, too few for fragile rows "
+            "to differ from the others: the shares of regimes leave them out"
+        )
+        notes += (Note.info("short-rows", text),)
     section = base.make_section(
-        ATTENTION_TABLE, parts, options, rows, base.notes(parts), arrays=kept, attended=attended
+        ATTENTION_TABLE, parts, options, rows, notes, arrays=kept, attended=attended
     )
     return [section]
 

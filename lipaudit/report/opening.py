@@ -13,7 +13,7 @@ from lipaudit.measures import find_column, layouts
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
-from lipaudit.settings import spell_model_options
+from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
 from lipaudit.tables.summary import Accuracy, Radii, Summary, list_shared_notes, summary, worst
@@ -250,9 +250,12 @@ def write_answer(report: Report) -> Paragraph | None:
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
     # The intervals do not overlap: chance does not explain the loss.
     broken = [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
+    at_chance = CHANCE in {note.code for note in known.warnings}
+    if at_chance:
+        texts.insert(0, NO_BASELINE[CHANCE])
     if attacked:
         weakest = broken[0] if broken else attacked[-1]
-        verdict = "not robust there" if broken else "no loss beyond chance"
+        verdict = "not robust there" if broken else _count_broken(known.accuracy, weakest)
         texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
         grown = format_significant(known.norms.median)
@@ -266,8 +269,22 @@ def write_answer(report: Report) -> Paragraph | None:
         first = known.heads.steepest[0]
         norm = format_significant(first.exact)
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
-    tone = "broken" if broken else "open" if attacked else "answer"
+    tone = "open" if attacked else "answer"
+    if broken or at_chance:
+        tone = "broken"
     return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]
+
+
+def _count_broken(known: Sequence[Accuracy], attacked: Accuracy) -> str:
+    """Count the correct samples that attacks broke, too few to compare limits."""
+    clean = next((each for each in known if each.kind == "clean"), None)
+    if clean is None or clean.samples != attacked.samples:
+        return "the limits of clean accuracy overlap"
+    correct = round(clean.share * clean.samples)
+    if not correct:
+        return "none was correct before"
+    broken = correct - round(attacked.share * attacked.samples)
+    return f"{broken} of {correct} correct samples broken"
 
 
 # The next steps
@@ -280,7 +297,15 @@ NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
     "random-data": "Measure on real samples: the current ones are noise.",
 }
-"""Advice for reports on random weights or data, which cannot be a baseline."""
+"""Advice for reports on random weights or data."""
+CHANCE = "clean-accuracy-at-chance"
+NO_BASELINE = {
+    **NOISE,
+    CHANCE: "Check the labels and the order of the classes: clean accuracy is at chance.",
+}
+"""Advice for reports that cannot be a baseline."""
+SMALL_BALL = {"pixels": "2/255", "embeddings": "0.1"}
+"""Radius of a suggested attack, by the space that it attacks."""
 
 
 def find_file(command: str) -> str | None:
@@ -298,11 +323,18 @@ def find_file(command: str) -> str | None:
     return found and found[1]
 
 
+def list_obstacles(report: Report) -> dict[str, str]:
+    """Return why a report cannot be a baseline, as advice by the code of a warning."""
+    codes = {note.code for note in summary(report).warnings}
+    return {code: advice for code, advice in NO_BASELINE.items() if code in codes}
+
+
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
     known, model = summary(report), report.run.model.spec
-    how = spell_model_options(report.run.options)  # the gate reads them from the baseline
-    noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
+    how = spell_options(report.run.options)  # the gate reads them from the baseline
+    obstacles = list_obstacles(report)
+    noise = [advice for code, advice in obstacles.items() if code in NOISE]
     steps: list[tuple[str, Sequence[str]]] = []
     command, found = report.run.command, find_file(report.run.command)
     # An audit saves its report in any case, and Python has no such option.
@@ -312,15 +344,26 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "", "Measure the missing results.", f"{command.removesuffix(RESUME)}{RESUME}"
     if noise:
         steps.append((" ".join(noise), ("audit", model, *how, "--data", "DATA")))
+    elif CHANCE in obstacles:
+        steps.append((obstacles[CHANCE], ("check", model, *how, *_spell_data(report))))
     elif known.norms and known.norms.end == "logits" and not report.section("attack"):
         text = "See what attacks achieve: no attack was run."
-        steps.append((text, ("attack", model, *how, "--data", "LABELLED")))
+        labelled = any(each.kind == "clean" for each in known.accuracy)
+        data = _spell_data(report) if labelled else ["--data", "LABELLED"]
+        radius = SMALL_BALL.get(known.norms.start, "0.1")
+        steps.append((text, ("attack", model, *how, *data, "--eps", radius)))
     for sample in worst(report)[:1]:
         first = name_sample(sample, find_places(report))
         text = f"Look at the worst samples, first {first}{save}."
         steps.append((text, ("inspect", file, sample[:CHARACTERS])))
     judged = any(report.section(rule.measure) for rule in DEFAULT_RULES)
-    if report.status == "complete" and judged and not noise:
+    if report.status == "complete" and judged and not obstacles:
         text = f"Make CI fail if the next checkpoint is worse{save}."
         steps.append((text, ("gate", model, "--baseline", file)))
     yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)
+
+
+def _spell_data(report: Report) -> list[str]:
+    """Return the words of a command that read the data of a report."""
+    run = report.run
+    return ["--data", run.data.spec, *spell_options(run.options, DATA)]

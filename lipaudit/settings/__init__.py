@@ -154,7 +154,9 @@ class RunOptions(Settings):
         "Stop after this time (90s, 30min, 1h30m) and report the finished batches.",
         rare=True,
     )
-    resume: bool = run_option(False, "Continue an interrupted run of the same command.")
+    resume: bool = run_option(
+        False, "Continue an interrupted run of the same command after its last whole batch."
+    )
     offline: bool = run_option(False, "Do not use the network.", rare=True)
 
     def reading(self) -> dict[str, Any]:
@@ -166,11 +168,16 @@ class RunOptions(Settings):
         return {name: _plain(v) for name, v in given.items() if v is not None and v is not False}
 
 
-def spell_model_options(given: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command that read a model, from the result of `reading`."""
-    known = RunOptions.options().items()
-    flags = {name: option.flags[0] for name, option in known if option.panel == MODEL}
-    return [word for n, flag in flags.items() if n in given for word in (flag, str(given[n]))]
+def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
+    """Return the words of a command that read a model or its data, as `reading` has them."""
+    words: list[str] = []
+    for name, known in RunOptions.options().items():
+        if known.panel != panel or name not in given:
+            continue
+        words.append(known.flags[0])
+        if given[name] is not True:
+            words.append(str(given[name]))
+    return words
 
 
 def _plain(value: Any) -> Any:

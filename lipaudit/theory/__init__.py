@@ -13,6 +13,9 @@ WITHIN = 0.03
 """Default of --within: proven relative error of a norm."""
 LAYER_WITHIN = 0.2
 """Default of --layer-within: as WITHIN, for whole layers, whose products are expensive."""
+SHORT_ROW = 8
+"""Largest number of keys of an attention row without a regime ([Y25] eq. 10). The regimes exclude
+each other for thresholds of g_1 below 1/4, and that of a row of n keys is at least 2/n."""
 NODES = 60_000
 """Default number of parts of a ball in branch and bound."""
 

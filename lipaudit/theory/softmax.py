@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lipaudit.theory import SHORT_ROW
+
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
-_MIN_SUPPORT = 3  # g_1 of two visible keys does not show how attention is spread
 _SECULAR_STEPS = 8  # three are enough from g_1, nearly always
 
 
@@ -100,7 +101,11 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
     exp of it (the effective support), and 0 or 1 for each regime. A row of zeros (a padded query)
     never counts; rows with ||M|| = 0 have no ratio, rows with at most k entries no g_1/g_k, rows
-    with one key no normalised entropy, rows with fewer than 3 no regime.
+    with one key no normalised entropy, rows with at most 8 no regime.
+
+    A row of n keys is intermediate (fragile) if g_1 > max(gamma, 2 / n): a uniform row has
+    g_1 = 1 / n, and no row near it is fragile. Other rows are categorical if p_(1) > 1/2, else
+    uniform.
 
     Args:
         profile: profile of the rows, for some k > 1.
@@ -113,8 +118,9 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     """
     keys, g1 = profile.keys, profile.g1
     kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
-    kind[g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE
-    kind[keys < _MIN_SUPPORT] = LEFT_OUT
+    threshold = (2 / keys).clamp_min(gamma)
+    kind[g1 > threshold] = INTERMEDIATE
+    kind[keys <= SHORT_ROW] = LEFT_OUT
     statistics = {
         "top1": profile.first,
         "top2": profile.second,

@@ -124,7 +124,9 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
 
 # Folder of the reports, inside that of the checkpoints.
 REPORTS = "lipaudit-checkpoints"
-FOLDER = typer.Argument(metavar="FOLDER", help="Folder with checkpoints whose names contain a step.")
+FOLDER = typer.Argument(
+    metavar="FOLDER", help="Folder with checkpoints whose names contain a step."
+)
 
 
 def watch(

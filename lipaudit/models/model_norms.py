@@ -38,9 +38,16 @@ class JacobianNorms(Norms):
 
     Attributes:
         method: dense (all rows or columns), rows (one at a time) or lanczos.
+        left: leading left singular vectors, (batch, vectors, outputs), of any length, on the
+            device of x; None unless requested.
+        tied: which of them belong to the largest singular value to tol, (batch, vectors).
+        gap: relative distance of the two largest singular values, (batch,).
     """
 
     method: Method = "lanczos"
+    left: Tensor | None = None
+    tied: Tensor | None = None
+    gap: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ def compute_jacobian_norms(
     norm: OutputNorm = "2",
     seeds: Sequence[int] | None = None,
     directions: bool = False,
+    left: bool = False,
     tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
@@ -90,6 +98,8 @@ def compute_jacobian_norms(
         seeds: seeds of the start vectors, one per sample; None: the same vector for all.
         directions: whether to return the leading right singular vectors for `2`, too, which may
             take one more product.
+        left: whether to return the left ones: dense all that are tied, by lanczos the first two
+            at most, because equal values show as one.
         tol: relative accuracy of lanczos, estimated; see `spectral_norms`, also of the next two.
         max_steps: largest number of its steps per sample.
         within: how far `upper` may be above the norm, relatively.
@@ -117,10 +127,16 @@ def compute_jacobian_norms(
         require_finite(gram)
         sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
         exact = _make_exact(linear, sigma, dense.shape[1], "dense")
-        if not directions:
+        if not (directions or left):
             return exact
-        top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
-        return replace(exact, vector=(top @ dense)[:, 0] if few_outputs else top[:, 0])
+        values, vectors = torch.linalg.eigh(gram)
+        rows = vectors.mT.flip(1).to(dense)  # the largest value first
+        if directions:
+            top = (rows[:, :1] @ dense)[:, 0] if few_outputs else rows[:, 0]
+            exact = replace(exact, vector=top)
+        if not left:
+            return exact
+        return _add_left(exact, rows if few_outputs else rows @ dense, values.flip(1), tol)
     # In the smaller space vectors are shorter, and a Krylov space is exhausted sooner.
     seeds = [0] * len(linear) if seeds is None else seeds
     # One seed a sample: its norm does not depend on which others share the batch.
@@ -133,14 +149,44 @@ def compute_jacobian_norms(
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
     found = spectral_norms(
-        select, start, vectors=directions, tol=tol, max_steps=max_steps, within=within
+        select,
+        start,
+        vectors=directions or left,
+        second=left,
+        tol=tol,
+        max_steps=max_steps,
+        within=within,
     )
     require_range(linear, found.norm, torch.ones_like(linear.output))
     spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
     vector = found.vector
-    if vector is not None and few_outputs:  # of the smaller space: take it to the inputs
+    if directions and vector is not None and few_outputs:  # take it to the inputs
         vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)
-    return JacobianNorms(found.norm, found.upper, spent, found.converged, vector)
+    right = vector if directions else None
+    norms = JacobianNorms(found.norm, found.upper, spent, found.converged, right)
+    if found.second is None:
+        return norms
+    pair = [each for each in (found.vector, found.second_vector) if each is not None]
+    if not few_outputs:
+        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]
+    squares = torch.stack([found.norm, found.second], 1).square()
+    return _add_left(norms, torch.stack(pair, 1), squares, tol)
+
+
+def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -> JacobianNorms:
+    """Return the norms with the left vectors of the squared singular values, largest first.
+
+    Vectors that are tied in no sample are left out.
+    """
+    values = squares.clamp_min(0).sqrt().cpu()
+    first = values[:, :1]
+    relative = torch.where(first > 0, values / first, 0.0)
+    tied = relative >= 1 - tol
+    tied[:, 0] = True
+    count = int(tied.sum(1).max())
+    following = relative[:, 1] if relative.shape[1] > 1 else torch.zeros(len(relative))
+    gap = 1 - following.double()
+    return replace(norms, left=left[:, :count], tied=tied[:, :count], gap=gap)
 
 
 def compute_margins(

@@ -266,6 +266,8 @@ class Norms:
             anywhere between `norm` and `upper`.
         vector: the u with the largest |J^T u| / |u|, in the precision of the products; None unless
             requested.
+        second: root of the second Ritz value; 0 if there is one alone. None unless requested.
+        second_vector: its u.
     """
 
     norm: Float[Tensor, "*problems"]
@@ -273,6 +275,8 @@ class Norms:
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
     vector: Float[Tensor, "problems size"] | None = None
+    second: Float[Tensor, "*problems"] | None = None
+    second_vector: Float[Tensor, "problems size"] | None = None
 
     @classmethod
     def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
@@ -315,6 +319,7 @@ def spectral_norms(
     within: float = WITHIN,
     rebuild: float = 0.5,
     vectors: bool = False,
+    second: bool = False,
 ) -> Norms:
     """Return the largest singular value of J for every problem, from products with A = J J^T.
 
@@ -336,6 +341,8 @@ def spectral_norms(
             proven, for 1.4 to 2.4 times the products.
         rebuild: share of finished problems at which `select` is called again; above 1: never.
         vectors: whether to return the leading vectors, too.
+        second: whether to return the second Ritz values and vectors with them. They converge
+            later than the first, and values that are equal to the last bit show as one.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -352,7 +359,8 @@ def spectral_norms(
     """
     numbers = torch.zeros(len(start), dtype=torch.float64)
     vector = torch.zeros_like(start) if vectors else None
-    norms = Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
+    following = (numbers.clone(), torch.zeros_like(start)) if second else ()
+    norms = Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector, *following)
     running = _Krylov(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
@@ -509,13 +517,23 @@ class _Krylov:
         norms.norm[which] = shift_exponent(top.sqrt(), -exponent // 2)
         norms.upper[which] = shift_exponent(limit.sqrt(), -exponent // 2)
         norms.products[which] = self.steps + self.repeated[mask]
-        if norms.vector is not None and len(which):
-            weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
-            rows = mask.nonzero()[:, 0].to(weights.device)
-            total = torch.zeros_like(self.basis[0][rows, :1])
-            for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
-                total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
-            norms.vector[which] = total.squeeze(1)
+        if norms.vector is None or not len(which):
+            return
+        turns = torch.linalg.eigh(self.t[mask])[1]
+        norms.vector[which] = self._combine(mask, turns[:, :, -1])
+        if norms.second is not None and norms.second_vector is not None and self.steps > 1:
+            second = ritz[:, -2].clamp_min(0.0).sqrt()
+            norms.second[which] = shift_exponent(second, -exponent // 2)
+            norms.second_vector[which] = self._combine(mask, turns[:, :, -2])
+
+    def _combine(self, mask: Tensor, weights: Tensor) -> Tensor:
+        """Return the sums of the basis vectors of some problems, with one weight per step."""
+        weights = weights.to(self.basis[0])
+        rows = mask.nonzero()[:, 0].to(weights.device)
+        total = torch.zeros_like(self.basis[0][rows, :1])
+        for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
+            total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
+        return total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
         """Remove the other problems."""

@@ -45,6 +45,26 @@ def test_spectral_norm_on_either_side(outputs, inputs, method):
         torch.testing.assert_close(cosines.abs(), torch.ones_like(cosines), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(4, 30), (30, 4), (20, 30), (30, 20)])
+def test_left_vectors_and_the_gap_of_the_two_largest_values(outputs, inputs):
+    """Vectors whose values agree to tol are all returned, of samples without a tie the first."""
+    a = matrices(3, outputs, inputs)
+    left, values, right = torch.linalg.svd(a, full_matrices=False)
+    values[1, 1] = values[1, 0] * (1 - 1e-7)  # a tie in one sample
+    a = left @ torch.diag_embed(values) @ right
+    found = compute_jacobian_norms(linear_maps(a), left=True, tol=1e-6, within=1e-6)
+    torch.testing.assert_close(found.gap, 1 - values[:, 1] / values[:, 0], rtol=1e-3, atol=1e-6)
+    assert found.tied.tolist() == [[True, False], [True, True], [True, False]]
+    assert found.vector is None
+    lengths = torch.linalg.vector_norm(found.left, dim=2, keepdim=True)
+    cosines = found.left / lengths @ left[:, :, :2]
+    assert cosines[[0, 2], 0, 0].abs().min() > 1 - 1e-5
+    # Of a tie, the vectors span the plane of the two true ones.
+    torch.testing.assert_close(
+        torch.linalg.det(cosines[1]).abs(), torch.ones(()).double(), rtol=1e-4, atol=0
+    )
+
+
 @pytest.mark.parametrize("outputs", [3, 40])
 def test_inf_norm_is_the_largest_row_sum(outputs):
     a = matrices(4, outputs, 7)

@@ -204,6 +204,7 @@ class Samples:
         origins: the place of each sample in the data, in the order of the batch; empty if unknown.
         task: the question, for prompts with continuations.
         spec: the DATA argument.
+        steps: what was done to the first sample, in order.
     """
 
     batch: Batch
@@ -212,6 +213,7 @@ class Samples:
     origins: tuple[SampleOrigin, ...] = ()
     task: Task | None = None
     spec: str = ""
+    steps: tuple[str, ...] = ()
 
     @property
     def suite_id(self) -> str:
@@ -323,8 +325,9 @@ def match_labels(
                 names = sorted(names, key=float)
             index = {name: i for i, name in enumerate(names)}
             shown = [f" ({label!r})" for label in net.labels or ()] or [""] * len(names)
-            text = "class names were matched only by their order: " + ", ".join(
-                f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names)
+            text = (
+                "class names were matched only by their order (--class-names names another): "
+                + ", ".join(f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names))
             )
             notes = (Note.warn("labels-by-order", text),)
     return require_classes([index[word] for word in words], words, places, net), notes

@@ -71,7 +71,7 @@ class QuestionForm:
         Raises:
             InputError: the row has none; the message is its fault.
         """
-        empty = next((name for name in self.needed if is_empty(row.get(name))), None)
+        empty = next((name for name in self.needed if tables.is_empty(row.get(name))), None)
         if empty:
             raise InputError(f"has no {empty!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
@@ -90,11 +90,6 @@ class QuestionForm:
         if value not in self.values:
             raise InputError(f"has the label {label!r}, which is not a class")
         return Question(prompt, self.words, self.values.index(value))
-
-
-def is_empty(value: object) -> bool:
-    """Say whether a field has no text."""
-    return value is None or not str(value).strip()
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
@@ -216,7 +211,7 @@ def _choose_form(
     known, needed = table.classes.get(label), (*prompts, label)
     if known is not None:
         return QuestionForm("labels", prompts, "", label, tuple(known), range(len(known)))
-    whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
+    whole = [row for row in rows.values() if not any(tables.is_empty(row.get(n)) for n in needed)]
     words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
     if number is not None:

@@ -1,4 +1,4 @@
-"""Images and arrays: pictures of a folder and tensors of a file, as a model takes them."""
+"""Arrays of a file or in memory as a model takes them, and thumbnails of images."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import gzip
 import io
 import math
 import re
-import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -28,54 +25,8 @@ from lipaudit.errors import InputError, explain_failure
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 # Longer side of a thumbnail, in pixels.
 SIDE = 64
-GREY = frozenset({"1", "L", "I", "F", "I;16"})
-COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-
-
-def resize(
-    image: Image.Image, shape: Sequence[int], steps: Sequence[Callable[[Any], Any]] = ()
-) -> Tensor:
-    """Return the pixels of a picture in [0, 1], in the shape (channels, height, width).
-
-    A picture of this size is not changed. Others go through `steps` (the model's resizing, which
-    ends in a tensor); without steps they are scaled to cover the size and cropped in the middle.
-
-    Raises:
-        InputError: pictures cannot have that many channels.
-        ValueError: the picture is so narrow that scaling would give too many pixels.
-    """
-    channels, height, width = shape
-    text = f"the model takes {channels} channels, and image files have 1, 3 or 4"
-    advice = "Give the data as an .npz file with x of shape (samples, channels, height, width)."
-    if channels not in COLOUR_MODES:
-        raise InputError(text, advice)
-    if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
-        image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
-    image = image.convert(COLOUR_MODES[channels])
-    if image.size != (width, height):
-        # A strip one pixel wide would be scaled to cover a square: refuse it as a bomb.
-        scale = max(width / image.width, height / image.height)
-        if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
-            raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
-        if steps:
-            value: Any = image
-            for step in steps:
-                value = step(value)
-            made, wanted = tuple(value.shape), tuple(shape)
-            text = f"the model's own resizing makes images of shape {made}, not {wanted}"
-            advice = "Give --input-size, to which images are scaled and cropped in the middle."
-            if made != wanted:
-                raise InputError(text, advice)
-            return value
-        wide, high = max(width, round(image.width * scale)), round(image.height * scale)
-        image = image.resize((wide, max(height, high)), Image.Resampling.BICUBIC)
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-        image = image.crop((left, top, left + width, top + height))
-    array = np.asarray(image, dtype=np.float32) / 255
-    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
 
 def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
@@ -98,45 +49,6 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
     """Map pixels in [0, 1] to the box of a model."""
     low, high = box or (0.0, 1.0)
     return low + (high - low) * pixels
-
-
-def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
-    """Read one picture, from a file or as decoded by a data set, as pixels in [0, 1].
-
-    Raises:
-        InputError: the picture is damaged; the message names it.
-    """
-    assert net.prepare is not None
-    with explain_images(name):
-        if isinstance(source, Image.Image):
-            return net.prepare(source)
-        with Image.open(source) as image:
-            image.load()
-            return net.prepare(image)
-
-
-@contextmanager
-def explain_images(name: object) -> Iterator[None]:
-    """Turn Pillow's exceptions and warnings, also on too many pixels, into one error.
-
-    Raises:
-        InputError: the block cannot read a picture.
-    """
-    advice = "Remove it, shrink it or copy it again, or leave such images out with --skip-bad."
-    failure = explain_failure(f"{name} is not a readable image", advice, Exception)
-    with failure, warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-        yield
-
-
-def find_common_shape(path: Path) -> tuple[int, int, int] | None:
-    """Return (channels, height, width) of a folder's pictures, None if they differ."""
-    shapes = set()
-    for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
-        with suppress(InputError), explain_images(file), Image.open(file) as image:
-            shapes.add((1 if image.mode in GREY else 3, image.height, image.width))
-        if len(shapes) > 1:
-            return None
-    return shapes.pop() if shapes else None
 
 
 ARRAY_FILES = (".npz", ".safetensors")
@@ -238,10 +150,17 @@ def draw_arrays(
             raise InputError(text, "Give one integer label per input.")
         labels = [int(v) for v in y[order]]
     read = _check_token_ids if net.kind == "text" else _read_values
-    samples = list(read(x[order], net, origin))
+    chosen = x[order]
+    samples = list(read(chosen, net, origin))
     if labels is not None and net.classes:
         batch.require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
-    return Samples(make_batch(samples, net, labels), origins=tuple(map(SampleOrigin, places)))
+    joined = make_batch(samples, net, labels)
+    steps = [f"{chosen.dtype} array of shape {tuple(chosen.shape[1:])}".removeprefix("torch.")]
+    if net.kind == "image":
+        steps.append(f"values of all samples: {chosen.min():.4g} to {chosen.max():.4g}")
+        steps.append("divided by 255" if chosen.dtype == torch.uint8 else "values not changed")
+    origins = tuple(map(SampleOrigin, places))
+    return Samples(joined, origins=origins, steps=tuple(steps))
 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:

@@ -17,6 +17,7 @@ from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
 from lipaudit.data.images import SampleForm
+from lipaudit.data.pictures import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
 
@@ -31,6 +32,8 @@ SOME_TOKENS = 16
 # Share of unknown tokens that gives a warning. SentencePiece splits an unknown word into two
 # tokens, one of which is the space: if all words are unknown, half of the tokens are.
 MOST_UNKNOWN = 1 / 3
+# Share of the range of pixels that some pixel of any usual set of images exceeds.
+DARK = 1 / 4
 FORMS = (
     "--data is one of: demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX "
     "file, .csv, .tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]."
@@ -124,7 +127,7 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
         return ()
     path = Path(spec)
     if path.is_dir():
-        shape = images.find_common_shape(path)
+        shape = find_common_shape(path)
         return () if shape is None else (SampleForm("image", shape),)
     return images.list_forms(images.load_arrays(path)[0]) if _are_arrays(path) else ()
 
@@ -163,6 +166,15 @@ def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samp
                 "this model, and that the texts are in its language and case"
             )
             notes.append(Note.warn("unknown-tokens", text))
+    if net.kind == "image" and net.box is not None:
+        low, high = net.box
+        brightest = (float(x.max()) - low) / (high - low)
+        if brightest < DARK:
+            text = (
+                f"the brightest pixel of all samples is {255 * brightest:.3g} of 255. If the data "
+                "have another range, such as 0 to 1 or 0 to 16, scale them to the whole range"
+            )
+            notes.append(Note.warn("dark-images", text))
     if len(x) < options.samples:
         text = f"{spec} has {len(x)} samples, fewer than the {options.samples} requested"
         notes.append(Note.info("fewer-samples", text))

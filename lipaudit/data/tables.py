@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,8 +16,8 @@ from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
-from lipaudit.data.images import SUFFIXES as PICTURES
-from lipaudit.data.images import read_image, to_box
+from lipaudit.data.images import to_box
+from lipaudit.data.pictures import Picture, collect_notes, list_pictures, read_image
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.tables import Note
 
@@ -139,6 +141,7 @@ class SampleTable:
         rows: values by column; reading one may be slow (a data set decodes its images).
         faults: why rows cannot be read, by index.
         classes: class names of the numbers in a label column, by its name.
+        notes: what was left out.
     """
 
     origin: str
@@ -147,6 +150,7 @@ class SampleTable:
     rows: Sequence[Mapping[str, Any]]
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
 
     @property
     def sound(self) -> list[int]:
@@ -188,23 +192,15 @@ def read_folder(path: Path) -> SampleTable:
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
-    # Not by glob, which skips folders that cannot be read without a word.
-    entries = sorted(path.iterdir())
-    folders = [each for each in entries if each.is_dir() and not each.name.startswith(".")]
-    found = entries + [file for folder in folders for file in sorted(folder.iterdir())]
-    files = [file for file in found if file.suffix.lower() in PICTURES]
-    flat = {file.parent == path for file in files}
-    if len(flat) != 1:
-        advice = f"Give a folder of {', '.join(PICTURES[:4])} ... files"
-        raise InputError(
-            f"{path} holds no images, or images both beside and inside sub-folders",
-            f"{advice}, or with one sub-folder per class.",
-        )
-    names = [] if flat == {True} else sorted({file.parent.name for file in files})
-    labels = [{"label": names.index(file.parent.name)} if names else {} for file in files]
-    rows = [{"image": file, **label} for file, label in zip(files, labels, strict=True)]
+    files, notes = list_pictures(path)
     places = [file.relative_to(path).as_posix() for file in files]
-    return SampleTable(str(path), list(rows[0]), places, rows, classes={"label": names})
+    if files[0].parent == path:
+        rows: list[dict[str, Any]] = [{"image": file} for file in files]
+        return SampleTable(str(path), ["image"], places, rows, notes=notes)
+    names = sorted({file.parent.name for file in files})
+    rows = [{"image": file, "label": names.index(file.parent.name)} for file in files]
+    columns = ["image", "label"]
+    return SampleTable(str(path), columns, places, rows, classes={"label": names}, notes=notes)
 
 
 def read_table(path: Path) -> SampleTable:
@@ -236,15 +232,32 @@ def _read_separated(path: Path) -> Iterator[_Line]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
     # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        table = csv.DictReader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
-        table.fieldnames = next(filter(None, table.reader), [])
+        head = next((line for line in lines if line.strip()), "")
+        # Spreadsheets of many countries write semicolons in a .csv.
+        usual = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())
+        separator = next((each for each in usual if each in head), usual[0])
+        lines.seek(0)
+        table = csv.DictReader(lines, delimiter=separator, strict=True)
+        names = next(filter(None, table.reader), [])
+        table.fieldnames = names
+        _require_unique(filter(None, names), path)
         for row in table:
-            names, surplus = table.fieldnames or (), len(row.pop(None, ()))
-            fault = (
-                f"has {surplus} more than the columns' {len(names)} fields: put texts with "
-                "commas in quotes"
-            )
-            yield f"line {table.line_num}", row, fault if surplus else ""
+            surplus, fault = len(row.pop(None, ())), ""
+            if surplus:
+                fault = (
+                    f"has {surplus} more than the columns' {len(names)} fields: put texts with "
+                    "commas in quotes"
+                )
+            elif len(names) > 1 and list(row.values()) == names:
+                fault = "repeats the column names"
+            yield f"line {table.line_num}", row, fault
+
+
+def _require_unique(names: Iterable[str], path: Path) -> None:
+    """Refuse a table that has a column twice: it would be read as the last one."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InputError(f"{path} has the column {twice[0]!r} twice", "Rename or remove one.")
 
 
 def _read_json_lines(path: Path) -> Iterator[_Line]:
@@ -254,30 +267,51 @@ def _read_json_lines(path: Path) -> Iterator[_Line]:
                 continue
             values: Any = None
             try:
-                values = json.loads(line)
+                values = json.loads(line, object_pairs_hook=_make_object)
                 fault = "" if isinstance(values, dict) else "is not a {...} object"
             except (ValueError, RecursionError) as error:  # broken, or nested beyond all bounds
                 fault = f"is not JSON ({error})"
             yield f"line {number}", {} if fault else values, fault
 
 
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, but refuse one with a key twice, of which Python takes the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return values
+
+
 def _read_parquet(path: Path) -> Iterator[_Line]:
     advice = "pip install pyarrow, or save the table as .csv or .jsonl."
     with explain_failure(f"{path} needs the library `pyarrow`", advice, ImportError):
         from pyarrow import parquet
-    for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
+    table = parquet.read_table(path)
+    _require_unique(table.column_names, path)
+    for number, values in enumerate(table.to_pylist(), 1):
         yield f"row {number}", values, ""
+
+
+def is_empty(value: object) -> bool:
+    """Say whether a field has no text: nothing, blanks, or the NaN that pandas writes."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is None or is_nan or not str(value).strip()
 
 
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
     """Return why a row without a text or label, or with one of the wrong type, is unfit."""
-    for name in (*texts, *([] if label is None else [label])):
+    for name in texts:
         value = values.get(name)
-        if value is None or (name == label and str(value).strip().lower() in ("", "nan")):
+        if is_empty(value):
             return f"has no {name!r}"
         if isinstance(value, (list, tuple, dict)):
-            more = ", and a sample has only one" if name == label else ", not a text"
-            return f"has a {type(value).__name__} in {name!r}{more}"
+            return f"has a {type(value).__name__} in {name!r}, not a text"
+    if label is not None:
+        value = values.get(label)
+        if is_empty(value) or str(value).strip().lower() == "nan":
+            return f"has no {label!r}"
+        if isinstance(value, (list, tuple, dict)):
+            return f"has a {type(value).__name__} in {label!r}, and a sample has only one"
     return ""
 
 
@@ -329,50 +363,104 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     """
     table.require_rows(options)  # before columns: unreadable rows have none
     inputs = _choose_inputs(table, net, options)
+    table, labels, notes = _match_rows(table, inputs, net, options)
+    draw = _draw_texts if net.kind == "text" else _draw_images
+    samples = draw(table, inputs, labels, net, options)
+    return replace(samples, notes=table.notes + samples.notes + notes)
+
+
+# Class numbers by row; None: the samples have no labels.
+_Labels = dict[int, int] | None
+
+
+def _match_rows(
+    table: SampleTable, inputs: Sequence[str], net: Net, options: DataOptions
+) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
+    """Return a table with the faults of its labels, their class numbers, and notes.
+
+    Raises:
+        InputError: a label is missing or is no class of the model.
+    """
     label = choose_column(table, options.label_column, LABELS)
-    notes: tuple[Note, ...] = ()
-    others = ", ".join(name for name in table.columns if name not in inputs)
-    if label is not None and net.classes is None:
-        text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
-        label, notes = None, (Note.info("labels-unused", text),)
-    elif label is None and net.classes is not None and others:
+    if label is None:
+        others = ", ".join(name for name in table.columns if name not in inputs)
+        if net.classes is None or not others:
+            return table, None, ()
         text = f"{table.origin} has no column called label: --label-column names one ({others})"
-        notes = (Note.info("no-label-column", text),)
-    y: dict[int, int] = {}
-    if label is not None:
-        labels = table.column(label)
-        faults = {i: find_fault({label: value}, (), label) for i, value in enumerate(labels)}
-        faults = {i: fault for i, fault in faults.items() if fault} | dict(table.faults)
-        table = replace(table, faults=faults)
-        table.require_rows(options)
-        values = [labels[i] for i in table.sound]
-        places = [f"{table.origin}: {table.places[i]}" for i in table.sound]
-        numbers, matched = batch.match_labels(values, net, places, table.classes.get(label))
-        y, notes = dict(zip(table.sound, numbers, strict=True)), notes + matched
-    is_text = net.kind == "text"
-    limit, limited = limit_tokens(net, options) if is_text else (0, ())
+        return table, None, (Note.info("no-label-column", text),)
+    if net.classes is None:
+        text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
+        return table, None, (Note.info("labels-unused", text),)
+    labels = table.column(label)
+    faults = dict(table.faults)
+    for i, value in enumerate(labels):
+        fault = find_fault({label: value}, (), label)
+        if fault:
+            faults.setdefault(i, fault)
+    table = replace(table, faults=faults)
+    table.require_rows(options)
+    values = [labels[i] for i in table.sound]
+    places = [f"{table.origin}: {table.places[i]}" for i in table.sound]
+    numbers, notes = batch.match_labels(values, net, places, table.classes.get(label))
+    return table, dict(zip(table.sound, numbers, strict=True)), notes
+
+
+def _draw_images(
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
+) -> Samples:
+    (column,) = inputs
+
+    def read(i: int) -> Picture:
+        values = table.rows[i]
+        table.refuse(i, find_fault(values, inputs))
+        pixels, steps = read_image(values[column], table.places[i], net)
+        return Picture(to_box(pixels, net.box), steps)
+
+    drawn, skipped = draw_rows(table, options, read, what="images")
+    pixels = [picture.pixels for _, picture in drawn]
+    steps = [picture.steps for _, picture in drawn]
+    places = [table.name(i) for i, _ in drawn]
+    classes = None if labels is None else [labels[i] for i, _ in drawn]
+    return Samples(
+        make_batch(pixels, net, classes),
+        skipped + collect_notes(zip(places, steps, strict=True), len(drawn)),
+        origins=tuple(map(SampleOrigin, places)),
+        steps=tuple(step.text for step in steps[0]),
+    )
+
+
+def _draw_texts(
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
+) -> Samples:
+    limit, notes = limit_tokens(net, options)
 
     def read(i: int) -> tuple[Tensor, tuple[str, ...], bool]:
-        values, place = table.rows[i], table.places[i]
+        values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
-        if not is_text:
-            return to_box(read_image(values[inputs[0]], place, net), net.box), (), False
-        texts, origin = tuple(str(values[name]) for name in inputs), f"{table.origin}: {place}"
+        texts = tuple(str(values[name]) for name in inputs)
+        origin = f"{table.origin}: {table.places[i]}"
         # One token more than allowed distinguishes a text that is cut from one that just fits.
         tokens = encode(texts, net, limit + 1, origin)
-        is_cut = len(tokens) > limit
-        return encode(texts, net, limit, origin) if is_cut else tokens, texts, is_cut
+        if len(tokens) <= limit:
+            return tokens, texts, False
+        return encode(texts, net, limit, origin), texts, True
 
-    drawn, skipped = draw_rows(table, options, read, what="texts" if is_text else "images")
-    if cut := sum(is_cut for _, (_, _, is_cut) in drawn):
+    drawn, skipped = draw_rows(table, options, read, what="texts")
+    tokens = [ids for _, (ids, _, _) in drawn]
+    texts = tuple(each for _, (_, each, _) in drawn)
+    cut = sum(is_cut for _, (_, _, is_cut) in drawn)
+    if cut:
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
-        limited += (Note.warn("text-cut", text),)
-    classes = [y[i] for i, _ in drawn] if label is not None else None
-    joined = make_batch([x for _, (x, _, _) in drawn], net, classes)
-    if is_text:
-        joined = replace(joined, texts=tuple(texts for _, (_, texts, _) in drawn), limit=limit)
-    origins = (SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts, _) in drawn)
-    return Samples(joined, skipped + limited + notes, origins=tuple(origins))
+        notes += (Note.warn("text-cut", text),)
+    classes = None if labels is None else [labels[i] for i, _ in drawn]
+    joined = replace(make_batch(tokens, net, classes), texts=texts, limit=limit)
+    places = [table.name(i) for i, _ in drawn]
+    return Samples(
+        joined,
+        skipped + notes,
+        origins=tuple(map(SampleOrigin, places, map(shorten, texts))),
+        steps=(f"{len(tokens[0])} tokens, special ones included",),
+    )
 
 
 def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:

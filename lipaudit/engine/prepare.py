@@ -17,7 +17,7 @@ from lipaudit.data.batch import Batch, LabelError
 from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_data
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
-from lipaudit.engine.results import list_origins
+from lipaudit.engine.results import list_origins, list_steps
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import MeasureOptions
@@ -261,6 +261,10 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
     given = _select_options(LoadOptions, run) | {"forms": lambda: find_data_forms(run.data)}
+    # The names of --class-names are labels; those of --classes make a classifier.
+    path = given.pop("class_names", None)
+    if path is not None:
+        given["labels"] = classifiers.read_class_names(Path(path), "--class-names")
     if run.classes is not None:
         names = classifiers.read_class_names(Path(run.classes))
         given |= {"classes": None, "class_names": names}
@@ -325,6 +329,7 @@ def preview(request: Request) -> dict[str, Any]:
         "data": job.samples.spec,
         "samples": len(batch),
         "first": first,
+        "preprocessing": list_steps(net, job.samples),
         "forward": _time_batch(job),
         "measures": dict(job.counts),
         "notes": notes,

@@ -30,6 +30,7 @@ from lipaudit.theory.bounds.record import GROUP as BOUNDS
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job
+    from lipaudit.models.net import ModelSpec
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)
@@ -106,7 +107,11 @@ def describe_run(job: Job) -> Run:
         versions=versions(),
         model=Model(spec=net.name, **of_net, **of_model),
         data=Data(
-            spec=samples.spec, samples=len(samples.batch), suite_id=samples.suite_id, **of_data
+            spec=samples.spec,
+            samples=len(samples.batch),
+            suite_id=samples.suite_id,
+            steps=tuple(list_steps(net, samples)),
+            **of_data,
         ),
         preprocess=dict(net.preprocess),
         options=request.run.reading(),
@@ -120,6 +125,20 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
         return {}
     places, texts = zip(*((origin.place, origin.text) for origin in samples.origins), strict=True)
     return {"ids": samples.batch.ids, "place": places} | ({"text": texts} if any(texts) else {})
+
+
+def list_steps(net: ModelSpec, samples: Samples) -> list[str]:
+    """Return what is done to the first sample, in order, to its last step in the model."""
+    if not samples.steps:
+        return []
+    steps = list(samples.steps)
+    first = samples.batch.x[0]
+    if net.kind != "text":
+        steps.append(f"values {first.min():.4g} to {first.max():.4g}")
+    mean, std = (net.preprocess.get(name) for name in ("mean", "std"))
+    if mean is not None:
+        steps.append(f"in the model: minus mean {mean}, divided by std {std}")
+    return steps
 
 
 @functools.cache  # reading the metadata of every package takes as long as a small model

@@ -17,6 +17,7 @@ from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.data.images import SampleForm
+from lipaudit.data.pictures import Preprocessing
 from lipaudit.errors import UsageError
 from lipaudit.models.precision import devices, precision
 from lipaudit.tables import Note
@@ -174,6 +175,10 @@ class LoadOptions:
         tower: image or text, for models with two towers.
         class_names: names that make a zero-shot classifier of an image-text model.
         prompts: its texts, with {} for the name of a class; their embeddings are averaged.
+        labels: names of the classes, in the order of the outputs; in place of the model's own.
+        preprocess: how images get the model's size: model (its own steps, for images of that size,
+            too), resize (scaled and cropped in the middle), none (others are refused), or None:
+            images of that size stay, others go through the model's steps.
         forms: returns the possible readings of the data, for modules that do not declare their
             input.
     """
@@ -193,6 +198,8 @@ class LoadOptions:
     tower: str | None = None
     class_names: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    preprocess: Preprocessing | None = None
     forms: Callable[[], tuple[SampleForm, ...]] = tuple
 
     @property

@@ -23,6 +23,8 @@ SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""
 CHARACTERS = 12
 """Number of characters of a sample's id that are shown."""
+RESIZING = ("interpolation", "crop_pct", "crop_mode")
+"""The facts of preprocessing that only matter for images of another size."""
 LETTERS = 40
 """Number of characters of a text shown after its place."""
 
@@ -33,13 +35,21 @@ def list_facts(report: Report) -> dict[str, str]:
     sources = ("model", model), ("data", data)
     commits = (f"{name} {s.commit[:12]} ({s.revision})" for name, s in sources if s.commit)
     versions = {"lipaudit": run.lipaudit} | run.versions
+    normalising, resizing = list[str](), list[str]()
+    for name, value in run.preprocess.items():
+        group = resizing if name in RESIZING else normalising
+        group.append(f"{name} {format_setting(value)}")
+    if resizing and run.options.get("preprocess") != "model":
+        resizing.append("images of the model's size stay as they are")
     facts = {
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
         "quantised": model.quantised,
         "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
         "commit": ", ".join(commits),
-        "preprocessing": "; ".join(f"{k} {format_setting(v)}" for k, v in run.preprocess.items()),
+        "preprocessing": "; ".join(normalising),
+        "resizing": "; ".join(resizing),
+        "first sample": "; ".join(data.steps),
         "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,

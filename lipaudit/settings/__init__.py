@@ -87,6 +87,19 @@ class RunOptions(Settings):
         "Image size, in place of the model's own: 224, or 1,28,28.",
         rare=True,
     )
+    preprocess: Literal["model", "resize", "none"] | None = image_option(
+        None,
+        "How images get that size: by the model's own resizing (model), scaled and cropped in "
+        "the middle (resize), or not at all (none).",
+        usual="model, but images of that size stay as they are",
+        rare=True,
+    )
+    class_names: str | None = model_option(
+        None,
+        "File of class names, one per line, in the order of the model's outputs; in place of its "
+        "own names.",
+        rare=True,
+    )
     tower: str | None = model_option(
         None,
         "Tower to measure, for a model with two: image or text.",

@@ -348,13 +348,18 @@ class Model(Frozen):
 
 
 class Data(Frozen):
-    """The samples; `suite_id` is a hash of the sorted sample ids, the rest is as in `Model`."""
+    """The samples.
+
+    `suite_id` is a hash of the sorted sample ids, `steps` what was done to the first sample. The
+    rest is as in `Model`.
+    """
 
     spec: str
     samples: int
     suite_id: str
     revision: str = ""
     commit: str = ""
+    steps: tuple[str, ...] = ()
 
 
 class Run(Frozen):

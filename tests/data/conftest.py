@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from PIL import Image
 
-from lipaudit.data.images import resize
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError, LipauditError
 
 
@@ -58,7 +58,7 @@ def image_taker():
     def make(shape=(3, 8, 8), classes=None, labels=None, **more):
         return Taker(
             "image", shape, classes, labels, box=(0.0, 1.0),
-            prepare=lambda image: resize(image, shape), **more,
+            prepare=Resizing(shape), **more,
         )  # fmt: skip
 
     return make

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lipaudit.data.images import KINDS, load_arrays, resize, thumbnail, to_box
+from lipaudit.data.images import KINDS, load_arrays, thumbnail, to_box
 from lipaudit.data.loading import DataOptions, SampleForm, find_data_forms, load_data
+from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError
 from tests.data.conftest import picture
 
@@ -93,15 +94,15 @@ def test_other_sizes_channels_and_depths_are_those_of_the_model():
     """Bright left and right thirds of a wide picture fall to the crop; greys keep their shades."""
     wide = Image.new("L", (90, 30), 255)
     wide.paste(0, (30, 0, 60, 30))
-    pixels = resize(wide, (1, 10, 10))
+    pixels = Resizing((1, 10, 10))(wide)
     assert pixels.shape == (1, 10, 10)
     assert pixels[0, :, 2:8].max() < 0.02
     array = np.array([[0, 65535], [257, 32896]], dtype=np.uint16)
-    pixels = resize(Image.fromarray(array), (1, 2, 2))
+    pixels = Resizing((1, 2, 2))(Image.fromarray(array))
     assert (pixels * 255).round().int().tolist() == [[[0, 255], [1, 128]]]
     colour = Image.new("RGBA", (4, 4), (255, 0, 0, 255))
-    assert resize(colour, (1, 4, 4)).shape == (1, 4, 4)
-    assert resize(colour, (3, 4, 4))[:, 0, 0].tolist() == [1, 0, 0]
+    assert Resizing((1, 4, 4))(colour).shape == (1, 4, 4)
+    assert Resizing((3, 4, 4))(colour)[:, 0, 0].tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("box", [(-1.0, 1.0), (0.0, 255.0)])

@@ -1,5 +1,6 @@
 """Text: tables, plain files, cutting and padding; labels: names first, numbers second."""
 
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -270,7 +271,7 @@ def test_missing_or_unknown_labels_name_their_line(tmp_path, text_taker, names, 
         ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
         ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
         ("t.txt", " \n", "is empty"),
-        ("t.csv", "text\n \n", "has no tokens"),
+        ("t.csv", "text\n \n", "line 2 has no 'text'"),
         ("t.csv", "\n\ntext,label\na b,0\nc, d,1\n", "line 5 has 1 more than the columns' 2 "),
         ("t.csv", "text,label\na b,0\nc, d,1\n", "line 3 has 1 more than the columns' 2 fields"),
         ("t.tsv", "text\tlabel\na\t0\nb\tc\t1\n", "line 3 has 1 more than the columns' 2 fields"),
@@ -303,3 +304,44 @@ def test_folders_that_are_numbers_are_numbers(tmp_path, image_taker):
     places = [int(origin.place.split("/")[0]) for origin in samples.origins]
     assert samples.batch.y.tolist() == places
     assert "labels-by-order" not in {note.code for note in samples.notes}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "text,label,text\na,0,b\n", "has the column 'text' twice"),
+        ("t.jsonl", '{"text": "a", "text": "b"}', "line 1 is not JSON (a key stands there twice)"),
+        ("t.csv", "text,label\na,0\ntext,label\nb,1\n", "line 3 repeats the column names"),
+        ("t.csv", 'text,label\n"",0\n', "line 2 has no 'text'"),
+        ("t.csv", "text,label\n  ,0\n", "line 2 has no 'text'"),
+        ("t.jsonl", '{"text": NaN, "label": 0}', "line 1 has no 'text'"),
+        ("t.csv", "premise,hypothesis\na,\n", "line 2 has no 'hypothesis'"),
+    ],
+)
+def test_rows_that_would_be_read_wrongly_are_named(
+    tmp_path, text_taker, refused, name, content, message
+):
+    (tmp_path / name).write_text(content)
+    net = text_taker(classes=2)
+    assert message in refused(tmp_path / name, net)
+
+
+def test_blank_texts_are_no_samples(read):
+    samples = read("t.csv", "text\nfirst\n \nsecond\n\t\n", samples=9, skip_bad=True)
+    assert sorted(origin.text for origin in samples.origins) == ["first", "second"]
+    assert next(n for n in samples.notes if n.code == "skipped-bad").text.startswith(
+        "unreadable texts were left out: 2 ("
+    )
+
+
+@pytest.mark.parametrize("separator", [";", "\t", ","])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_spreadsheets_separate_by_semicolons_and_begin_with_a_mark(
+    tmp_path, text_taker, separator, encoding
+):
+    rows = [["text", "label"], ["one; two", "0"], ["three, four", "1"], ["five\tsix", "1"]]
+    with (tmp_path / "t.csv").open("w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(rows)
+    samples = load_data(str(tmp_path / "t.csv"), text_taker(classes=2), DataOptions(samples=9))
+    found = dict(zip((o.text for o in samples.origins), samples.batch.y.tolist(), strict=True))
+    assert found == {"one; two": 0, "three, four": 1, "five six": 1}

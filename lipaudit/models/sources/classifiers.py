@@ -49,13 +49,18 @@ AGREES = 1e-3
 TRIED = 6
 
 
-def read_class_names(path: Path) -> tuple[str, ...]:
+def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
     """Read the names of classes from a text file, one per line; empty lines do not count.
+
+    Args:
+        path: the file.
+        flag: the option that names it, for messages.
 
     Raises:
         InputError: the file cannot be read, has fewer than two names, or a name twice.
     """
-    advice = "--classes takes a text file with one class name per line; only train takes a number."
+    advice = f"{flag} takes a text file with one class name per line"
+    advice += "; only train takes a number." if flag == "--classes" else "."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     names = tuple(filter(None, map(str.strip, lines)))

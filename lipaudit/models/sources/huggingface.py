@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
-from lipaudit.data.images import resize
+from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.classifiers import make_zero_shot
@@ -267,9 +267,9 @@ def describe_images(
             values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)
             normalisation[name] = tuple(value / scale for value in values)
 
-    def prepare(image: Any) -> Tensor:
-        return resize(image, shape, [lambda i: _process(processor, i).clamp(0, 1)])
-
+    steps = {}
+    if processor is not None and not options.input_size:
+        steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
     call = module if tower is None else getattr(module, f"get_{tower}_features")
     facts = describe_classes(module)
     if options.class_names:
@@ -283,7 +283,7 @@ def describe_images(
     return ModelSpec(
         module,
         shape,
-        prepare=None if processor is None or options.input_size else prepare,
+        prepare=Resizing(shape, steps),
         call=lambda x, mask: (call(pixel_values=x), mask),
         read=choose_output(module, tower),
         **normalisation,

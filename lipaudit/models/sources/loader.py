@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lipaudit.data.hub import hub_access
-from lipaudit.data.images import resize
+from lipaudit.data.pictures import Resizing
 from lipaudit.errors import (
     InputError,
     UsageError,
@@ -51,6 +51,8 @@ TAKERS = {
     "class_names": ("hf",),
 }
 FLAGS = {"class_names": "classes"}
+# Facts on the steps by which a model of timm resizes images.
+RESIZING = ("interpolation", "crop_pct", "crop_mode")
 
 
 def load_net(name: str, options: LoadOptions | None = None) -> Net:
@@ -212,12 +214,17 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     if spec.commit is not None:
         notes.append(spec.commit.note)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    if options.labels:
+        if classes is None:
+            text = "--class-names names classes, and the output of this model has none"
+            raise UsageError(text, "Leave it out.")
+        spec = replace(spec, labels=options.labels, aliases={})
     labels = spec.labels or ()
     if spec.labels is not None and classes not in (None, len(labels)):
         raise InputError(
             f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
-            "Check num_classes and the labels of the model's configuration. Two classes need two "
-            "logits: torch.cat([0 * z, z], 1).",
+            "Check num_classes, --class-names and the labels of the model's configuration. Two "
+            "classes need two logits: torch.cat([0 * z, z], 1).",
         )
     entry = spec.entry or entry
     # By name: a factory may return a subclass with fields of its own.
@@ -258,7 +265,8 @@ def find_main_output(result: Any) -> Tensor:
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
     """Return the complete description, and a function that preprocesses samples and runs them."""
-    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
+    given: dict[str, object] = {"--mean": options.mean, "--std": options.std}
+    given |= {"--input-size": options.input_size, "--preprocess": options.preprocess}
     named = [name for name, value in given.items() if value is not None]
     if named and spec.kind != "image":
         raise UsageError(
@@ -277,11 +285,9 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
                 )
         mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
         facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+        spec = _choose_resizing(spec, options)
         complete = replace(
-            spec,
-            box=spec.box or (0.0, 1.0),
-            prepare=spec.prepare or partial(resize, shape=spec.input_shape),
-            preprocess={**spec.preprocess, **facts},
+            spec, box=spec.box or (0.0, 1.0), preprocess={**spec.preprocess, **facts}
         )
 
     @cache  # a copy to a GPU at every call would wait for it
@@ -303,6 +309,28 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         return module(x) if mask is None or bool(mask.all()) else module(x, mask)
 
     return complete, call
+
+
+def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
+    """Return the description with the requested way from pictures to pixels.
+
+    Raises:
+        UsageError: the model's own steps are requested, and it has none.
+    """
+    choice, prepare = options.preprocess, spec.prepare or Resizing(spec.input_shape)
+    if choice is None:
+        return replace(spec, prepare=prepare)
+    steps = prepare.steps if isinstance(prepare, Resizing) else {"prepare": prepare}
+    if choice == "model" and not steps:
+        raise UsageError(
+            "--preprocess model: this model has no resizing of its own for its size",
+            "Leave it out, or give --preprocess resize.",
+        )
+    if choice == "model":
+        return replace(spec, prepare=Resizing(spec.input_shape, steps, choice))
+    # Facts on steps that are not taken.
+    left = {k: v for k, v in spec.preprocess.items() if k not in RESIZING}
+    return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=left)
 
 
 def _probe(

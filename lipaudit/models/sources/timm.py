@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.hub import Repository, explain_refusals, find_commit
-from lipaudit.data.images import resize
+from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError, UsageError, of_machine, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
@@ -132,21 +132,29 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     notes += _load(module, state, path)
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)
-    return describe_timm(module, options, notes=notes, known_labels=False)
+    return describe_timm(module, options, notes=notes, knows_weights=False)
 
 
 def describe_timm(
-    module: Any, options: LoadOptions, *, notes: tuple[Note, ...] = (), known_labels: bool = True
+    module: Any, options: LoadOptions, *, notes: tuple[Note, ...] = (), knows_weights: bool = True
 ) -> ModelSpec:
     """Describe the input of a timm model: size, normalisation, resizing, labels.
 
     If another number of classes is requested, the classifier is replaced first.
+
+    Args:
+        module: the model.
+        options: the user's options.
+        notes: remarks on loading.
+        knows_weights: whether its configuration belongs to its weights; else labels and resizing
+            are those of other weights.
     """
     import timm.data
 
+    has_labels = knows_weights
     if options.classes not in (None, module.num_classes):
         module.reset_classifier(options.classes)
-        notes, known_labels = (*notes, new_classifier(options.classes)), False
+        notes, has_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
     # The built model knows its channels and size: --model-kwargs may have changed them. Not so a
     # convolution before the patches: a stem may rearrange the pixels.
@@ -161,9 +169,13 @@ def describe_timm(
     shape = options.image_shape((channels, height, width))
     # The transform is built for the requested size.
     config["input_size"] = shape
-    labels, aliases = _read_labels(module) if known_labels else (None, {})
+    labels, aliases = _read_labels(module) if has_labels else (None, {})
     steps = timm.data.create_transform(**config, is_training=False).transforms
-    before = [step for step in steps if type(step).__name__ != "Normalize"]  # `call` does it
+    # `call` normalises.
+    before = {type(step).__name__: step for step in steps}
+    before.pop("Normalize", None)
+    architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
+    guess = "" if knows_weights or config["crop_pct"] == 1 else architecture
     return ModelSpec(
         module,
         shape,
@@ -172,8 +184,8 @@ def describe_timm(
         classifier=getattr(module, "num_classes", 0) > 0,
         labels=labels,
         aliases=aliases,
-        prepare=lambda image: resize(image, shape, before),
-        architecture=str(module.pretrained_cfg.get("architecture", type(module).__name__)),
+        prepare=Resizing(shape, before, guess=guess),
+        architecture=architecture,
         preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
         notes=notes,
     )

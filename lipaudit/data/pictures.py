@@ -1,0 +1,334 @@
+"""Picture files: those of a folder, and the steps from each to the pixels that a model takes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from lipaudit.errors import InputError, explain_failure
+from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
+    *(".pnm", ".jfif", ".jpe", ".jp2", ".j2k", ".avif", ".apng", ".dib", ".tga"),
+)
+# Files beside pictures that nobody takes for one.
+SIDECARS = frozenset(
+    {"", ".txt", ".md", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".yaml", ".yml", ".html", ".db"}
+)
+COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+# Formats whose greys Pillow reads as 32-bit integers, although they have at most 16 bits.
+SHORT_FORMATS = ("PNG", "PPM")
+# Tag of the way in which a camera was held, and the ways that exchange width and height.
+ORIENTATION, LYING = 0x0112, range(5, 9)
+
+Preprocessing = Literal["model", "resize", "none"]
+
+
+def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
+    """Return the pictures of a folder and of its sub-folders, and notes on files left out.
+
+    Hidden files and folders are no pictures: macOS writes `._x.png` beside `x.png`.
+
+    Raises:
+        InputError: there are no pictures, or some beside and some inside sub-folders.
+    """
+    # Not by glob, which skips folders that cannot be read without a word.
+    entries = _list_visible(folder)
+    inside = [file for each in entries if each.is_dir() for file in _list_visible(each)]
+    pictures = [file for file in entries + inside if is_picture(file)]
+    others = [file for file in entries + inside if file.suffix.lower() not in SIDECARS]
+    others = [file for file in others if not is_picture(file) and file.is_file()]
+    deeper: list[Path] = []
+    for each in inside:
+        if each.is_dir():
+            deeper += filter(is_picture, sorted(each.rglob("*")))
+    if not pictures:
+        advice = (
+            f"Give a folder of {', '.join(SUFFIXES[:4])} ... files, or of one folder per class."
+        )
+        if deeper:
+            advice = f"Images are deeper, such as {deeper[0]}: try --data {deeper[0].parents[1]}."
+        raise InputError(f"{folder} holds no images, nor do its folders", advice)
+    if len({file.parent == folder for file in pictures}) > 1:
+        raise InputError(
+            f"{folder} holds images both beside and inside sub-folders",
+            "Put all images into one folder, or into one sub-folder per class.",
+        )
+    left_out = {"images in deeper folders": deeper, "files of other formats": others}
+    notes = [
+        Note.warn(
+            "files-left-out",
+            f"{len(files)} {kind} were not read (the first: {files[0].relative_to(folder)})",
+        )
+        for kind, files in left_out.items()
+        if files
+    ]
+    return pictures, tuple(notes)
+
+
+def _list_visible(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+
+
+def is_picture(file: Path) -> bool:
+    """Say whether a file is a picture, by its name."""
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
+    """Return (channels, height, width) of a folder's pictures, None if they differ.
+
+    Raises:
+        InputError: as in `list_pictures`.
+    """
+    shapes = set()
+    for file in list_pictures(folder)[0]:
+        with suppress(InputError), explain_images(file), Image.open(file) as image:
+            height, width = image.height, image.width
+            # Pillow turns TIFF files itself.
+            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in LYING:
+                height, width = width, height
+            is_grey = len(image.getbands()) < 3 and not image.mode.startswith("P")
+            shapes.add((1 if is_grey else 3, height, width))
+        if len(shapes) > 1:
+            return None
+    return shapes.pop() if shapes else None
+
+
+@contextmanager
+def explain_images(name: object) -> Iterator[None]:
+    """Turn Pillow's exceptions and warnings, also on too many pixels, into one error.
+
+    Raises:
+        InputError: the block cannot read a picture.
+    """
+    advice = "Remove it, shrink it or copy it again, or leave such images out with --skip-bad."
+    failure = explain_failure(f"{name} is not a readable image", advice, Exception)
+    with failure, warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+        yield
+
+
+class Step(NamedTuple):
+    """One thing that was done to a picture; a note, if users should know it of all pictures."""
+
+    text: str
+    note: Note | None = None
+
+
+class Picture(NamedTuple):
+    """The pixels of a picture (channels, height, width) in [0, 1], and what was done to it."""
+
+    pixels: Tensor
+    steps: tuple[Step, ...]
+
+
+def read_image(source: Path | Image.Image, name: str, net: Net) -> Picture:
+    """Read one picture, from a file or as decoded by a data set, as pixels in [0, 1].
+
+    Raises:
+        InputError: it is damaged, or its values have no known range; the message names it.
+    """
+    prepare = net.prepare
+    assert prepare is not None
+    with explain_images(name):
+        if isinstance(source, Image.Image):
+            image, steps = decode(source, name)
+        else:
+            with Image.open(source) as opened:
+                image, steps = decode(opened, name)
+        if isinstance(prepare, Resizing):
+            pixels, more = prepare.apply(image, name)
+            return Picture(pixels, (*steps, *more))
+        return Picture(prepare(image), (*steps, Step("the model's own function `prepare`")))
+
+
+def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, tuple[Step, ...]]:
+    """Return a picture upright and with 8 bits per channel, and what was done to it.
+
+    Args:
+        image: a picture as Pillow opens it.
+        name: its name in errors.
+
+    Raises:
+        InputError: its values are floats outside [0, 1], or integers of 32 bits.
+    """
+    kind, frames = image.format, getattr(image, "n_frames", 1)
+    image.load()  # after frames are counted, which moves to the last one and back
+    steps = [Step(f"{image.mode}, {image.width} x {image.height} pixels ({kind or 'in memory'})")]
+    if frames > 1:
+        note = Note.info("first-frame", "only the first of several frames is read")
+        steps.append(Step(f"the first of {frames} frames", note))
+    orientation = image.getexif().get(ORIENTATION, 1)
+    if 1 < orientation < LYING.stop:
+        image = ImageOps.exif_transpose(image)
+        note = Note.info("turned", "the image is turned upright, as its EXIF orientation says")
+        steps.append(Step(f"turned upright (EXIF orientation {orientation})", note))
+    is_short = image.mode.startswith("I;16") or (image.mode == "I" and kind in SHORT_FORMATS)
+    if is_short:  # Pillow would clip at 255
+        values = np.asarray(image) / 257
+        steps.append(Step("16 bits to 8: divided by 257 and rounded"))
+    elif image.mode in ("I", "F"):
+        values = np.asarray(image, dtype=np.float64)
+        unknown = image.mode == "I" or not bool(((values >= 0) & (values <= 1)).all())
+        if unknown:
+            number = "32-bit integers" if image.mode == "I" else "floats"
+            raise InputError(
+                f"{name} holds {number} from {values.min():.4g} to {values.max():.4g}, and the "
+                "range that they belong to is unknown",
+                "Save images with 8 or 16 bits, or as floats in [0, 1].",
+            )
+        values = values * 255
+        steps.append(Step("floats in [0, 1] to 8 bits: times 255 and rounded"))
+    else:
+        return image, tuple(steps)
+    return Image.fromarray(values.round().clip(0, 255).astype(np.uint8)), tuple(steps)
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """How pictures of any size become pixels of the shape that a model takes.
+
+    Pictures of that size are not resized, unless `choice` is "model". Others go through the steps
+    of the model; without steps they are scaled to cover the size and cropped in the middle.
+
+    Attributes:
+        shape: (channels, height, width).
+        steps: the model's own steps by name; the last one returns a tensor in [0, 1].
+        choice: model (its steps, at every size), resize (not its steps), none (no other size), or
+            None: its steps for pictures of another size.
+        guess: whose steps they are, if the weights may have been trained with others.
+    """
+
+    shape: Sequence[int]
+    steps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    choice: Preprocessing | None = None
+    guess: str = ""
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the pixels of a picture."""
+        decoded, _ = decode(image)
+        return self.apply(decoded)[0]
+
+    def apply(self, image: Image.Image, name: str = "an image") -> tuple[Tensor, list[Step]]:
+        """Return the pixels of a decoded picture, and what was done to it.
+
+        Raises:
+            InputError: pictures cannot have that many channels, or this one has another size, and
+                none is to be resized.
+            ValueError: it is so narrow that scaling would give too many pixels.
+        """
+        channels, height, width = self.shape
+        if channels not in COLOUR_MODES:
+            raise InputError(
+                f"the model takes {channels} channels, and image files have 1, 3 or 4",
+                "Give an .npz file with x of shape (samples, channels, height, width).",
+            )
+        image, done = _convert(image, COLOUR_MODES[channels])
+        fits = image.size == (width, height)
+        if self.choice == "none" and not fits:
+            raise InputError(
+                f"{name} has {image.width} x {image.height} pixels; the model takes {width} x "
+                f"{height}",
+                "Resize the images first, or leave --preprocess none out.",
+            )
+        if self.choice == "model" or (self.choice is None and self.steps and not fits):
+            return self._follow_model(image, done)
+        if not fits:
+            image = _cover(image, width, height)
+            done.append(Step(f"scaled to cover {width} x {height}, then cropped in the middle"))
+        done.append(Step("divided by 255"))
+        array = np.asarray(image, dtype=np.float32) / 255
+        planes = array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy()
+        return torch.from_numpy(planes), done
+
+    def _follow_model(self, image: Image.Image, done: list[Step]) -> tuple[Tensor, list[Step]]:
+        """Take the model's own steps."""
+        _, height, width = self.shape
+        _require_wide(image, width, height)
+        value: Any = image
+        for name, step in self.steps.items():
+            value = step(value)
+            size = value.size if isinstance(value, Image.Image) else value.shape[:-3:-1]
+            done.append(Step(f"{name}: {size[0]} x {size[1]} pixels"))
+        if tuple(value.shape) != tuple(self.shape):
+            raise InputError(
+                f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
+                f"{tuple(self.shape)}",
+                "Give --input-size, to which images are scaled and cropped in the middle.",
+            )
+        if self.guess and self.choice is None:
+            text = (
+                f"resized and cropped as the pretrained weights of {self.guess} want it. If these "
+                "weights were trained without the crop, give --preprocess resize"
+            )
+            done[-1] = Step(done[-1].text, Note.warn("default-resizing", text))
+        return value, done
+
+
+def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[Step]]:
+    """Return a picture with the channels of a mode."""
+    if image.mode == mode:
+        return image, []
+    text, note = f"{image.mode} to {mode}", None
+    bands = image.getbands()
+    is_clear = bands[-1] in "Aa" or "transparency" in image.info
+    if is_clear and mode != "RGBA":
+        text += ", transparency dropped"
+        note = Note.warn("transparency", "transparency is dropped: the colours behind it are read")
+    return image.convert(mode), [Step(text, note)]
+
+
+def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Scale a picture until it covers a size, and crop it in the middle."""
+    scale = _require_wide(image, width, height)
+    scaled_width = max(width, round(image.width * scale))
+    scaled_height = max(height, round(image.height * scale))
+    image = image.resize((scaled_width, scaled_height), Image.Resampling.BICUBIC)
+    left = (scaled_width - width) // 2
+    top = (scaled_height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _require_wide(image: Image.Image, width: int, height: int) -> float:
+    """Return the scale at which a picture covers a size.
+
+    Raises:
+        ValueError: a strip one pixel wide would become a bomb.
+    """
+    scale = max(width / image.width, height / image.height)
+    pixels = image.width * image.height * scale**2
+    if pixels > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
+    return scale
+
+
+def collect_notes(pictures: Iterable[tuple[str, Sequence[Step]]], total: int) -> tuple[Note, ...]:
+    """Return one note for each kind of note on pictures, with their number and the first one.
+
+    Args:
+        pictures: place and steps of each.
+        total: number of pictures.
+    """
+    places: dict[Note, list[str]] = {}
+    for place, steps in pictures:
+        for step in steps:
+            if step.note is not None:
+                places.setdefault(step.note, []).append(place)
+    notes = []
+    for note, found in places.items():
+        notes.append(note.add_lead(f"{len(found)} of {total} images (the first: {found[0]})"))
+    return tuple(notes)

@@ -110,7 +110,7 @@ def describe_run(job: Job) -> Run:
             spec=samples.spec,
             samples=len(samples.batch),
             suite_id=samples.suite_id,
-            steps=tuple(list_steps(net, samples)),
+            steps="; ".join(list_steps(net, samples)),
             **of_data,
         ),
         preprocess=dict(net.preprocess),

@@ -49,7 +49,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "commit": ", ".join(commits),
         "preprocessing": "; ".join(normalising),
         "resizing": "; ".join(resizing),
-        "first sample": "; ".join(data.steps),
+        "first sample": data.steps,
         "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,

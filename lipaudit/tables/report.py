@@ -359,7 +359,7 @@ class Data(Frozen):
     suite_id: str
     revision: str = ""
     commit: str = ""
-    steps: tuple[str, ...] = ()
+    steps: str = ""
 
 
 class Run(Frozen):

@@ -84,7 +84,7 @@ def test_images_of_other_sizes_can_be_refused_and_a_report_says_what_was_done():
     attack = ("--attack", "fgsm", "--eps", "0.01", "-n", "2", "-o", "r.json")
     invoke("attack", *FILE, "--data", "large", "--preprocess", "resize", *attack)
     report = json.loads(Path("r.json").read_text())
-    assert report["run"]["data"]["steps"][1].startswith("scaled to cover 32 x 32")
+    assert "; scaled to cover 32 x 32" in report["run"]["data"]["steps"]
     assert report["run"]["options"]["preprocess"] == "resize"
     assert "crop_pct" not in report["run"]["preprocess"]
     page = " ".join(invoke("report", "r.json", "--details").stdout.split())

@@ -72,6 +72,8 @@ class Table:
     folded: bool = False
 
 
+ALL_COLUMNS = "All columns"
+"""Title of the folded table that has every column of its chapter."""
 Cells = dict[Any, Any]
 """The cells of a row by the keys of their columns, such as names of columns of `HEADINGS`."""
 

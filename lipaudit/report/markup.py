@@ -13,11 +13,20 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lipaudit.errors import visible
 from lipaudit.report import blocks
-from lipaudit.report.blocks import Card, Gallery, Heatmap, Paragraph, Passage, Points, Table
+from lipaudit.report.blocks import (
+    ALL_COLUMNS,
+    Card,
+    Gallery,
+    Heatmap,
+    Paragraph,
+    Passage,
+    Points,
+    Table,
+)
 from lipaudit.report.charts import draw_svg
 
 HTML = "html"
@@ -40,6 +49,9 @@ def render_html(page: blocks.Document) -> bytes:
         "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
         "laid": blocks.lay_out,
         "numbers": lambda block: [list(map(_write_number, row)) for row in block.rows],
+        "places": place_columns,
+        "passport": find_passport,
+        "complete": has_all_columns,
         "tokens": blocks.shade_tokens,
         "legend": blocks.explain_shades,
     }
@@ -48,6 +60,73 @@ def render_html(page: blocks.Document) -> bytes:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = environment.get_template("report.html").render(page=page, script=script, digest=digest)
     return visible(text, keep="\n\t").encode()
+
+
+# Widths of a table at which a column appears, in pixels, by the column's class in the style sheet;
+# half of a window of 1280 pixels has 594. The class f0 appears where all columns are asked for.
+APPEARS = {"": 300, "f1": 440, "f2": 590, "f3": 890, "f4": 1190}
+HALF = APPEARS["f2"]
+# Pixels of a letter, a digit and a bold letter in a wide font, and of the padding beside a column.
+LETTER, DIGIT, BOLD, PADDING = 6.6, 8.2, 8.8, 18
+# Longer texts of a table are broken into lines.
+LONGEST = 32
+
+
+class Places(NamedTuple):
+    """How a table fits a page.
+
+    Attributes:
+        width: `half` if it fits beside a picture, else `wide`.
+        classes: classes of the cells of each column: `t` for text, and one of `APPEARS`.
+        whole: the class of `APPEARS` from which all columns appear; empty if all always do.
+    """
+
+    width: str
+    classes: list[str]
+    whole: str
+
+
+def place_columns(block: Table, *, cut: bool) -> Places:
+    """Decide which columns of a table fit a page, from the lengths of their texts.
+
+    Args:
+        block: the table.
+        cut: whether columns may be left out: another table of the chapter has all.
+    """
+    grid = blocks.lay_out(block)
+    ends: list[float] = []
+    for index in range(len(block.columns)):
+        words = grid.heads[index].split()
+        character = DIGIT
+        if block.columns[index].format == "s":  # the heading of a text is not broken into lines
+            words = [grid.heads[index]]
+            character = LETTER
+        widths = [BOLD * len(word) for word in words]
+        widths += [character * min(len(row[index]), LONGEST) for row in grid.rows]
+        start = ends[-1] if ends else 0.0
+        ends.append(start + max(widths, default=0) + PADDING)
+    classes = ["t" if column.format == "s" else "" for column in block.columns]
+    fits = ends[-1] <= HALF
+    if fits or block.folded:  # it keeps its columns in a narrow window
+        return Places("half" if fits else "wide", classes, "")
+    whole = ""
+    for index in range(block.keys, len(ends)):
+        whole = next((name for name, width in APPEARS.items() if width >= ends[index]), "f0")
+        classes[index] = f"{classes[index]} {whole}".strip()
+    return Places("half" if cut else "wide", classes, whole)
+
+
+def has_all_columns(chapter: blocks.Chapter) -> bool:
+    """Say whether a chapter has a folded table of all columns."""
+    return any(isinstance(each, Table) and each.title == ALL_COLUMNS for each in chapter.blocks)
+
+
+def find_passport(opening: blocks.Chapter | None) -> Card | None:
+    """Return the facts on model, data and run in the opening of a page, if it has them."""
+    for block in opening.blocks if opening else ():
+        if isinstance(block, Card) and not block.note:
+            return block
+    return None
 
 
 def _write_number(value: Any) -> str:

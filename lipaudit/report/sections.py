@@ -107,7 +107,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
         lines = [{name: row.get(name) for name in shown} for row in rows]
         keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-        yield make_table(f"All rows ({len(rows)})", lines, shown, keys=keys, folded=True)
+        yield make_table(blocks.ALL_COLUMNS, lines, shown, keys=keys, folded=True)
 
 
 # Tables, maps and histograms of columns

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import products, spectral
 from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
@@ -46,19 +47,22 @@ class AffineRows:
 
 def affine_rows(known: Ingredients) -> AffineRows:
     """Return what the bounds of affine heads are made of."""
-    heads, at, weights = known.heads, known.at, known.weights
-    s = heads.scale[..., None, None]
+    at = known.at
+    weights = known.weights
+    q = known.heads.q
+    s = known.heads.scale[..., None, None]
     # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
-    images = heads.q @ (s * weights.to_u)
-    u = torch.linalg.vector_norm(images, dim=-1, keepdim=True)
-    inside = torch.linalg.vector_norm(heads.q @ (s * weights.to_inside), dim=-1, keepdim=True)
+    images = q @ (s * weights.to_u)
+    u = vector_norm(images, dim=-1, keepdim=True)
+    inside = q @ (s * weights.to_inside)
+    inside = vector_norm(inside, dim=-1, keepdim=True)
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(at.s),
         shared=weights.shared[:, None, None].expand_as(at.s),
         u=u,
         images=images,
         inside=inside + weights.left[:, None, None] * u,
-        a=heads.q @ (s * weights.to_a),
+        a=q @ (s * weights.to_a),
         z=at.k @ (s * weights.to_z),
     )
 
@@ -73,12 +77,18 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
     """
     # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
     # either half may stand for both: ||w_il||^2 and, for -h_jl, <v_j, v_l> - ||v_l||^2.
-    inner = at.p @ (at.gram - at.v2.mT).mul_(rows.z @ rows.z.mT)
+    kappa = rows.z @ rows.z.mT
+    inner = at.gram - at.v2.mT
+    inner = at.p @ inner.mul_(kappa)
     inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
     squares = inner.mul_(at.p).sum(-1)
-    z, v2 = torch.linalg.vector_norm(rows.z, dim=-1), at.v2[..., 0]
-    m0, m1, m2 = (torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT).unbind(-2)
+
+    z = vector_norm(rows.z, dim=-1)
+    v2 = at.v2[..., 0]
     o2 = at.o2[..., 0]
+    moments = torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT
+    m0, m1, m2 = moments.unbind(-2)
+    # m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2)
     terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
     # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
     # cost 2 m, kappa d, <v_j, v_l> d_v, other sums and products 20.
@@ -108,25 +118,34 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
     along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
     key/value input B = [P∘beta, diag t].
     """
-    heads, at = known.heads, known.at
+    heads = known.heads
     joint = heads.x_kv is None
-    entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
+    entries = known.at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= heads.policy.dense_entries:
-        # The norms of the d_v x d_v blocks of J J^T; J of one batch row at a time.
-        n, dv, norms, sizes = heads.q.shape[2], heads.v.shape[3], [], []
-        for b in range(heads.q.shape[0]):
-            j = products.dense_jacobian(heads.row(b)).flatten(0, 1)
-            # In units of its largest entry no power of J overflows.
-            size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
-            j = j / size[:, None, None]
-            norms.append(
-                spectral.spectral_norm((j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2))
-            )
-            sizes.append(size)
-        return torch.stack(sizes) * spectral.nonnegative_norm(torch.stack(norms)).sqrt()
+        return _bound_dense_blocks(heads)
     if are_affine(heads):
-        return gram_bound(at, affine_rows(known), joint=joint)
-    return spectral.nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
+        return gram_bound(known.at, affine_rows(known), joint=joint)
+    blocks = _bound_local_blocks(heads, known.at, joint=joint)
+    return spectral.nonnegative_norm(blocks)
+
+
+def _bound_dense_blocks(heads: Heads) -> Tensor:
+    """Bound ||J|| by the norms of the d_v x d_v blocks of J J^T, J of one batch row at a time."""
+    n = heads.q.shape[2]
+    dv = heads.v.shape[3]
+    norms = []
+    sizes = []
+    for b in range(len(heads.q)):
+        j = products.dense_jacobian(heads.row(b)).flatten(0, 1)
+        # In units of its largest entry no power of J overflows.
+        size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
+        j = j / size[:, None, None]
+        gram = j @ j.mT
+        blocks = gram.reshape(-1, n, dv, n, dv).transpose(-3, -2)
+        norms.append(spectral.spectral_norm(blocks))
+        sizes.append(size)
+    squares = spectral.nonnegative_norm(torch.stack(norms))
+    return torch.stack(sizes) * squares.sqrt()
 
 
 # Affine heads: J = A + B + C, what moves through values, keys and queries. With w_ij = v_j - o_i
@@ -151,17 +170,20 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> Float[Tensor, "
     `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
     """
     pw = at.w2.sqrt().mul_(at.p)
-    t, f = query_term(at, rows), row_lengths(at, rows, pw)
+    t = query_term(at, rows)
+    f = row_lengths(at, rows, pw)
     matrix = block_norms(at, rows, pw, t, f, joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])
     z = spectral.positive_vector(matrix.float(), STEPS).to(matrix)
     norm = spectral.nonnegative_norm(matrix, u=z)
-    z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    z = z / vector_norm(z, dim=-1, keepdim=True)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
     share = 2 * spectral.product_rounding(at.p)
-    square = (1 + share) * (norm * largest) + 2 * value_key_norm(at, rows, f, z)
+    norm = (1 + share) * (norm * largest)
+    # ||J||^2 <= ||M|| + 2 ||A B^T||
+    square = norm + 2 * value_key_norm(at, rows, f, z)
     return square.nan_to_num(torch.inf).sqrt()  # NaN comes of numbers beyond the largest
 
 
@@ -184,17 +206,24 @@ def block_norms(
         f: limits of ||F_i||.
         joint: whether queries and keys read one input.
     """
-    t, f = t[..., None], f[..., None]
+    t = t[..., None]
+    f = f[..., None]
     # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
     turns = (rows.images @ rows.images.mT).abs_()
     turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
-    matrix = torch.minimum(pw @ pw.mT, f * f.mT).mul_(turns)
+    # B B^T: |<u_i, u_l>| ||F_i F_l^T||
+    matrix = torch.minimum(pw @ pw.mT, f * f.mT)
+    matrix.mul_(turns)
+    # A A^T: ||W_V||^2 P P^T
     value = rows.wv * at.p
     matrix += value @ value.mT
+    # C C^T
     matrix.diagonal(0, -2, -1).add_(t[..., 0].square())
     if joint:
-        # ||(Phi + w u^T) X|| <= ||Phi X|| + ||w|| ||X^T u||; block (l, i) is the transpose.
-        meeting = (rows.shared * at.p).addcmul_(pw, rows.inside).mul_(t.mT)
+        # (A + B) C^T: ||(Phi + w u^T) X|| <= ||Phi X|| + ||w|| ||X^T u||; block (l, i) is the
+        # transpose.
+        meeting = rows.shared * at.p
+        meeting.addcmul_(pw, rows.inside).mul_(t.mT)
         matrix += meeting
         matrix += meeting.mT
     return matrix
@@ -206,13 +235,17 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n 
     By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
     sum_i ||u_i||^2 ||F_i||_F^2, and A A^T at least ||W_V||^2 ||P^T e||^2 for a unit vector e.
     """
-    length = torch.linalg.vector_norm(pw, dim=-1)
+    length = vector_norm(pw, dim=-1)
+    # sum_i ||u_i||^2 ||F_i||_F^2
     keys = (rows.u[..., 0] * length).square().sum(-1)
-    values = rows.wv[..., 0, 0].square() * at.p.sum(-2).square().sum(-1) / at.p.shape[-2]
+    # ||W_V||^2 ||P^T e||^2, e = 1 / sqrt n
+    columns = at.p.sum(-2).square().sum(-1)
+    values = rows.wv[..., 0, 0].square() * columns / at.p.shape[-2]
     matter = ~(keys <= KEYS_MATTER * values)
     if matter.any():
         index = (*matter.nonzero(as_tuple=True), None)
-        length[matter] = row_spread(at.pick(index), length[index])[:, 0]
+        spread = row_spread(at.pick(index), length[index])
+        length[matter] = spread[:, 0]
     return length
 
 
@@ -223,6 +256,7 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     tokens x_j holds for the values v_j, and m is o_i.
     """
     tiny = torch.finfo(at.p.dtype).tiny
+    # c_j = <v_j, o_i> - ||o_i||^2 / 2
     c = (at.v2.mT - at.w2).mul_(0.5)
     power, terms, total = sum_spread(at.p, at.gram, c)
     # The terms add up to at most 3 (A + 2 W C); each is a sum of m terms of sums of m, off by at
@@ -234,8 +268,10 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     # raised by and off by less than rounding() each, c by half of that and a few u.
     reach = at.v2.amax(-2) + at.o2[..., 0]
     moved = 3 * rounding(at.v) * total * reach
-    upper = ((power + error).clamp_min(0.0).sqrt() + moved).sqrt()
-    clear = power >= CLEAR * torch.maximum(terms, CLEAR * (total * reach).square())
+    root = (power + error).clamp_min(0.0).sqrt()
+    upper = (root + moved).sqrt()
+    largest = (total * reach).square()
+    clear = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
     return torch.where(clear, torch.minimum(upper, length), length)
 
 
@@ -249,21 +285,29 @@ def value_key_norm(
     e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
     Any e >= 0 will do; near the leading singular vector P' is small.
     """
-    p, share = at.p, spectral.product_rounding(at.p)
+    p = at.p
+    share = spectral.product_rounding(p)
+    # A power step on P P^T, and y = P^T e.
     e = (e @ p) @ p.mT
-    e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    length = vector_norm(e, dim=-1, keepdim=True)
+    e = e / length.clamp_min(torch.finfo(p.dtype).tiny)
     y = e @ p
+    # F_l y = sum_j P_lj y_j (v_j - o_l)
     py = p @ y.mT
-    image = torch.linalg.vector_norm((p * y) @ at.v - at.o * py, dim=-1)
+    image = vector_norm((p * y) @ at.v - at.o * py, dim=-1)
     # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
-    off = 2 * share * py[..., 0] * (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
-    part = e.mT @ y
-    others = spectral.nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
-    rho = (1 + share) * torch.hypot(image + off, others * f)
+    longest = (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
+    off = 2 * share * py[..., 0] * longest
+    # ||P'||, P' = P - e y^T
+    leading = e.mT @ y
+    others = (p - leading).abs_().add_(leading, alpha=share)
+    others_norm = spectral.nonnegative_norm(others, 3)[..., None]
+    # rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2
+    rho = (1 + share) * torch.hypot(image + off, others_norm * f)
     # ||diag(rho) a|| is at most its Schatten-8 norm.
     scaled = rho[..., None] * rows.a
     gram = scaled.mT @ scaled
-    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt()
+    return matrix_norm(gram @ gram).sqrt().sqrt()
 
 
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
@@ -278,11 +322,13 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     chunks = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
     maps = ((at.p[:, :, i], i, slice(None)) for i in chunks)
     largest = products.anchor_blocks(maps, at.v, heads.sink_share())
-    blocks = _local_beta(heads, at, largest).mul_(at.p)
+    blocks = _local_beta(heads, at, largest)
+    blocks.mul_(at.p)
     t = _local_query_term(heads, at, largest)
     if not joint:
         # In the precision of the blocks, from which the norm knows how they were rounded.
-        return torch.cat([blocks, torch.diag_embed(t).to(blocks)], -1)
+        diagonal = torch.diag_embed(t).to(blocks)
+        return torch.cat([blocks, diagonal], -1)
     # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
     blocks.diagonal(0, -2, -1).add_(t)
     return blocks
@@ -292,28 +338,40 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
-    root, mixed = factor(to_k), (to_v.weight.mT @ to_k.weight)[:, None]
-    keys, values = local_map(to_k), local_map(to_v)
+    root = factor(to_k)
+    mixed = (to_v.weight.mT @ to_k.weight)[:, None]
+    key_maps = local_map(to_k)
+    value_maps = local_map(to_v)
     norms = value_norms(heads)
-    # Rounding entries to single precision costs u: `nonnegative_norm` leaves 3 (n + m) u / 2 over.
-    long = at.p.shape[-2] * at.p.shape[-1] > heads.policy.map_limit
-    beta = torch.empty_like(at.p, dtype=torch.float32 if long else at.p.dtype)
-    per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
-    for j in heads.policy.chunks(at.p.shape[-1], per_key):
-        along, turn = root @ _pick(keys, j).mT, _pick(values, j) @ mixed @ _pick(keys, j).mT
+    p = at.p
+    precision = p.dtype
+    if p.shape[-2] * p.shape[-1] > heads.policy.map_limit:
+        # Rounding entries to single precision costs u, where `nonnegative_norm` leaves
+        # 3 (n + m) u / 2 over.
+        precision = torch.float32
+    beta = torch.empty_like(p, dtype=precision)
+    tokens = torch.arange(p.shape[-1], device=p.device)
+    per_key = p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
+    for j in heads.policy.chunks(p.shape[-1], per_key):
+        key_map = _pick(key_maps, j).mT
         b = products.logit_gradients(heads, "k", j).mT
-        u, a = (m @ b for m in (along, turn))
+        u = (root @ key_map) @ b
+        a = (_pick(value_maps, j) @ mixed @ key_map) @ b
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
-        anchored = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
+        anchored = rows.key.mT == tokens[j, None]
         w = at.v[..., j, :, None] - rows.o.mT[:, :, None]
         w = torch.where(anchored[:, :, :, None], rows.gap.mT[:, :, None], w)
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
-        norm, u2, w2 = _pick(norms, j)[..., None], u.square().sum(-2), w.square().sum(-2)
-        split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
+        norm = _pick(norms, j)[..., None]
+        u2 = u.square().sum(-2)
+        w2 = w.square().sum(-2)
+        split = (a.square().sum(-2) / u2).nan_to_num(0.0)
+        split = split + 2 * (a * w).sum(-2)
         triangle = 2 * norm * (u2 * w2).sqrt()
-        beta[..., j] = (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt().mT
+        square = norm.square() + u2 * w2 + torch.minimum(split, triangle)
+        beta[..., j] = square.sqrt().mT
     return beta
 
 
@@ -321,20 +379,28 @@ def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Ten
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
-    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
-    # No constant in k_j matters where the logits are plain: less cancels in the keys of `at`.
-    centred = heads if heads.pairs is not None else replace(heads, k=at.k)
+    m, d = heads.k.shape[2:]
+    dv = at.v.shape[-1]
+    if heads.pairs is None:
+        # No constant in k_j matters where the logits are plain: less cancels in the keys of `at`.
+        heads = replace(heads, k=at.k)
     t = torch.empty_like(at.p[..., 0])
-    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+    per_query = t[..., 0].numel() * m * (2 * d + dv)
+    for i in heads.policy.chunks(t.shape[-1], per_query):
+        # c_ij = P_ij (v_j - o_i), with the largest entry of each row apart.
         c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
         largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
-        images = c.mT @ products.logit_gradients(centred, "q", i) @ _pick(phi, i)
+        # s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i
+        a = products.logit_gradients(heads, "q", i)
+        images = c.mT @ a @ _pick(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
-        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+        t[..., i] = matrix_norm(images @ images.mT).sqrt()
     return t
 
 
 def _pick(per_token: Tensor, chunk: slice) -> Tensor:
     """Take some of the tokens (third axis), or the one that stands for all."""
-    return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]
+    if per_token.shape[2] == 1:
+        return per_token
+    return per_token[:, :, chunk]

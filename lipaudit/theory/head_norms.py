@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import LAYER_WITHIN, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
@@ -96,8 +97,10 @@ def head_norms(heads: Heads, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
     for some in _split_problems(heads):
         unit, size = unit_values(some)
         norms = _solve(some, unit, products.head_products, seeds, accuracy)
-        parts.append(norms.times(size.repeat(len(some.q))))
-    return Norms.join(parts, lambda each: torch.cat(each).view(heads.q.shape[:2]))
+        norms = norms.times(size.repeat(len(some.q)))
+        parts.append(norms)
+    shape = heads.q.shape[:2]
+    return Norms.join(parts, lambda each: torch.cat(each).view(shape))
 
 
 def layer_norms(
@@ -116,29 +119,41 @@ def layer_norms(
     accuracy = {"within": LAYER_WITHIN} | accuracy
     before: list[Norms] = []
     after: list[Norms] = []
-    together = len(heads.row_blocks()) == 1
-    for some in [heads] if together else [heads.row(b) for b in range(len(heads.q))]:
+    for some in _split_rows(heads):
         unit, size = unit_values(some)
         if concat or heads.out is None:
             # All values have size about one: each head keeps its size relative to the largest.
-            linearize = partial(products.layer_products, out=None, gains=size / size.amax())
+            largest = size.amax()
+            linearize = partial(products.layer_products, out=None, gains=size / largest)
             norms = _solve(some, unit, linearize, seeds, accuracy)
-            before.append(norms.times(float(size.amax())))
+            before.append(norms.times(float(largest)))
         if heads.out is not None:
             out = heads.out.double() * size.to(heads.out.device)[:, None, None]
             out, exponent = take_size(out)
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(some, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
-    return LayerNorms(*(Norms.join(each, torch.cat) if each else None for each in (before, after)))
+    return LayerNorms(
+        concat=Norms.join(before, torch.cat) if before else None,
+        out=Norms.join(after, torch.cat) if after else None,
+    )
+
+
+def _split_rows(heads: Heads) -> list[Heads]:
+    """Split a layer with longer maps than are kept into its batch rows."""
+    if len(heads.row_blocks()) == 1:
+        return [heads]
+    return [heads.row(b) for b in range(len(heads.q))]
 
 
 def _split_problems(heads: Heads) -> list[Heads]:
     """Split a layer with longer maps than are kept into single problems."""
     if len(heads.row_blocks()) == 1:
         return [heads]
-    rows = (heads.row(b) for b in range(heads.q.shape[0]))
-    return [row.pick(slice(h, h + 1)) for row in rows for h in range(heads.q.shape[1])]
+    problems: list[Heads] = []
+    for row in _split_rows(heads):
+        problems += [row.pick(slice(h, h + 1)) for h in range(heads.q.shape[1])]
+    return problems
 
 
 def _solve(
@@ -164,30 +179,38 @@ def _solve(
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
     # The rescaled values are computed in float64, as for the bounds.
-    double, vector = linearize(unit_values(heads.to(torch.float64))[0]), norms.vector
-    assert vector is not None
+    double, _ = unit_values(heads.to(torch.float64))
+    family = linearize(double)
     # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
     # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
-    length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
-    rough, norm = norms.norm, (double.pulled_norm(vector.double()) / length).cpu()
-    norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
+    assert norms.vector is not None
+    vector = norms.vector.double()
+    length = vector_norm(vector, dim=1).clamp_min(1e-300)
+    norm = (family.pulled_norm(vector) / length).cpu()
     # P of large logits differs between the precisions, and so does the leading vector.
-    again = ((rough - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    again = ((norms.norm - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    upper = torch.maximum(norms.upper, norm)
+    norms = replace(norms, norm=norm, upper=upper, vector=None)
     if len(again):
-        start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
-        repeats = spectral_norms(double.select(again).select, start, guess=guess, **accuracy)
+        rows = again.to(start.device)
+        start = start[rows].double()
+        guess = guess[rows].double()
+        repeats = spectral_norms(family.select(again).select, start, guess=guess, **accuracy)
+        norms.norm[again] = repeats.norm
+        norms.upper[again] = repeats.upper
+        norms.converged[again] = repeats.converged
         norms.products[again] += repeats.products
-        for name in ("norm", "upper", "converged"):
-            getattr(norms, name)[again] = getattr(repeats, name)
     return norms
 
 
 def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
     """Return a start per problem, shaped as its guess (problems, n channels), zero at padding."""
-    start = random_starts(seeds, guess.shape[1]).to(heads.q)[heads.sample]
+    start = random_starts(seeds, guess.shape[1]).to(heads.q)
+    start = start[heads.sample]
     if heads.valid is not None:
         rows = start.view(len(start), heads.q.shape[2], -1)
-        start = (rows * heads.valid[..., None]).flatten(1)
+        rows = rows * heads.valid[..., None]
+        start = rows.flatten(1)
     return start.repeat_interleave(len(guess) // len(start), 0)
 
 
@@ -226,9 +249,12 @@ def splitting_gain(
     # Directions in which all copies of a token move alike give ||J||. Those that sum to 0 over the
     # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i. These are
     # the blocks of the Jacobian with constant keys and values.
-    blocks, parts = [], _split_problems(heads)
-    for some, limit in zip(parts, exact.flatten().chunk(len(parts)), strict=True):
-        family = products.head_products(some.with_same_map(to_k=None, to_v=None))
+    parts = _split_problems(heads)
+    limits = exact.flatten().chunk(len(parts))
+    blocks = []
+    for some, limit in zip(parts, limits, strict=True):
+        constant = some.with_same_map(to_k=None, to_v=None)
+        family = products.head_products(constant)
         start = _draw_starts(some, seeds, family.attend.o.flatten(1))
         norms = spectral_norms(family.select, start, tol=tol)
         # Below ||J|| the gain is 1, for any value of the block norm.
@@ -258,14 +284,16 @@ def forward_error(heads: Heads) -> Float[Tensor, "batch heads"]:
     tensor([[-5.]])
     """
     eps = torch.finfo(heads.q.dtype).eps
-    rows, keys = (torch.linalg.vector_norm(t, dim=-1) for t in (heads.q, heads.k))
-    logits = heads.scale.abs()[..., None] * rows * keys.amax(-1, keepdim=True)
+    queries = vector_norm(heads.q, dim=-1)
+    longest_key = vector_norm(heads.k, dim=-1).amax(-1, keepdim=True)
+    logits = heads.scale.abs()[..., None] * queries * longest_key
     if heads.bias is not None and heads.bias.dtype != torch.bool:  # a mask moves no logit
-        added = [
-            (heads.bias_rows(*rows).nan_to_num(0.0).abs() * heads.visible(*rows)).amax(-1)
-            for rows in heads.row_blocks()
-        ]
-        logits = logits + torch.cat(added, -1)
+        largest = []
+        for start, stop in heads.row_blocks():
+            bias = heads.bias_rows(start, stop).nan_to_num(0.0).abs()
+            seen = bias * heads.visible(start, stop)
+            largest.append(seen.amax(-1))
+        logits = logits + torch.cat(largest, -1)
     moved = 2 * eps * logits
     if heads.valid is not None:
         moved = moved * heads.valid[:, None]
@@ -284,12 +312,15 @@ def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tenso
     >>> bound_error(affine_heads(x, eye, eye, eye), torch.ones(1, 1)).log10().round()
     tensor([[-12.]], dtype=torch.float64)
     """
-    share, (true, lost) = _sum_error(heads), _bound_parts(heads)
+    share = _sum_error(heads)
+    true, lost = _bound_parts(heads)
     if len(heads.row_blocks()) > 1:  # both compute P anew, in different orders
         share = share + forward_error(heads)
+    # E = gamma (T(c) + T(d)), and E^2 + gamma (T(c) + E)^2
     error = share * (true + lost)
     square = error.square() + share * (true + error).square()
-    return 2 * error + square / (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
+    twice = (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
+    return 2 * error + square / twice
 
 
 def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
@@ -298,60 +329,88 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
     both at most 2 P_ij max ||v||, v less its mean under P at X.
     """
-    phi, (q, k) = _sizes(heads), _largest_gradients(heads)
-    v = _longest(heads.v - products.mean_value(heads.attention(), heads.v))
-    s, root = heads.scale.abs(), heads.q.shape[2] ** 0.5
-    q, k, v = q + r * s * phi[0], k + r * s * phi[1], v + r * phi[2]
-    parts = root * phi[2] + 2 * v * (root * q * phi[1] + k * phi[0])
+    phi_q, phi_k, phi_v = _bound_projections(heads)
+    q, k = _largest_gradients(heads)
+    centred = heads.v - products.mean_value(heads.attention(), heads.v)
+    v = _longest(centred)
+    # Within r no row moves by more than r ||Phi||.
+    s = heads.scale.abs()
+    q = q + r * s * phi_q
+    k = k + r * s * phi_k
+    v = v + r * phi_v
+    # T(c) with ||P|| <= N^1/2 and ||c_ij|| <= 2 P_ij max ||v||
+    root = heads.q.shape[2] ** 0.5
+    parts = root * phi_v + 2 * v * (root * q * phi_k + k * phi_q)
     return 2 * _sum_error(heads) * parts
 
 
 def _sum_error(heads: Heads) -> Tensor:
     """Return gamma: more than n u / (1 - n u) for the n terms of all sums, u = eps / 2."""
-    (n, d), (m, dv), width = heads.q.shape[2:], heads.v.shape[2:], heads.x.shape[-1]
+    n, d = heads.q.shape[2:]
+    m, dv = heads.v.shape[2:]
+    width = heads.x.shape[-1]
     terms = n + m + width + 3 * d + 2 * dv + 16
     return heads.scale.new_tensor(terms * torch.finfo(heads.q.dtype).eps)
 
 
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     """Return T(c) and T(d), in chunks of queries."""
-    phi, (q, k), v = _sizes(heads), _largest_gradients(heads), heads.v
-    columns, sink = torch.zeros_like(heads.k[..., 0]), heads.sink_share()
+    phi_q, phi_k, phi_v = _bound_projections(heads)
+    q, k = _largest_gradients(heads)
+    v = heads.v
+    sink = heads.sink_share()
+    columns = torch.zeros_like(heads.k[..., 0])
+    # Of c, and of d: sum_ij ||c_ij||^2, and max_i sum_j ||c_ij||
     squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
-    for i, j in heads.row_blocks():
-        p = heads.rows(i, j)
-        v = v - products.mean_value(p, v) if i == 0 and sink is None else v
-        rows = products.anchor_outputs(p, v, None if sink is None else sink[:, :, i:j])
+    for start, stop in heads.row_blocks():
+        p = heads.rows(start, stop)
+        if sink is None:
+            sink_rows = None
+            if start == 0:
+                v = v - products.mean_value(p, v)
+        else:
+            sink_rows = sink[:, :, start:stop]
+        rows = products.anchor_outputs(p, v, sink_rows)
+        # ||c_ij|| = P_ij ||v_j - o_i||, with the largest entry of each row apart.
         true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
-        true = true.scatter(-1, rows.key, torch.linalg.vector_norm(rows.c, dim=-1, keepdim=True))
+        true = true.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
+        # d_ij = 2 P_ij max ||v||, in the largest entry 2 (1 - P_ia) max ||v||
         lost = 2 * _longest(v)[..., None, None] * p.scatter(-1, rows.key, rows.share)
         columns += p.sum(-2)
         for part, c in enumerate((true, lost)):
             squares[part] += c.square().sum((-2, -1))
             most[part] = torch.maximum(most[part], c.sum(-1).amax(-1))
     # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
-    values = columns.amax(-1).sqrt() * phi[2]
-    true, lost = (values + q * squares.sqrt() * phi[1] + k * most * phi[0]).unbind(0)
+    values = columns.amax(-1).sqrt() * phi_v
+    true, lost = values + q * squares.sqrt() * phi_k + k * most * phi_q
     return true, lost
 
 
-def _sizes(heads: Heads) -> list[Tensor]:
+def _bound_projections(heads: Heads) -> list[Tensor]:
     """Return upper limits of ||Phi||_F for the queries, keys and values of each head."""
-    norm = torch.linalg.matrix_norm
-    return [norm(local_map(to)).amax(-1) * norm(to.weight) for to in projections(heads)]
+    limits = []
+    for projection in projections(heads):
+        local = matrix_norm(local_map(projection)).amax(-1)
+        limits.append(local * matrix_norm(projection.weight))
+    return limits
 
 
 def _longest(rows: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch heads"]:
-    return torch.linalg.vector_norm(rows, dim=-1).amax(-1)
+    return vector_norm(rows, dim=-1).amax(-1)
 
 
 def _largest_gradients(heads: Heads) -> tuple[Tensor, Tensor]:
     """Return upper limits of ||b_ij|| and ||a_ij||, the gradients in keys and queries."""
-    pairs, limits = heads.pairs or Pairs(), []
-    for rows, extra in ((heads.q, pairs.with_k), (heads.k, pairs.with_q)):
-        limit = heads.scale.abs() * _longest(rows)
-        limit = limit if pairs.slope is None else limit * pairs.slope.abs().amax((-2, -1))
-        if extra is not None:
-            limit = limit + torch.linalg.vector_norm(extra, dim=-1).amax((-2, -1))
-        limits.append(limit)
-    return limits[0], limits[1]
+    pairs = heads.pairs or Pairs()
+    # ||b_ij|| <= |f_ij| s ||q_i|| + ||t_ij||, ||a_ij|| <= |f_ij| s ||k_j|| + ||r_ij||
+    in_keys = heads.scale.abs() * _longest(heads.q)
+    in_queries = heads.scale.abs() * _longest(heads.k)
+    if pairs.slope is not None:
+        steepest = pairs.slope.abs().amax((-2, -1))
+        in_keys = in_keys * steepest
+        in_queries = in_queries * steepest
+    if pairs.with_k is not None:
+        in_keys = in_keys + vector_norm(pairs.with_k, dim=-1).amax((-2, -1))
+    if pairs.with_q is not None:
+        in_queries = in_queries + vector_norm(pairs.with_q, dim=-1).amax((-2, -1))
+    return in_keys, in_queries

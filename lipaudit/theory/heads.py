@@ -116,6 +116,11 @@ class Heads:
     )
     """P, with the sink as a last key, in each precision that was asked for."""
 
+    @property
+    def key_input(self) -> Float[Tensor, "batch m Dkv"]:
+        """Return the input of the key and value projections."""
+        return self.x if self.x_kv is None else self.x_kv
+
     def rows(
         self, start: int, stop: int, *, whole: bool = False
     ) -> Float[Tensor, "batch heads rows m"]:
@@ -128,44 +133,71 @@ class Heads:
             stop: one more than the last query.
             whole: keep the sink as a last key, so that rows sum to 1 with sinks, too.
         """
-        width = self.q.shape[-1] if self.pairs is None else 0  # then all is in the bias
-        q, k = self.q[..., start:stop, :width], self.k[..., :width]
+        q = self.q[..., start:stop, :]
+        k = self.k
+        if self.pairs is not None:
+            # The bias holds all logits: a product over no channels is zero.
+            q = q[..., :0]
+            k = k[..., :0]
         logits = (self.scale[..., None, None] * q) @ k.mT
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
+        hidden = None
         if self.bias is not None:
             logits = logits + self.bias_rows(start, stop)
-            # Not nan_to_num: a NaN in q or k must stay.
-            masked = logits.amax(-1, keepdim=True) == -torch.inf
+            hidden = logits.amax(-1, keepdim=True) == -torch.inf
         if self.sink is not None:
-            sink = self.sink if self.sink.shape[-1] == 1 else self.sink[..., start:stop]
-            sink = sink[..., None].expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, sink], -1)
+            sink = self.sink
+            if sink.shape[-1] > 1:
+                sink = sink[..., start:stop]
+            last_key = sink[..., None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, last_key], -1)
+
         p = torch.softmax(logits, -1)
-        p = p if self.bias is None else p.masked_fill(masked, 0.0)
-        p = p if whole or self.sink is None else p[..., :-1]
-        return p if self.valid is None else p * self.valid[:, None, start:stop, None]
+        if hidden is not None:
+            # Not nan_to_num: a NaN in q or k must stay.
+            p = p.masked_fill(hidden, 0.0)
+        if self.sink is not None and not whole:
+            p = p[..., :-1]
+        if self.valid is not None:
+            p = p * self.valid[:, None, start:stop, None]
+        return p
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
         """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
-        known, logits = self._maps, (self.q, self.k, self.scale, self.bias, self.sink)
-        p = known.get(self.q.dtype)
-        # A cached P without a graph must not be used if gradients pass through P.
-        graph = torch.is_grad_enabled()
-        differentiated = graph and any(t is not None and t.requires_grad for t in logits)
-        if p is None or differentiated or (graph and p.is_inference()):
-            blocks, keys = self.row_blocks(), self.k.shape[2] + (self.sink is not None)
-            if len(blocks) == 1:
-                p = self.rows(*blocks[0], whole=True)
-            else:
-                p = self.q.new_empty(*self.q.shape[:3], keys)
-                for i, j in blocks:
-                    p[:, :, i:j] = self.rows(i, j, whole=True)
+        p = self._maps.get(self.q.dtype)
+        if p is None or self._lacks_graph(p):
+            p = self._compute_map()
             if not p.requires_grad:
-                known[self.q.dtype] = p
+                self._maps[self.q.dtype] = p
         if whole or self.sink is None:
             return p
-        return p[..., :-1] if self.valid is None else p[..., :-1].contiguous()
+        on_keys = p[..., :-1]
+        if self.valid is not None:
+            on_keys = on_keys.contiguous()
+        return on_keys
+
+    def _lacks_graph(self, p: Tensor) -> bool:
+        """Return whether gradients are to pass through P, and this P was kept without a graph."""
+        if not torch.is_grad_enabled():
+            return False
+        if p.is_inference():
+            return True
+        given = (self.q, self.k, self.scale, self.bias, self.sink)
+        return any(t is not None and t.requires_grad for t in given)
+
+    def _compute_map(self) -> Tensor:
+        """Return P, with the sink as a last key."""
+        blocks = self.row_blocks()
+        if len(blocks) == 1:
+            return self.rows(*blocks[0], whole=True)
+        keys = self.k.shape[2]
+        if self.sink is not None:
+            keys += 1
+        p = self.q.new_empty(*self.q.shape[:3], keys)
+        for start, stop in blocks:
+            p[:, :, start:stop] = self.rows(start, stop, whole=True)
+        return p
 
     def sink_share(self) -> Float[Tensor, "batch heads n 1"] | None:
         """Return the share of the sink in each row's attention; None without a sink."""
@@ -174,7 +206,11 @@ class Heads:
         blocks = self.row_blocks()
         if len(blocks) == 1:
             return self.attention(whole=True)[..., -1:]
-        return torch.cat([self.rows(i, j, whole=True)[..., -1:] for i, j in blocks], 2)
+        shares = []
+        for start, stop in blocks:
+            p = self.rows(start, stop, whole=True)
+            shares.append(p[..., -1:])
+        return torch.cat(shares, 2)
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, independent of P.
@@ -191,20 +227,26 @@ class Heads:
             highest = bias.amax(-1, keepdim=True)
             # Not bias > highest - MASK: very large logits absorb MASK, and all would look hidden.
             seen = (bias.sub_(highest) > -MASK) & (highest > _NOTHING)
-        return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
+        if self.valid is not None:
+            seen = seen & self.valid[:, None, start:stop, None]
+        return seen
 
     def row_blocks(self) -> list[tuple[int, int]]:
         """Split the queries; all at once if the maps of a sample are within `map_limit`."""
-        count, n, m = *self.q.shape[1:3], self.k.shape[2]
-        short = count * n * m <= self.policy.map_limit
-        size = n if short else max(1, self.policy.chunk_entries // (count * m))
-        return [(i, min(i + size, n)) for i in range(0, n, size)]
+        count, n = self.q.shape[1:3]
+        row_entries = count * self.k.shape[2]
+        if n * row_entries <= self.policy.map_limit:
+            return [(0, n)]
+        size = max(1, self.policy.chunk_entries // row_entries)
+        return [(start, min(start + size, n)) for start in range(0, n, size)]
 
     def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:
         """Return the bias of the logits of the queries start..stop-1; 0 without a bias."""
         if self.bias is None:
             return torch.zeros_like(self.scale)[..., None, None]
-        rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
+        rows = self.bias
+        if rows.shape[-2] > 1:
+            rows = rows[..., start:stop, :]
         if rows.dtype != torch.bool:
             return rows.to(self.q.dtype)
         return self.q.new_zeros(rows.shape).masked_fill_(~rows, -torch.inf)
@@ -215,10 +257,15 @@ class Heads:
         P is not used: keys with P = 0 at this X are not masked. Without a bias, with keys of
         another input, or with one token the flag decides.
         """
-        if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
+        if self.bias is None or self.causal:
             return self.causal
-        later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
-        return not any(later)
+        if self.x_kv is not None or self.x.shape[1] == 1:
+            return False
+        for start, stop in self.row_blocks():
+            later = self.visible(start, stop).triu(start + 1)
+            if later.any():
+                return False
+        return True
 
     def _future(self, start: int, stop: int) -> Tensor:
         """Return which keys are later than the queries start..stop-1."""
@@ -228,9 +275,10 @@ class Heads:
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
         heads: Heads = cast_floats(self, dtype)
-        # A cast to higher precision keeps the logits; a cast to lower precision changes them.
-        same = torch.promote_types(self.q.dtype, dtype) == dtype
-        return heads._share_maps(self._maps) if same else heads
+        if torch.promote_types(self.q.dtype, dtype) == dtype:
+            # A cast to higher precision keeps the logits; one to lower precision changes them.
+            heads._share_maps(self._maps)
+        return heads
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
@@ -239,14 +287,16 @@ class Heads:
     def pick(self, index: slice, axis: Literal[0, 1] = 1) -> Heads:
         """Return some of the heads (all batch rows), or along axis 0 some batch rows."""
         names = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
-        names += ["x", "x_kv", "valid", "sample"] if axis == 0 else []
         changes: dict[str, Any] = {}
-        if axis == 1 and self.out is not None:
+        if axis == 0:
+            names += ["x", "x_kv", "valid", "sample"]
+        elif self.out is not None:
             changes["out"] = self.out[index]
         for name in names:
             changes[name] = _slice(getattr(self, name), axis, index)
-        where = index if axis == 0 else (slice(None), index)
-        maps = {dtype: p[where].contiguous() for dtype, p in self._maps.items()}
+        maps = {}
+        for dtype, p in self._maps.items():
+            maps[dtype] = _slice_axis(p, axis, index).contiguous()
         return replace(self, **changes)._share_maps(maps)
 
     def with_same_map(self, **changes: Any) -> Heads:
@@ -259,10 +309,9 @@ class Heads:
         >>> heads.with_same_map(v=2 * heads.v).attention() is heads.attention()
         True
         """
-        if not set(changes) <= _BESIDE_MAP:
-            raise ValueError(
-                f"these can change P: {', '.join(sorted(set(changes) - _BESIDE_MAP))}"
-            )
+        wrong = set(changes) - _BESIDE_MAP
+        if wrong:
+            raise ValueError(f"these can change P: {', '.join(sorted(wrong))}")
         return replace(self, **changes)._share_maps(self._maps)
 
     def _share_maps(self, maps: dict[torch.dtype, Tensor]) -> Heads:
@@ -286,36 +335,58 @@ def affine_heads(
     >>> heads.attention().shape, heads.attention()[0, 0, 0, 0]
     (torch.Size([2, 1, 5, 5]), tensor(0.2000))
     """
-    q, k, v = (x[:, None] @ weight for weight in (wq, wk, wv))
-    to_q, to_k, to_v = (Projection(weight, None, None, "affine") for weight in (wq, wk, wv))
-    scale, sample = x.new_full((1, 1), wq.shape[2] ** -0.5), torch.arange(len(x), device=x.device)
-    maps: dict[str, Any] = {"to_q": to_q, "to_k": to_k, "to_v": to_v}
-    return Heads(x=x, q=q, k=k, v=v, scale=scale, sample=sample, **maps)
+    return Heads(
+        x=x,
+        q=x[:, None] @ wq,
+        k=x[:, None] @ wk,
+        v=x[:, None] @ wv,
+        scale=x.new_full((1, 1), wq.shape[2] ** -0.5),
+        to_q=Projection(wq, None, None, "affine"),
+        to_k=Projection(wk, None, None, "affine"),
+        to_v=Projection(wv, None, None, "affine"),
+        sample=torch.arange(len(x), device=x.device),
+    )
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return a value, or a record, with every floating-point tensor in another precision."""
     if isinstance(value, (Heads, Projection, Pairs)):
-        changes: dict[str, Any] = {
-            f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value) if f.init
-        }
+        changes: dict[str, Any] = {}
+        for entry in fields(value):
+            if entry.init:
+                changes[entry.name] = cast_floats(getattr(value, entry.name), dtype)
         return replace(value, **changes)
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    # Contiguous: q, k and v of a model are views of one tensor, which each product would copy.
-    return value.to(dtype, memory_format=torch.contiguous_format) if floating else value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        # Contiguous: q, k and v of a model are views of one tensor, which each product would copy.
+        return value.to(dtype, memory_format=torch.contiguous_format)
+    return value
 
 
 def _slice(value: Any, axis: int, index: slice) -> Any:
     """Slice the batch axis (0) or the head axis (1); an axis of size 1 holds for all of them."""
     if isinstance(value, Projection):
-        local, heads = _slice(value.local, axis, index), index if axis else slice(None)
-        bias = None if value.bias is None else value.bias[heads]
-        return replace(value, weight=value.weight[heads], bias=bias, local=local)
+        local = _slice(value.local, axis, index)
+        if axis == 0:
+            return replace(value, local=local)
+        bias = value.bias
+        if bias is not None:
+            bias = bias[index]
+        return replace(value, weight=value.weight[index], bias=bias, local=local)
     if isinstance(value, Pairs):
-        return Pairs(*(_slice(getattr(value, f.name), axis, index) for f in fields(value)))
+        slope = _slice(value.slope, axis, index)
+        with_q = _slice(value.with_q, axis, index)
+        with_k = _slice(value.with_k, axis, index)
+        return Pairs(slope, with_q, with_k)
     if value is None or value.shape[axis] == 1:
         return value
-    return value[:, index] if axis else value[index]
+    return _slice_axis(value, axis, index)
+
+
+def _slice_axis(t: Tensor, axis: int, index: slice) -> Tensor:
+    """Slice the batch axis (0) or the head axis (1)."""
+    if axis == 0:
+        return t[index]
+    return t[:, index]
 
 
 def rows_in_reach(
@@ -331,27 +402,46 @@ def rows_in_reach(
     >>> rows_in_reach(heads, 1, 2)
     (tensor([[[[0.5000, 0.5000]]]]), slice(0, 2, None))
     """
-    bias, keys = heads.bias, slice(None)
-    if bias is None and heads.causal:
-        keys = slice(0, stop)
-    elif bias is not None and bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
-        rows = bias if bias.shape[-2] == 1 else bias[..., start:stop, :]
+    bias = heads.bias
+    keys = slice(None)
+    if bias is None:
+        if heads.causal:
+            keys = slice(0, stop)
+    elif bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
+        rows = bias
+        if rows.shape[-2] > 1:
+            rows = rows[..., start:stop, :]
         seen = rows.flatten(0, 2).any(0).nonzero()
-        keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
-    bias = heads.bias if heads.bias is None or keys.start is None else heads.bias[..., keys]
-    k, v = heads.k[:, :, keys], heads.v[:, :, keys, :0]
-    reached = replace(heads, k=k, v=v, bias=bias, x_kv=None, to_k=None, to_v=None, out=None)
+        keys = slice(0, 1)
+        if len(seen):
+            keys = slice(int(seen[0]), int(seen[-1]) + 1)
+        bias = bias[..., keys]
+    reached = replace(
+        heads,
+        k=heads.k[:, :, keys],
+        v=heads.v[:, :, keys, :0],
+        bias=bias,
+        x_kv=None,
+        to_k=None,
+        to_v=None,
+        out=None,
+    )
     return reached.rows(start, stop), keys
 
 
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
-    source, found = heads.x if heads.x_kv is None else heads.x_kv, []
-    for name, x in (("q", heads.x), ("k", source), ("v", source)):
-        rows, to = getattr(heads, name), getattr(heads, f"to_{name}")
-        shape = rows.shape[1], x.shape[-1], rows.shape[-1]
-        found.append(to or Projection(x.new_zeros(shape), None, None, "constant"))
-    return found[0], found[1], found[2]
+    return (
+        heads.to_q or _make_constant(heads.x, heads.q),
+        heads.to_k or _make_constant(heads.key_input, heads.k),
+        heads.to_v or _make_constant(heads.key_input, heads.v),
+    )
+
+
+def _make_constant(x: Tensor, rows: Tensor) -> Projection:
+    """Return the projection of rows that do not depend on x: W = 0."""
+    weight = x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1])
+    return Projection(weight, None, None, "constant")
 
 
 def are_affine(heads: Heads) -> bool:
@@ -402,24 +492,34 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     >>> unit.v[0, 0, 0], c[0] < 1e-29, torch.equal(unit.v * c[0].float(), heads.v)
     (tensor([1.9015, 1.9015, 1.9015, 1.9015]), tensor(True), True)
     """
-    to_v = heads.to_v
-    if to_v is None:
+    if heads.to_v is None:
         v, exponents = take_size(heads.v, 0, 2, 3)
         return heads.with_same_map(v=v), exponents.double().exp2()
-    # An expanded weight stays expanded: heads that are normalised together share it.
-    shared = to_v.weight.stride(0) == 0
-    weight, exponents = take_size(to_v.weight[:1] if shared else to_v.weight, 1, 2)
-    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -exponents[:, None])
-    unit = replace(to_v, weight=weight.expand_as(to_v.weight), bias=bias)
-    if to_v.local is not None:
-        local, behind = take_size(to_v.local, 0, 2, 3, 4)
-        unit, exponents = replace(unit, local=local), exponents + behind
-    exponents = exponents.expand(len(to_v.weight))
+    to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
-    if unit.local is None and unit.bias is not None and heads.sink is None:
-        shift = unit.bias[:, None]
-        apart = (v - shift).abs().amax((0, 2, 3))
-        if not (shift.abs().amax((1, 2)) <= _SWAMPED * apart).all():
-            source = heads.x if heads.x_kv is None else heads.x_kv
-            v = source[:, None] @ unit.weight
-    return heads.with_same_map(v=v, to_v=unit), exponents.double().exp2()
+    if to_v.local is None and to_v.bias is not None and heads.sink is None:
+        bias = to_v.bias[:, None]
+        without_bias = (v - bias).abs().amax((0, 2, 3))
+        largest_bias = bias.abs().amax((1, 2))
+        if not (largest_bias <= _SWAMPED * without_bias).all():
+            v = heads.key_input[:, None] @ to_v.weight
+    return heads.with_same_map(v=v, to_v=to_v), exponents.double().exp2()
+
+
+def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " heads"]]:
+    """Return the projection with Phi^v divided by powers of two, and their exponents."""
+    weight = to_v.weight
+    if weight.stride(0) == 0:
+        # An expanded weight stays expanded: heads that are normalised together share it.
+        weight = weight[:1]
+    weight, exponents = take_size(weight, 1, 2)
+    weight = weight.expand_as(to_v.weight)
+    bias = to_v.bias
+    if bias is not None:
+        bias = shift_exponent(bias, -exponents[:, None])
+    local = to_v.local
+    if local is not None:
+        local, local_exponents = take_size(local, 0, 2, 3, 4)
+        exponents = exponents + local_exponents
+    exponents = exponents.expand(len(weight))
+    return replace(to_v, weight=weight, bias=bias, local=local), exponents

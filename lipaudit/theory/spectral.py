@@ -281,8 +281,12 @@ class Norms:
     @classmethod
     def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
         """Return the norms of several groups as one, without vectors."""
-        names = ("norm", "upper", "products", "converged")
-        return Norms(*(join([getattr(part, name) for part in parts]) for name in names))
+        return Norms(
+            norm=join([part.norm for part in parts]),
+            upper=join([part.upper for part in parts]),
+            products=join([part.products for part in parts]),
+            converged=join([part.converged for part in parts]),
+        )
 
     def times(self, factor: Tensor | float) -> Norms:
         """Return the norms times a factor, one or one per problem."""

@@ -34,32 +34,32 @@ g_k is never below p_(k+1), so that ties keep their row
 + return root
 values are of size one
   theory/spectral.py tests/theory/test_scale.py
-- exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
-+ exponents = 0 * torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
+- exponents = torch.frexp(largest.cpu()).exponent
++ exponents = 0 * torch.frexp(largest.cpu()).exponent
 values are computed again where their bias swamps them
   theory/heads.py tests/theory/test_scale.py
-- v = source[:, None] @ unit.weight
+- v = heads.key_input[:, None] @ to_v.weight
 + pass
 exact norms are met in double precision
   theory/head_norms.py tests/theory/bounds/test_every_bound.py
 - norms = replace(norms, norm=norm,
-+ norms = replace(norms, norm=rough,
++ norms = replace(norms, norm=norms.norm,
 where the two precisions disagree the norm is met again
   theory/head_norms.py tests/theory/test_condition.py
 - if len(again):
 + if False:
 a norm has converged only within its proven limit
   theory/spectral.py tests/theory/spectral/test_lanczos.py
-- for share in (within, tol)
-+ for share in (1e9, tol)
+- reached = self.proves(within)
++ reached = self.proves(1e9)
 masks are told by the bias, not by P
   theory/heads.py tests/theory/test_heads.py
-- later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
-+ later = [self.attention().triu(1).any()]
+- later = self.visible(start, stop).triu(start + 1)
++ later = self.attention().triu(1)
 values are not centred beside a sink
   theory/ingredients.py tests/theory/bounds/test_head_bounds.py
-- free = heads.sink is None
-+ free = True
+- if heads.sink is None:
++ if True:
 a bound below the norm ends the run
   measures/layers.py tests/measures/test_guard.py
 - if not len(below):

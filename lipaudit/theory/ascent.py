@@ -20,10 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lipaudit.theory.attend import mean_value
 from lipaudit.theory.head_bounds import split_heads
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, Projection, are_affine, projections, unit_values
-from lipaudit.theory.products import mean_value
 from lipaudit.theory.spectral import random_starts
 from lipaudit.theory.worst_tokens import affine_projections, duplicated_norm, move_heads
 
@@ -61,15 +61,13 @@ def climb(
     """
     place = measure_heights(heights, x)
     idle = torch.zeros_like(place.height)
-    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+    memory: list[Turn] = []
     for _ in range(steps):
-        move = _turn_uphill(place.slope, pairs)
-        last, place = place, _step(heights, place, move, idle < _PATIENCE)
-        # Steps, and how the slope fell along each; rows in which it did not fall are ignored.
-        step, fall = place.x - last.x, last.slope - place.slope
-        bend = _dot(step, fall)
-        firm = bend > 1e-12 * step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
-        pairs = [*pairs[1 - _MEMORY :], (step, fall, torch.where(firm, 1 / bend, 0.0))]
+        last = place
+        move = _turn_uphill(last.slope, memory)
+        place = _step(heights, last, move, idle < _PATIENCE)
+        turn = _remember(place.x - last.x, last.slope - place.slope)
+        memory = [*memory[1 - _MEMORY :], turn]
         gained = place.height - last.height > gain * place.height.abs()
         idle = torch.where(gained, 0.0, idle + 1)
         if bool((idle >= _PATIENCE).all()):
@@ -86,42 +84,68 @@ def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Summit:
     return Summit(x.detach(), height.detach(), slope)
 
 
+class Turn(NamedTuple):
+    """A step of the rows, how much their slope fell along it, and 1 / <step, fall>.
+
+    The weight is 0 in rows in which the slope did not fall; they are ignored.
+    """
+
+    step: Tensor
+    fall: Tensor
+    weight: Tensor
+
+
+def _remember(step: Tensor, fall: Tensor) -> Turn:
+    bend = _dot(step, fall)
+    lengths = step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
+    return Turn(step, fall, torch.where(bend > 1e-12 * lengths, 1 / bend, 0.0))
+
+
 def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
     """Move active rows, in shorter steps until they rise; rows that cannot rise stay."""
-    size = torch.ones_like(place.height)
     promised = _dot(move, place.slope)[:, 0]
     arrived = promised <= torch.finfo(move.dtype).eps ** 0.5 * place.height.abs()
-    left = (active & ~arrived).nonzero()[:, 0]
+    rows = (active & ~arrived).nonzero()[:, 0]
+    size = 1.0
     for _ in range(_TRIES):
-        if not len(left):
+        if not len(rows):
             break
-        tried = measure_heights(heights, place.x[left] + size[left, None] * move[left])
-        rises = tried.height >= place.height[left] + _RISE * size[left] * promised[left]
-        to = left[rises]
-        place = Summit(*(a.index_copy(0, to, b[rises]) for a, b in zip(place, tried, strict=True)))
-        left = left[~rises]
-        size = size * _SHRINK  # useless for rows that have risen
+        tried = measure_heights(heights, place.x[rows] + size * move[rows])
+        least = place.height[rows] + _RISE * size * promised[rows]
+        rises = tried.height >= least
+        risen = rows[rises]
+        place = Summit(
+            x=place.x.index_copy(0, risen, tried.x[rises]),
+            height=place.height.index_copy(0, risen, tried.height[rises]),
+            slope=place.slope.index_copy(0, risen, tried.slope[rises]),
+        )
+        rows = rows[~rises]
+        size *= _SHRINK
     return place
 
 
-def _turn_uphill(slope: Tensor, pairs: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+def _turn_uphill(slope: Tensor, memory: list[Turn]) -> Tensor:
     """Return the direction of L-BFGS after these steps; no row moves by more than 1."""
-    move, shares = slope, []
-    for step, fall, weight in reversed(pairs):
-        shares.append(weight * _dot(step, move))
-        move = move - shares[-1] * fall
+    move = slope
+    shares = []
+    for turn in reversed(memory):
+        share = turn.weight * _dot(turn.step, move)
+        move = move - share * turn.fall
+        shares.append(share)
     # The length scale is that of the last step; of a first one by convention.
     tiny = torch.finfo(slope.dtype).tiny
     steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
     size = _FIRST / steepness
-    if pairs:
-        _, fall, weight = pairs[-1]
-        last = 1 / (weight * _dot(fall, fall)).clamp_min(tiny)
-        size = torch.where(weight > 0, last, size)
+    if memory:
+        last = memory[-1]
+        bend = (last.weight * _dot(last.fall, last.fall)).clamp_min(tiny)
+        size = torch.where(last.weight > 0, 1 / bend, size)
     move = size * move
-    for (step, fall, weight), share in zip(pairs, reversed(shares), strict=True):
-        move = move + (share - weight * _dot(fall, move)) * step
-    move = torch.where(_dot(move, slope) > 0, move, _FIRST * (slope / steepness))
+    for turn, share in zip(memory, reversed(shares), strict=True):
+        back = turn.weight * _dot(turn.fall, move)
+        move = move + (share - back) * turn.step
+    plain = _FIRST * (slope / steepness)
+    move = torch.where(_dot(move, slope) > 0, move, plain)
     return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
 
 
@@ -173,26 +197,40 @@ def steepest_tokens(
         seed: seed of the starts.
         causal: whether later keys are masked; leaders then come first, one copy each.
     """
-    # The head on the CPU, in the coordinates that its projections read: `basis` are the axes.
-    read = affine_projections(heads)
-    weights = [projection.weight[0].cpu() for projection in read]
-    left, size, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
-    basis = left[:, : max(int((size > 1e-12 * size[0]).sum()), 1)].mT
-    biases = [None if p.bias is None else p.bias.cpu() for p in read]
-    to_q, to_k, to_v = (
-        Projection((basis @ weight)[None], bias, None, "affine")
-        for weight, bias in zip(weights, biases, strict=True)
-    )
-    scale = heads.scale[:1].cpu()
-    head = replace(heads, to_q=to_q, to_k=to_k, to_v=to_v, scale=scale, out=None)
-    head = move_heads(head, basis.new_zeros(1, 1, len(basis)))
+    head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
     last = torch.empty(SEARCHES, 0, 3 * len(basis) + 1, dtype=basis.dtype)
     for n in lengths:
         slope = _Slope(head, radius, n, causal)
         fresh = slope.starts(SEARCHES * STARTS, generator).view(SEARCHES, STARTS, -1)
-        last = slope.climb_all(torch.cat([fresh, last], 1), generator)[:, None]
-        yield slope.steepest(last[:, 0], basis, seed)
+        ends = slope.climb_all(torch.cat([fresh, last], 1), generator)
+        yield slope.steepest(ends, basis, seed)
+        last = ends[:, None]
+
+
+def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
+    """Return the head on the CPU in the coordinates that its projections read, and their axes."""
+    read = affine_projections(heads)
+    weights = torch.cat([projection.weight[0].cpu() for projection in read], 1)
+    left_singular, size, _ = torch.linalg.svd(weights, full_matrices=False)
+    rank = int((size > 1e-12 * size[0]).sum())
+    basis = left_singular[:, : max(rank, 1)].mT
+    narrow = []
+    for projection in read:
+        weight = basis @ projection.weight[0].cpu()
+        bias = projection.bias
+        if bias is not None:
+            bias = bias.cpu()
+        narrow.append(Projection(weight[None], bias, None, "affine"))
+    head = replace(
+        heads,
+        to_q=narrow[0],
+        to_k=narrow[1],
+        to_v=narrow[2],
+        scale=heads.scale[:1].cpu(),
+        out=None,
+    )
+    return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
 
 
 @dataclass(frozen=True)
@@ -219,57 +257,81 @@ class _Slope:
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
         """Return points where followers attend to both leaders; half of them with copies."""
         to_q, to_k, to_v = affine_projections(self.head)
-        wq, wk, wv = (projection.weight[0] for projection in (to_q, to_k, to_v))
+        wq = to_q.weight[0]
+        wk = to_k.weight[0]
+        wv = to_v.weight[0]
         follower, apart = normalize(_normal(generator, 2, count, len(wq)), dim=-1)
-        bias = torch.zeros_like(wq[0]) if to_q.bias is None else to_q.bias[0]
+        bias = torch.zeros_like(wq[0])
+        if to_q.bias is not None:
+            bias = to_q.bias[0]
         # On this side of the ball the bias turns a follower's attention away from other followers.
-        follower = torch.where((follower @ wk @ bias)[:, None] > 0, -follower, follower)
+        towards = (follower @ wk @ bias)[:, None]
+        follower = torch.where(towards > 0, -follower, follower)
         query = normalize((self.radius * follower @ wq + bias) @ wk.mT, dim=1)
+        # The leaders on opposite sides across the query, where the values differ most.
         apart = apart @ wv @ wv.mT
-        apart = normalize(apart - (apart * query).sum(1, keepdim=True) * query, dim=1)
-        leaders = [normalize(side * apart + _TILT * query, dim=1) for side in (1, -1)]
-        points = torch.stack([*leaders, follower], 1) * (_EDGE * math.pi / 2)
+        apart = normalize(apart - _dot(apart, query) * query, dim=1)
+        leader = normalize(apart + _TILT * query, dim=1)
+        opposite = normalize(-apart + _TILT * query, dim=1)
+        points = torch.stack([leader, opposite, follower], 1) * (_EDGE * math.pi / 2)
         turns = torch.rand(count, 1, generator=generator, dtype=points.dtype).sqrt().asin()
         turns[::2] = 0.0
         return torch.cat([points.flatten(1), turns], 1)
 
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Return the highest end of each search, with whole copies."""
-        rows, turn = starts.flatten(0, 1), 3 * self.head.x.shape[2]
+        rows = starts.flatten(0, 1)
         # u, brought closer to the leading left singular vector by power steps.
-        size = (self.n if self.causal else min(self.n, 3)) * self.head.v.shape[3]
+        tokens = self.n if self.causal else min(self.n, 3)
+        size = tokens * self.head.v.shape[3]
         u = normalize(_normal(generator, len(rows), size), dim=1)
         for _ in range(_POWER_STEPS):
-            place = measure_heights(self._heights, torch.cat([rows, u], 1))
+            place = measure_heights(self._measure, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
             u = normalize(place.slope[:, -size:] + place.height[:, None] * u, dim=1)
-        place = climb(self._heights, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        place = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
         # From both whole numbers of copies beside the end, in a few more steps.
-        leaders = self._copies(ends)[:, 0]
-        near = [leaders.floor(), leaders.ceil()] if self._most > 1 else [leaders.floor()]
-        turns = [
-            (n.clamp(1, self._most).log() / (self._log_most or 1.0)).sqrt().asin() for n in near
-        ]
-        ends = torch.stack([ends.clone() for _ in near], 1)
-        ends[:, :, turn] = torch.stack(turns, 1)
+        rounded = self._round_copies(ends)
         whole = replace(self, whole=True)
-        place = climb(whole._heights, ends.flatten(0, 1), steps=_POLISH)
-        ends = _highest(place.x.view_as(ends), place.height)
+        place = climb(whole._measure, rounded.flatten(0, 1), steps=_POLISH)
+        ends = _highest(place.x.view_as(rounded), place.height)
         return ends[:, : starts.shape[2]]
+
+    def _round_copies(self, rows: Tensor) -> Tensor:
+        """Return each row with the whole numbers of copies below and above its own."""
+        if self._most == 1:
+            single = rows.clone()
+            single[:, self._turn] = 0.0
+            return single[:, None]
+        leaders = self._copies(rows)[:, 0]
+        rounded = []
+        for copies in (leaders.floor(), leaders.ceil()):
+            # copies = (n / 3)^(sin^2 t), solved for t.
+            power = copies.clamp(1, self._most).log() / self._log_most
+            row = rows.clone()
+            row[:, self._turn] = power.sqrt().asin()
+            rounded.append(row)
+        return torch.stack(rounded, 1)
 
     def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
         """Return the tokens that the rows describe, and the norms there."""
-        points, copies = self._points(rows), replace(self, whole=True)._copies(rows)
+        points = self._points(rows)
+        copies = replace(self, whole=True)._copies(rows)
         if self.causal:
             x = points[:, self._places]
             at = move_heads(self.head, x, causal=True)
             norm = head_norms(at, seeds=[seed] * len(x)).norm[:, 0]
         else:
             at = move_heads(self.head, points, causal=False)
-            pairs = enumerate(copies)
-            norm = torch.cat([duplicated_norm(at.row(i), each)[0] for i, each in pairs])
+            norms = [duplicated_norm(at.row(i), counts)[0] for i, counts in enumerate(copies)]
+            norm = torch.cat(norms)
         return Steepest(points @ basis, copies.long(), norm)
+
+    @property
+    def _turn(self) -> int:
+        """Return the place of t in a row, behind three points."""
+        return 3 * self.head.x.shape[2]
 
     @property
     def _most(self) -> int:
@@ -282,32 +344,39 @@ class _Slope:
         return torch.arange(self.n).clamp_max(2)
 
     def _points(self, rows: Tensor) -> Tensor:
-        width = self.head.x.shape[2]
-        z = rows[:, : 3 * width].view(len(rows), 3, width)[:, : self.n]
+        z = rows[:, : self._turn].view(len(rows), 3, -1)
+        z = z[:, : self.n]
         length = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min(1e-12)
         return self.radius * torch.sin(length) * z / length
 
     def _copies(self, rows: Tensor) -> Tensor:
-        turns = rows[:, 3 * self.head.x.shape[2]]
+        turns = rows[:, self._turn]
         leaders = torch.exp(self._log_most * torch.sin(turns) ** 2)
-        leaders = leaders.detach().round() if self.whole else leaders
+        if self.whole:
+            leaders = leaders.detach().round()
         return torch.stack([leaders, leaders, self.n - 2 * leaders], 1)[:, : self.n]
 
     @property
     def _log_most(self) -> float:
         return math.log(self.n / 3) if self._most > 1 else 0.0
 
-    def _heights(self, rows: Tensor) -> Tensor:
-        points, copies = self._points(rows), self._copies(rows)
-        x = points[:, self._places] if self.causal else points
-        u = rows[:, 3 * self.head.x.shape[2] + 1 :].view(*x.shape[:2], -1)
-        at = move_heads(self.head, x, causal=self.causal)
-        root = torch.ones_like(x[..., :1]) if self.causal else copies.sqrt()[..., None]
-        if not self.causal:
+    def _measure(self, rows: Tensor) -> Tensor:
+        """Return ||J^T u|| / ||u|| of each row."""
+        x = self._points(rows)
+        if self.causal:
+            x = x[:, self._places]
+            at = move_heads(self.head, x, causal=True)
+            root = torch.ones_like(x[..., :1])
+        else:
+            copies = self._copies(rows)
+            at = move_heads(self.head, x, causal=False)
             at = replace(at, bias=copies.log()[:, None, None])
+            root = copies.sqrt()[..., None]
+        u = rows[:, self._turn + 1 :].view(*x.shape[:2], -1)
         outputs = (at.attention() @ at.v)[:, 0]
         (pulled,) = torch.autograd.grad(outputs, x, root * u, create_graph=True)
-        return (pulled / root).flatten(1).norm(dim=1) / u.flatten(1).norm(dim=1)
+        length = (pulled / root).flatten(1).norm(dim=1)
+        return length / u.flatten(1).norm(dim=1)
 
 
 def _highest(rows: Tensor, height: Tensor) -> Tensor:
@@ -339,39 +408,47 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     unit, size = unit_values(heads.to(torch.float64))
     # No derivative depends on a constant in the values; its rounding error does: see `mean_value`.
-    unit = unit.with_same_map(v=unit.v - mean_value(unit.attention(), unit.v))
-    n, dv = unit.q.shape[2], unit.v.shape[3]
-    u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
-    norms = []
-    for some in split_heads(unit):
-        # In the coordinates that the projections of a head read; R preserves lengths there.
-        weights = torch.cat([projection.weight for projection in projections(some)], -1)
-        read = torch.linalg.qr(weights, mode="r").R
-        move = some.q.new_zeros(*some.q.shape[:3], read.shape[1])
-        best, along = torch.zeros_like(some.q[..., 0, 0]), u.expand(-1, some.q.shape[1], -1, -1)
-        for step in range(AT_X + UPHILL):
-            height, uphill, along = _slopes(some, read, move, _unit_matrices(along))
-            best = torch.maximum(best, height)
-            if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
-                move = r * min(1.0, 2 * (step - AT_X + 1) / UPHILL) * _unit_matrices(uphill)
-        norms.append(best)
-    return torch.cat(norms, 1) * size.to(u)
+    mean = mean_value(unit.attention(), unit.v)
+    unit = unit.with_same_map(v=unit.v - mean)
+    n = unit.q.shape[2]
+    dv = unit.v.shape[3]
+    starts = random_starts(seeds, n * dv).to(unit.q)
+    u = starts[unit.sample].view(-1, 1, n, dv)
+    parts = [_climb_in_ball(some, r, u) for some in split_heads(unit)]
+    return torch.cat(parts, 1) * size.to(u)
+
+
+def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
+    """Return the largest ||J^T u|| on the way of each head, from the starts u of the samples."""
+    # In the coordinates that the projections of a head read; R preserves lengths there.
+    weights = torch.cat([projection.weight for projection in projections(heads)], -1)
+    read = torch.linalg.qr(weights, mode="r").R
+    move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])
+    largest = torch.zeros_like(heads.q[..., 0, 0])
+    u = u.expand(-1, heads.q.shape[1], -1, -1)
+    for step in range(AT_X + UPHILL):
+        height, uphill, along = _slopes(heads, read, move, _unit_matrices(u))
+        largest = torch.maximum(largest, height)
+        u = along
+        if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
+            share = min(1.0, 2 * (step - AT_X + 1) / UPHILL)
+            move = r * share * _unit_matrices(uphill)
+    return largest
 
 
 def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u."""
-    move, u = (t.detach().clone().requires_grad_() for t in (move, u))
+    move = move.detach().clone().requires_grad_()
+    u = u.detach().clone().requires_grad_()
+    widths = [rows.shape[-1] for rows in (heads.q, heads.k, heads.v)]
     with torch.enable_grad():
-        widths = [rows.shape[-1] for rows in (heads.q, heads.k, heads.v)]
-        steps = torch.split(move @ read, widths, -1)
-        q, k, v = (
-            rows + step for rows, step in zip((heads.q, heads.k, heads.v), steps, strict=True)
-        )
-        output = replace(heads, q=q, k=k, v=v).attention() @ v
+        dq, dk, dv = torch.split(move @ read, widths, -1)
+        moved = replace(heads, q=heads.q + dq, k=heads.k + dk, v=heads.v + dv)
+        output = moved.attention() @ moved.v
         (pulled,) = torch.autograd.grad(output, move, u, create_graph=True)
         height = torch.linalg.vector_norm(pulled, dim=(-2, -1))
-        uphill, further = torch.autograd.grad(height.sum(), (move, u))
-    return height.detach(), uphill, further
+        uphill, along = torch.autograd.grad(height.sum(), (move, u))
+    return height.detach(), uphill, along
 
 
 def _unit_matrices(t: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
-from lipaudit.theory import products, spectral
+from lipaudit.theory import attend, products, spectral
 from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
 from lipaudit.theory.ingredients import (
     Centred,
@@ -313,7 +313,7 @@ def value_key_norm(
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
 # u = s Phi^k_j^T q_i, plus s T_i Phi^q_i on the diagonal; their bounds are
 # B_ij = P_ij beta_ij + delta_ij t_i. With other logits b_ij stands for s q_i, and a_ij for s k_j
-# in s T_i = sum_j P_ij w a_ij^T: see `exact.attend`.
+# in s T_i = sum_j P_ij w a_ij^T: see `attend`.
 
 
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
@@ -321,7 +321,7 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     # What the largest entry of each row contributes, some queries at a time.
     chunks = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
     maps = ((at.p[:, :, i], i, slice(None)) for i in chunks)
-    largest = products.anchor_blocks(maps, at.v, heads.sink_share())
+    largest = attend.anchor_blocks(maps, at.v, heads.sink_share())
     blocks = _local_beta(heads, at, largest)
     blocks.mul_(at.p)
     t = _local_query_term(heads, at, largest)
@@ -334,7 +334,7 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     return blocks
 
 
-def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
+def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
@@ -354,7 +354,7 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     per_key = p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
     for j in heads.policy.chunks(p.shape[-1], per_key):
         key_map = _pick(key_maps, j).mT
-        b = products.logit_gradients(heads, "k", j).mT
+        b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
         a = (_pick(value_maps, j) @ mixed @ key_map) @ b
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
@@ -375,7 +375,7 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     return beta
 
 
-def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
+def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
@@ -392,7 +392,7 @@ def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Ten
         largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
         # s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i
-        a = products.logit_gradients(heads, "q", i)
+        a = attend.logit_gradients(heads, "q", i)
         images = c.mT @ a @ _pick(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = matrix_norm(images @ images.mT).sqrt()

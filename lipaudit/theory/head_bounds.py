@@ -79,11 +79,12 @@ def head_bounds(
         >>> head_bounds(affine_heads(x, eye, eye, eye))["sharp"]
         tensor([[1.0000]], dtype=torch.float64)
     """
-    records = list(load_bounds().values() if bounds is None else bounds)
+    if bounds is None:
+        bounds = load_bounds().values()
+    records = list(bounds)
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
-        rows = [heads.row(b) for b in range(len(heads.q))]
-        each = [head_bounds(row, bounds=records) for row in rows]
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        rows = [head_bounds(heads.row(b), bounds=records) for b in range(len(heads.q))]
+        return _concatenate(rows, 0)
     heads = heads.to(torch.float64)
     for name in ("x", "q", "k", "v"):
         if not getattr(heads, name).sum().isfinite():
@@ -105,27 +106,40 @@ def head_bounds(
         for bound in records:
             terms[bound.name] = _compute(bound, known) * (1 + ROUNDING)
         parts.append(terms)
-    whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    whole = _concatenate(parts, 1)
     size = size.to(heads.v.device)
-    return whole | {bound.name: whole[bound.name] * size for bound in records}
+    for bound in records:
+        whole[bound.name] = whole[bound.name] * size
+    return whole
+
+
+def _concatenate(parts: list[dict[str, Tensor]], axis: int) -> dict[str, Tensor]:
+    whole = {}
+    for name in parts[0]:
+        whole[name] = torch.cat([part[name] for part in parts], axis)
+    return whole
 
 
 def split_heads(heads: Heads) -> Iterator[Heads]:
     """Yield some heads of a layer at a time: a temporary stays near `map_entries` numbers."""
-    (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
-    per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    yield from map(heads.pick, heads.policy.chunks(count, per_head, heads.policy.map_entries))
+    batch, count, n, d = heads.q.shape
+    m, dv = heads.v.shape[2:]
+    per_row = n * m
+    if not are_affine(heads):
+        per_row = max(n * m, n * d * d, m * d * dv)
+    policy = heads.policy
+    for index in policy.chunks(count, batch * per_row, policy.map_entries):
+        yield heads.pick(index)
 
 
 def _compute(bound: Bound, known: Ingredients) -> Tensor:
     shape = known.heads.q.shape[:2]
     try:
         values = known.once(bound.compute)
-        fits = isinstance(values, Tensor) and values.shape == shape
-        if not fits or not values.is_floating_point():
-            tensor = isinstance(values, Tensor)
-            found = tuple(values.shape) if tensor else type(values).__name__
-            raise TypeError(f"returned {found}, not floats of shape {tuple(shape)} (batch, heads)")
+        if not isinstance(values, Tensor):
+            raise _describe_result(type(values).__name__, shape)
+        if values.shape != shape or not values.is_floating_point():
+            raise _describe_result(tuple(values.shape), shape)
     except Exception as error:
         # An OSError is about a file of the plug-in's own.
         machine = of_machine(error) and not isinstance(error, OSError)
@@ -134,6 +148,10 @@ def _compute(bound: Bound, known: Ingredients) -> Tensor:
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", bound.remedy) from error
     return values.to(torch.float64)
+
+
+def _describe_result(result: object, shape: torch.Size) -> TypeError:
+    return TypeError(f"returned {result}, not floats of shape {tuple(shape)} (batch, heads)")
 
 
 @torch.inference_mode()
@@ -171,10 +189,13 @@ def ball_sharp(
 def bound_growth(heads: Heads, r: float) -> Tensor:
     """Bound what the norm of the Jacobian grows by within the radius."""
     point = read_point(heads)
-    ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
-    each = [bound_curvature(point, bound_moves(point, rho)) for rho in ends]
+    curvatures = []
+    for panel in range(PANELS):
+        end = r * (panel + 1) / PANELS
+        curvatures.append(bound_curvature(point, bound_moves(point, end)))
+    integral = r / PANELS * torch.stack(curvatures).sum(0)
     # inf - inf or 0 inf appears where a number overflows.
-    return (r / PANELS * torch.stack(each).sum(0)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return integral.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @torch.inference_mode()
@@ -191,7 +212,11 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, Float[Tensor, "batch h
     heads, size = unit_values(heads.to(torch.float64))
     known = Ingredients(heads, Tokens(heads))
     size = (1 + ROUNDING) * size.to(heads.v.device)
-    return {f.__name__: f(known, r) * size for f in (hu, castin, mean_field)}
+    return {
+        "hu": hu(known, r) * size,
+        "castin": castin(known, r) * size,
+        "mean_field": mean_field(known, r) * size,
+    }
 
 
 @dataclass(frozen=True)
@@ -213,23 +238,42 @@ class BallPoint:
 def read_point(heads: Heads) -> BallPoint:
     """Return what is known at X."""
     known = Ingredients(heads, Tokens(heads))
-    at, rows = known.at, affine_rows(known)
+    at = known.at
+    rows = affine_rows(known)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
+    # z_j less its mean under P_i
     mean = p @ rows.z
-    lengths = [each.square().sum(-1, keepdim=True) for each in (mean, rows.z)]
-    z = squared_distances(mean, rows.z, *lengths).sqrt()
+    mean2 = mean.square().sum(-1, keepdim=True)
+    z2 = rows.z.square().sum(-1, keepdim=True)
+    z = squared_distances(mean, rows.z, mean2, z2).sqrt()
     w = at.w2.sqrt() * visible
+    # ||A|| = |s| ||R_Q R_K^T||
     to_q, to_k, _ = projections(heads)
     a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
     slope, bend = _log_growth(p, z, rows.u)
+    # Which form of `spread` is less, and which limit of the weighted one.
     twice = 2 * p * _others(p)
     one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
+    uneven, _ = bound_weights(p, p, w)
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
-    limits = torch.stack([bound_weights(p, p, w)[0], even])
-    uneven, even = torch.linalg.vector_norm(limits, dim=-1, keepdim=True)
-    return BallPoint(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven < even)
+    return BallPoint(
+        p=p,
+        z=z,
+        w=w,
+        u=rows.u,
+        wv=rows.wv,
+        a=a,
+        slope=slope,
+        bend=bend,
+        one_hot=one_hot,
+        uneven=_row_length(uneven) < _row_length(even),
+    )
+
+
+def _row_length(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,14 +288,17 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     others = _others(p)
     c_i = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
     square = others.square() + _others(p.square())  # sum_l c_l^2
+    # a_ij = ||(z_j - E_i z, u_i c)||
     slope = (z.square() + u.square() * square + 2 * z * u * c_i).sqrt()
     # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
-    return slope, 0.5 * (c_i + square.sqrt())
+    bend = 0.5 * (c_i + square.sqrt())
+    return slope, bend
 
 
 def _others(p: Tensor) -> Tensor:
     """Return sum_{l != j} P_il, without cancellation."""
-    return p @ (1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device))
+    eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    return p @ (1 - eye)
 
 
 @dataclass(frozen=True)
@@ -268,10 +315,12 @@ class BallLimits:
 
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     """Bound how far everything moves on the ball of radius rho."""
-    p = (at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)).clamp_max(0.0).exp()
+    growth = at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)
+    p = growth.clamp_max(0.0).exp()
     # sum_j P_ij ||f_j - E_i f||^2 is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il
     # ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
-    spread = torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
+    others = _others(p).clamp_max(1.0)
+    spread = torch.where(at.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
     u = at.u + rho * at.a
     # The variance over any weights is at most that around the mean at X; the moves of z_j and v_j
@@ -280,27 +329,31 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     v = _deviation(p, at.w) + rho * at.wv * widest
     # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
     output = at.wv * p.amax(-1, keepdim=True).sqrt() + (z + u * widest) * v
-    return BallLimits(p, spread, u, z, v, rho * (at.wv + output))
+    shift = rho * (at.wv + output)
+    return BallLimits(p, spread, u, z, v, shift)
 
 
 def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads"]:
     """Bound C on a ball, given what nothing exceeds there."""
-    longest = at.w.amax(-1, keepdim=True) + on.shift
+    widest = at.w.amax(-1, keepdim=True)
+    longest = widest + on.shift
     # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = (2 * at.wv * on.u + on.shift * on.u.square()) * on.spread
     # h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X. Where `uneven`
     # does not hold, the larger of both goes on from it: no limit falls as rho grows.
-    even = on.spread * at.w.amax(-1, keepdim=True)
+    even = on.spread * widest
     uneven, holds = bound_weights(at.p, on.p, at.w)
-    weighted = torch.where(holds, uneven, torch.maximum(uneven, even))
-    columns = columns + on.u.square() * torch.where(at.uneven, weighted, even)
+    uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
+    weighted = torch.where(at.uneven, uneven, even)
+    columns = columns + on.u.square() * weighted
     diagonal = longest * on.z.square()
     limits = []
     for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
         h = columns + mixed / t * on.spread
         h.diagonal(0, -2, -1).add_((diagonal + t * mixed)[..., 0])
-        limits.append(torch.linalg.vector_norm(h, dim=-2).amax(-1))  # its longest column
+        lengths = torch.linalg.vector_norm(h, dim=-2)  # of the columns
+        limits.append(lengths.amax(-1))
     return torch.stack(limits).amin(0)
 
 

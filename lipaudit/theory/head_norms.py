@@ -51,7 +51,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
-from lipaudit.theory import LAYER_WITHIN, products
+from lipaudit.theory import LAYER_WITHIN, attend, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
 from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_size
 
@@ -331,7 +331,7 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     q, k = _largest_gradients(heads)
-    centred = heads.v - products.mean_value(heads.attention(), heads.v)
+    centred = heads.v - attend.mean_value(heads.attention(), heads.v)
     v = _longest(centred)
     # Within r no row moves by more than r ||Phi||.
     s = heads.scale.abs()
@@ -367,10 +367,10 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         if sink is None:
             sink_rows = None
             if start == 0:
-                v = v - products.mean_value(p, v)
+                v = v - attend.mean_value(p, v)
         else:
             sink_rows = sink[:, :, start:stop]
-        rows = products.anchor_outputs(p, v, sink_rows)
+        rows = attend.anchor_outputs(p, v, sink_rows)
         # ||c_ij|| = P_ij ||v_j - o_i||, with the largest entry of each row apart.
         true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
         true = true.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))

@@ -6,15 +6,17 @@ What is returned is raised by its rounding error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import Policy
+from lipaudit.theory.attend import logit_gradients
 from lipaudit.theory.heads import (
     Heads,
     Projection,
@@ -23,7 +25,6 @@ from lipaudit.theory.heads import (
     local_map,
     projections,
 )
-from lipaudit.theory.products import logit_gradients
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm
 
@@ -46,7 +47,14 @@ class Centred:
 
     def pick(self, index: Any) -> Centred:
         """Index all of them."""
-        return Centred(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Centred(
+            p=self.p[index],
+            seen=self.seen[index],
+            k=self.k[index],
+            v=self.v[index],
+            o=self.o[index],
+            s=self.s[index],
+        )
 
     @cached_property
     def o2(self) -> Float[Tensor, "batch heads n 1"]:
@@ -79,7 +87,8 @@ def squared_distances(
     # In units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most 1: the product costs
     # d, the squares d, casting a and b 4, the sums 4, the factor 2; 2 d + 32 are added.
     up = 1 + rounding(a)
-    return ((-2 * a) @ b.mT).add_(up * a2).add_(up * b2.mT)
+    inner = (-2 * a) @ b.mT
+    return inner.add_(up * a2).add_(up * b2.mT)
 
 
 def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
@@ -128,16 +137,22 @@ class Tokens:
     """
 
     def __init__(self, heads: Heads) -> None:
-        x, read = heads.x, (heads.to_q, heads.to_k, heads.to_v)
-        bias = any(to is not None and to.bias is not None for to in read)
-        valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
-        self._x = torch.cat([x, valid], -1) if bias else x
+        x = heads.x
+        valid = x.new_ones(x.shape[:2])
+        if heads.valid is not None:
+            valid = heads.valid.to(x)
+        valid = valid[..., None]
         self.count = valid.sum(-2)
-        self.off = valid * (x - x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0))
-        lengths = torch.linalg.vector_norm(self._x, dim=-1)
-        self.radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
+        mean = x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0)
+        self.off = valid * (x - mean)
+        self.radius = vector_norm(x, dim=-1).amax(-1, keepdim=True)
+        self._x = x
+        readers = (heads.to_q, heads.to_k, heads.to_v)
+        if any(to is not None and to.bias is not None for to in readers):
+            self._x = torch.cat([x, valid], -1)
+        lengths = vector_norm(self._x, dim=-1)
         self.longest = lengths.amax(-1, keepdim=True)
-        self.frobenius = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
+        self.frobenius = vector_norm(lengths, dim=-1, keepdim=True)
 
     @cached_property
     def norm(self) -> Float[Tensor, "batch 1"]:
@@ -161,7 +176,9 @@ class Ingredients:
     """
 
     def __init__(self, heads: Heads, tokens: Tokens) -> None:
-        self.heads, self.tokens, self.policy = heads, tokens, heads.policy
+        self.heads = heads
+        self.tokens = tokens
+        self.policy = heads.policy
         self.affine = are_affine_everywhere(heads)
         self._computed: dict[Callable[..., Any], Any] = {}
 
@@ -176,11 +193,11 @@ class Ingredients:
     def weights(self) -> Weights:
         """Norms of the weights of heads with affine projections: in float64, W_V of size one."""
         to_q, to_k, to_v = projections(self.heads)
-        q, k, v = (
-            p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
-            for p in (to_q, to_k, to_v)
-        )
-        value, root = spectral_norm(to_v.weight), gram_root(to_q.weight)
+        q = _append_bias(to_q)
+        k = _append_bias(to_k)
+        v = _append_bias(to_v)
+        value = spectral_norm(to_v.weight)
+        root = gram_root(to_q.weight)
         # X with W_Q = X R but for rounding, ||X|| <= 1. Row by row X solves x (R + dR) = w with
         # |dR| <= d u |R| (Higham, Theorem 8.5), so ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||,
         # while ||R y||^2 is at least (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the
@@ -215,17 +232,20 @@ class Ingredients:
         M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in s k_j. With a sink
         it does not. (Other logits have gradients of their own, see `pairs`: no keys enter there.)
         """
-        heads, p = self.heads, self.heads.attention()
-        free = heads.sink is None
+        heads = self.heads
+        p = heads.attention()
         # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
-        seen = heads.visible(0, p.shape[2]).any(-2).expand(*p.shape[:2], -1).to(p)[..., None]
-        share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
-        k, v = (
-            seen * (rows - (share * rows).sum(-2, keepdim=True) if free else rows)
-            for rows in (heads.k, heads.v)
-        )
+        visible = heads.visible(0, p.shape[2]).any(-2)
+        seen = visible.expand(*p.shape[:2], -1).to(p)[..., None]
+        k = heads.k
+        v = heads.v
+        if heads.sink is None:
+            share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
+            k = k - (share * k).sum(-2, keepdim=True)
+            v = v - (share * v).sum(-2, keepdim=True)
+        v = seen * v
         scale = heads.scale.expand(p.shape[:2])[..., None, None]
-        return Centred(p, seen, k, v, p @ v, scale)
+        return Centred(p, seen, seen * k, v, p @ v, scale)
 
     @cached_property
     def p_norm(self) -> Float[Tensor, "batch heads"]:
@@ -236,7 +256,10 @@ class Ingredients:
     def _row_maxima(self) -> Tensor:
         # M of the keys is a part of M with the sink: its norm is at most that.
         p = self.heads.attention(whole=True)
-        maxima = [torch.stack(row_maxima(p[:, :, i:j])) for i, j in self.heads.row_blocks()]
+        maxima = []
+        for start, stop in self.heads.row_blocks():
+            g1, norm = row_maxima(p[:, :, start:stop])
+            maxima.append(torch.stack([g1, norm]))
         return torch.stack(maxima).amax(0)
 
     @property
@@ -264,32 +287,57 @@ class Ingredients:
         return self.a_norm * (self.tokens.longest + r).square()
 
 
+def _append_bias(projection: Projection) -> Tensor:
+    """Return [W; b^T], or W without a bias."""
+    if projection.bias is None:
+        return projection.weight
+    return torch.cat([projection.weight, projection.bias[:, None]], 1)
+
+
 def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
     They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||). For
     plain logits every G_i is s K_c, the keys less their mean, and every H_j is s Q.
     """
-    heads, at, policy = known.heads, known.at, known.policy
+    heads = known.heads
+    at = known.at
     to_q, to_k, _ = projections(heads)
-    queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
+    queries = at.p.sum(-1) > 0
+    keys = at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:
-        reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
-        reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
-        return values, spectral_norm(at.v) * reach
-    reach = torch.zeros_like(values)
-    sides: tuple[tuple[Literal["q", "k"], Projection, Tensor, Tensor], ...]
-    sides = ("q", to_q, queries, at.p), ("k", to_k, keys, at.p.mT)
-    for name, to, used, p in sides:
-        norms, local, weight = torch.zeros_like(p[..., 0]), local_map(to), factor(to).mT
-        for i in policy.chunks(p.shape[2], 2 * p[:, :, 0].numel() * heads.q.shape[-1]):
-            # Unseen pairs do not count.
-            rows = (p[:, :, i] > 0)[..., None] * logit_gradients(heads, name, i)
-            phi = (local if local.shape[2] == 1 else local[:, :, i]) @ weight
-            norms[..., i] = spectral_norm(rows @ phi)
-        reach = reach + (norms * used).amax(-1)
+        in_keys = _largest_image(heads.q * queries[..., None], to_k, keys, known.policy)
+        in_queries = _largest_image(at.k, to_q, queries, known.policy)
+        reach = heads.scale.abs() * (in_keys + in_queries)
+    else:
+        in_queries = _largest_gradient(known, "q", to_q, queries)
+        in_keys = _largest_gradient(known, "k", to_k, keys)
+        reach = in_queries + in_keys
     return values, spectral_norm(at.v) * reach
+
+
+def _largest_gradient(
+    known: Ingredients, name: Literal["q", "k"], projection: Projection, used: Tensor
+) -> Tensor:
+    """Return max_i ||G_i Phi^q_i||, or max_j ||H_j Phi^k_j||, of logits of any kind."""
+    heads = known.heads
+    p = known.at.p
+    if name == "k":
+        p = p.mT
+    norms = torch.zeros_like(p[..., 0])
+    local = local_map(projection)
+    weight = factor(projection).mT
+    per_token = 2 * p[:, :, 0].numel() * heads.q.shape[-1]
+    for i in known.policy.chunks(p.shape[2], per_token):
+        phi = local
+        if local.shape[2] > 1:
+            phi = local[:, :, i]
+        # Unseen pairs do not count.
+        seen = (p[:, :, i] > 0)[..., None]
+        rows = seen * logit_gradients(heads, name, i)
+        norms[..., i] = spectral_norm(rows @ (phi @ weight))
+    return (norms * used).amax(-1)
 
 
 def sum_spread(
@@ -307,10 +355,18 @@ def sum_spread(
     """
     w = p.square()
     wc = w * c
-    a, b = (w @ gram.square()).mul_(w).sum(-1), (w @ gram).mul_(wc).sum(-1)
-    cc, r, total = c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)
+    # A = sum_jl w_j w_l g_jl^2
+    a = (w @ gram.square()).mul_(w).sum(-1)
+    # B = sum_jl w_j w_l c_j g_jl
+    b = (w @ gram).mul_(wc).sum(-1)
+    # C = sum_j w_j c_j^2
+    cc = c.mul_(wc).sum(-1)
+    r = wc.sum(-1)
+    total = w.sum(-1)
+    # A - 4 B + 2 W C + 2 R^2
     power = a - 4 * b + 2 * total * cc + 2 * r.square()
-    return torch.stack([power, a + 2 * total * cc, total])
+    terms = a + 2 * total * cc
+    return torch.stack([power, terms, total])
 
 
 def bound_token_spread(
@@ -328,14 +384,17 @@ def bound_token_spread(
     """
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    flat, gram = p.flatten(1, 2), gram / largest[:, None, None]
+    gram = gram / largest[:, None, None]
+    flat = p.flatten(1, 2)
     # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
-    power, terms, total = sum_spread(flat, gram, c).view(3, *p.shape[:3])
+    sums = sum_spread(flat, gram, c)
+    power, terms, total = sums.view(3, *p.shape[:3])
     e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
     # Its root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum w_j.
-    square = (1 + e) * ((power + 3 * e * terms).clamp_min(0.0).sqrt() + e * total)
+    root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
+    square = (1 + e) * (root + e * total)
     return (square.amax(-1) * largest[:, None]).sqrt()
 
 
@@ -346,20 +405,20 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     are computed only for tokens whose upper limit reaches every lower one.
     """
     small = torch.linalg.qr(rows, mode="r").R[:, :, None]
-    tokens, weight = local_map(projection), factor(projection).mT
-    total = tokens.shape[2]
+    local = local_map(projection)
+    weight = factor(projection).mT
     entries = len(rows) * rows.shape[1] * rows.shape[3] * weight.shape[-1]
     parts = []
-    for i in policy.chunks(total, entries):
-        images = small @ tokens[:, :, i] @ weight
+    for i in policy.chunks(local.shape[2], entries):
+        images = small @ local[:, :, i] @ weight
         if projection.local is not None:
             images = images * used[..., i, None, None]
         # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
         e = images @ images.mT
-        sizes, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
-        lower = (upper / sizes).nan_to_num(0.0).amax(-1, keepdim=True)
-        norm = upper.sqrt()
-        left = norm >= lower * (1 - 1e-9)
-        norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
+        square = matrix_norm(e @ e)
+        lower = (square / matrix_norm(e)).nan_to_num(0.0).amax(-1, keepdim=True)
+        norm = square.sqrt()
+        largest = norm >= lower * (1 - 1e-9)
+        norm[largest] = torch.linalg.eigvalsh(e[largest])[..., -1].clamp_min(0.0)
         parts.append(norm.amax(-1))
     return torch.stack(parts).amax(0).sqrt()

@@ -46,8 +46,10 @@ def jasmin(
         (tensor(-4.1589), tensor(True))
     """
     values, counted = jasmin_rows(attention, k)
-    counted = counted if mask is None else counted & mask[:, None]
-    return over_rows(values, counted, reduction).sum() / len(attention)
+    if mask is not None:
+        counted = counted & mask[:, None]
+    penalties = over_rows(values, counted, reduction)
+    return penalties.sum() / len(attention)
 
 
 def jasmin_rows(
@@ -62,8 +64,10 @@ def jasmin_rows(
         >>> jasmin_rows(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 0)
         (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
     """
-    p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
-    return jasmin_of_largest(p.topk(count_entries(p.shape[-1], k)).values, k)
+    if p.dtype in (torch.float16, torch.bfloat16):
+        p = p.float()
+    count = count_entries(p.shape[-1], k)
+    return jasmin_of_largest(p.topk(count).values, k)
 
 
 def count_entries(keys: int, k: int) -> int:
@@ -90,7 +94,8 @@ def jasmin_of_largest(
     """
     if k == 1 or k < 0:
         raise ValueError(f"k is 0 or more than 1, not {k}")
-    top = F.pad(top, (0, max(0, max(2, k + 1) - top.shape[-1])))
+    missing = max(2, k + 1) - top.shape[-1]
+    top = F.pad(top, (0, max(0, missing)))
     value = _g(top, 1).clamp_min(EPS).log()
     if k:
         value = value - (_g(top, k) + EPS).log()
@@ -99,7 +104,9 @@ def jasmin_of_largest(
 
 def _g(top: Tensor, k: int) -> Tensor:
     """Return g_k from the k + 1 largest entries; its rounding error is negligible beside EPS."""
-    return top[..., k - 1] * (1 - top[..., k - 1] + top[..., k])
+    kth = top[..., k - 1]
+    following = top[..., k]
+    return kth * (1 - kth + following)
 
 
 def over_rows(
@@ -112,8 +119,10 @@ def over_rows(
         tensor(1.)
     """
     if reduction == "mean":
-        return values.where(counted, 0.0).sum(-1) / counted.sum(-1).clamp_min(1)
-    return values.where(counted, -torch.inf).amax(-1).where(counted.any(-1), 0.0)
+        total = values.where(counted, 0.0).sum(-1)
+        return total / counted.sum(-1).clamp_min(1)
+    largest = values.where(counted, -torch.inf).amax(-1)
+    return largest.where(counted.any(-1), 0.0)
 
 
 def specformer(

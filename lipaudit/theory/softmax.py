@@ -88,11 +88,21 @@ def profile_rows(
         tensor([0.2500])
     """
     rows = _sort_rows(p, k)
-    kth, following = rows.p[..., -k], rows.p[..., -k - 1]
-    # For k > 1 p_(k) <= 1/2: its difference from 1 keeps its digits.
-    gk, norm = _g(kth, rows.first + rows.others - kth, following), _secular_root(rows)
-    keys = p.count_nonzero(-1) if keys is None else keys
-    return RowProfile(rows.first, rows.second, rows.g1, gk, following, norm, entropy(p), keys)
+    kth = rows.p[..., -k]
+    following = rows.p[..., -k - 1]
+    if keys is None:
+        keys = p.count_nonzero(-1)
+    return RowProfile(
+        first=rows.first,
+        second=rows.second,
+        g1=rows.g1,
+        # For k > 1 p_(k) <= 1/2: its difference from 1 keeps its digits.
+        gk=_g(kth, rows.first + rows.others - kth, following),
+        following=following,
+        norm=_secular_root(rows),
+        entropy=entropy(p),
+        keys=keys,
+    )
 
 
 def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tensor]:
@@ -116,7 +126,8 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
         >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
         {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}
     """
-    keys, g1 = profile.keys, profile.g1
+    keys = profile.keys
+    g1 = profile.g1
     kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
     kind[g1 > threshold] = INTERMEDIATE
@@ -162,13 +173,17 @@ class _Ordered(NamedTuple):
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
     """Sort rows, padded with zeros to more than k entries."""
-    p = p if p.shape[-1] > k else F.pad(p, (0, k + 1 - p.shape[-1]))
+    if p.shape[-1] <= k:
+        p = F.pad(p, (0, k + 1 - p.shape[-1]))
     if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of topk's time
         p = torch.from_numpy(np.sort(p.detach().numpy(), axis=-1))
     else:
         p = p.sort(-1).values
-    first, second, others = p[..., -1], p[..., -2], p[..., :-1].sum(-1)
-    return _Ordered(p, first, second, others, _g(first, others, second))
+    first = p[..., -1]
+    second = p[..., -2]
+    others = p[..., :-1].sum(-1)
+    g1 = _g(first, others, second)
+    return _Ordered(p, first, second, others, g1)
 
 
 def _secular_root(rows: _Ordered) -> Tensor:
@@ -181,19 +196,28 @@ def _secular_root(rows: _Ordered) -> Tensor:
     p_(1): with b = t^2 sum_j r_j (1 + r_j) / lambda the left factor lies above sum_{j>1} r_j(t')
     and touches it at t.
     """
-    tail, gap = rows.p[..., :-1], rows.first - rows.second
-    below, start = rows.second[..., None] - tail, rows.others * gap
+    tail = rows.p[..., :-1]
+    gap = rows.first - rows.second
+    below = rows.second[..., None] - tail
+    start = rows.others * gap
     t = start
     for _ in range(_SECULAR_STEPS):
+        # r_j = p_j / (lambda - p_j), lambda - p_j = t + p_(2) - p_j
         r = below + t[..., None]
         torch.div(tail, r, out=r)
         total = r.sum(-1)
+        # b / t = t sum_j r_j (1 + r_j) / lambda, c = sum_j r_j - b / t
         slope = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
         slope.mul_(t / (rows.second + t))
-        c, b = total - slope, slope.mul_(t)
+        c = total - slope
+        b = slope.mul_(t)
+        # (c + b / t') (gap - t') = p_(1) is c t'^2 + 2 half t' - b gap = 0 with
+        # 2 half = p_(1) + b - c gap.
         half = (rows.first + b).addcmul_(c, gap, value=-1).mul_(0.5)
         b.mul_(gap)
-        before, t = t, b / half.square().addcmul_(b, c).sqrt_().add_(half)
+        root = half.square().addcmul_(b, c).sqrt_()
+        before = t
+        t = b / root.add_(half)
         if not ((before - t).abs_() > 1e-6 * t).any():  # the next step squares the error
             break
     root = torch.where(start > 0, rows.second + t, rows.second)

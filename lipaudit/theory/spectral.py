@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import POLICY, TOL, WITHIN, Policy
@@ -57,10 +58,12 @@ def shift_exponent(
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
     """
-    whole = exponent.cpu().numpy()
-    # By NumPy: `torch.ldexp` computes its power in float32.
-    for part in (whole // 2, whole - whole // 2):
-        t = t * torch.as_tensor(np.ldexp(1.0, part)).to(t)
+    exponents = exponent.cpu().numpy()
+    half = exponents // 2
+    for part in (half, exponents - half):
+        # By NumPy: `torch.ldexp` computes its power in float32.
+        power = torch.as_tensor(np.ldexp(1.0, part))
+        t = t * power.to(t)
     return t
 
 
@@ -73,10 +76,12 @@ def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
     >>> take_size(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
     tensor([2, 0], dtype=torch.int32)
     """
-    exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent
+    largest = t.abs().amax(axes, keepdim=True)
+    exponents = torch.frexp(largest.cpu()).exponent
     return shift_exponent(t, -exponents), exponents.flatten()
 
 
+_STEPS = 11  # to ||P||
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
 
 
@@ -87,7 +92,10 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
         tensor(5.)
     """
-    gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
+    if a.shape[-2] <= a.shape[-1]:
+        gram = a @ a.mT
+    else:
+        gram = a.mT @ a
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
 
 
@@ -104,7 +112,9 @@ def product_values(
         tensor([10.])
     """
     core = torch.linalg.qr(a, mode="r").R
-    return torch.linalg.svdvals(core if b is None else core @ torch.linalg.qr(b, mode="r").R.mT)
+    if b is not None:
+        core = core @ torch.linalg.qr(b, mode="r").R.mT
+    return torch.linalg.svdvals(core)
 
 
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
@@ -118,8 +128,10 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     trace = gram.diagonal(0, -2, -1).sum(-1, keepdim=True)
     # R^T R = G + shift + error. In units of u trace(G): forming G costs n, Cholesky m + 1 (Higham,
     # Theorem 10.3: |error| <= gamma_{m+1} |R|^T |R|); the shift is 4 (n + m).
+    n, m = a.shape[-2:]
     info = torch.finfo(a.dtype)
-    gram.diagonal(0, -2, -1).add_(2 * sum(a.shape[-2:]) * info.eps * trace + info.tiny)
+    shift = 2 * (n + m) * info.eps * trace + info.tiny
+    gram.diagonal(0, -2, -1).add_(shift)
     return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
@@ -127,8 +139,10 @@ def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor,
     """Return u > 0 near the leading singular vector of matrices with entries >= 0."""
     u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):
-        before, u = u, u @ b.mT @ b
-        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
+        before = u
+        u = u @ b.mT @ b
+        u = u / u.amax(-1, keepdim=True)
+        u = u.nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
         # An accelerator would wait for the answer longer than the steps take.
         if u.device.type == "cpu" and float((u - before).abs().amax()) < 1e-6:
             break
@@ -156,17 +170,20 @@ def nonnegative_norm(
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.0000)
     """
-    # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
-    u = positive_vector(b.float(), steps).to(b) if u is None else u
+    if u is None:
+        # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
+        u = positive_vector(b.float(), steps).to(b)
     # No sum cancels: B u is off by m u, the second product by n u more, relatively; the root
     # halves it. product_rounding is four times that.
-    square = (((u @ b.mT) @ b) / u).amax((-2, -1))
+    image = (u @ b.mT) @ b
+    square = (image / u).amax((-2, -1))
     return square.sqrt() * (1 + product_rounding(b))
 
 
 def product_rounding(b: Tensor) -> float:
     """Return more than twice the relative rounding error of products with a matrix >= 0."""
-    return (sum(b.shape[-2:]) + 16) * torch.finfo(b.dtype).eps
+    n, m = b.shape[-2:]
+    return (n + m + 16) * torch.finfo(b.dtype).eps
 
 
 def map_norm(
@@ -184,13 +201,15 @@ def map_norm(
         tensor(1., dtype=torch.float64)
     """
     long = p.shape[-2] * p.shape[-1] > policy.map_limit
-    steps = _LONG_STEPS if long else 11
+    steps = _LONG_STEPS if long else _STEPS
     u = positive_vector(p.float(), steps).to(p)
     u = u @ p.mT @ p  # a last step removes errors of single precision
-    u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
+    u = u / vector_norm(u, dim=-1, keepdim=True)
+    u = u.nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
-    apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
+    lower = torch.linalg.matrix_norm(image)
+    apart = norm > (1 + tol) * lower
     if apart.any() and not long:
         norm[apart] = spectral_norm(p[apart])
     return norm
@@ -208,8 +227,9 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
     y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
     for _ in range(60):
-        value = y + torch.logaddexp(y[:, None], gaps).sum(1)
-        slope = 1 + torch.sigmoid(y[:, None] - gaps).sum(1)
+        column = y[:, None]
+        value = y + torch.logaddexp(column, gaps).sum(1)
+        slope = 1 + torch.sigmoid(column - gaps).sum(1)
         step = (value - level).clamp_min(0.0) / slope
         y = y - step
         if not (step > 1e-5).any():  # what is left is of the order of its square
@@ -230,7 +250,8 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     top = ritz[:, -1:].clamp_min(torch.finfo(ritz.dtype).tiny)
     gaps = ((top - ritz[:, :-1]) / top).clamp_min(1e-300)
     # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
-    last = (((top - shorter) / top).clamp_min(0.0) / gaps).prod(1)
+    distances = ((top - shorter) / top).clamp_min(0.0)
+    last = (distances / gaps).prod(1)
     residual = (beta / top[:, 0]).square() * last
     # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
     if ritz.shape[1] == 1:
@@ -306,11 +327,13 @@ def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems si
     >>> torch.equal(random_starts([7], 3)[0], random_starts([5, 7], 20)[1, :3])
     True
     """
-    drawn = -(-size // 16) * 16  # randn fills blocks of 16, and draws a partial block differently
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack(
-        [torch.randn(drawn, generator=g, dtype=torch.float64)[:size] for g in generators]
-    )
+    blocks = math.ceil(size / 16)  # randn fills blocks of 16, and draws a partial one differently
+    starts = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        vector = torch.randn(16 * blocks, generator=generator, dtype=torch.float64)
+        starts.append(vector[:size])
+    return torch.stack(starts)
 
 
 def spectral_norms(
@@ -361,10 +384,16 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    numbers = torch.zeros(len(start), dtype=torch.float64)
-    vector = torch.zeros_like(start) if vectors else None
-    following = (numbers.clone(), torch.zeros_like(start)) if second else ()
-    norms = Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector, *following)
+    zeros = torch.zeros(len(start), dtype=torch.float64)
+    norms = Norms(
+        norm=zeros,
+        upper=zeros.clone(),
+        products=zeros.long(),
+        converged=zeros.bool(),
+        vector=torch.zeros_like(start) if vectors else None,
+        second=zeros.clone() if second else None,
+        second_vector=torch.zeros_like(start) if second else None,
+    )
     running = _Krylov(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
@@ -407,66 +436,76 @@ class _Krylov:
     def __init__(self, start: Tensor, guess: Tensor | None) -> None:
         count, size = start.shape
         live = start.ne(0).sum(1)
-        block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count).double()
         # By the power of two first: squares may underflow.
-        block[:, 0] = F.normalize(take_size(start, 1)[0], dim=1)
+        u = F.normalize(take_size(start, 1)[0], dim=1)
+        length = torch.ones(count).double()
         # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
         # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did.
         if guess is not None:
             # In one dimension every vector is exact, and the sum of two opposite ones is zero.
             unit = F.normalize(take_size(guess, 1)[0], dim=1)
-            mixed = block[:, 0] + unit * (live > 1)[:, None]
-            length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
-            block[:, 0] = F.normalize(take_size(mixed, 1)[0], dim=1)
-        self.index, self.size, self.steps = torch.arange(count), live.cpu(), 0
-        self.done = self.exhausted = torch.zeros(count, dtype=torch.bool)
-        self.basis, self.coupling = [block], block.new_zeros(count, 1, 1)
+            mixed = u + unit * (live > 1)[:, None]
+            length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
+            u = F.normalize(take_size(mixed, 1)[0], dim=1)
+        block = start.new_zeros(count, _GROWTH, size)
+        block[:, 0] = u
+        self.basis = [block]
+        self.coupling = block.new_zeros(count, 1, 1)
+        self.index = torch.arange(count)
+        self.size = live.cpu()
+        self.steps = 0
+        self.done = torch.zeros(count, dtype=torch.bool)
+        self.exhausted = torch.zeros_like(self.done)
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
         self.beta = torch.zeros(count, dtype=torch.float64)
-        self.ritz = self.shorter = torch.zeros(count, 0, dtype=torch.float64)
+        self.ritz = torch.zeros(count, 0, dtype=torch.float64)
+        self.shorter = self.ritz
         # P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v fixed. For
         # size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
         half = self.size.double() / 2
-        density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
+        log_density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
+        log_delta = math.log(ETA / 2) - log_density
         # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
-        self.level = length.log() - (math.log(ETA / 2) - density)
-        self.exponent, self.repeated = torch.zeros(2, count, dtype=torch.int64)
+        self.level = length.log() - log_delta
+        self.exponent = torch.zeros(count, dtype=torch.int64)
+        self.repeated = torch.zeros(count, dtype=torch.int64)
 
     def image(self, products: Products) -> Tensor:
         """Return A times the newest basis vector; at first, scale A to about the size of one."""
         last = self._vector(self.steps).squeeze(1)
-        first = True
-        while True:
-            # What a vector cannot carry of the scale of A goes to its image.
-            if self.exponent.any():
-                before = self.exponent.clamp(-_ROOM, _ROOM)
-                image = products(shift_exponent(last, before[:, None]))
-                image = shift_exponent(image, (self.exponent - before)[:, None])
-            else:
-                image = products(last)
-            if self.steps:
-                return image
-            size = image.abs().amax(1).to("cpu", torch.float64)
-            # Even exponents by which products of unit vectors come to about one; 0 within 2^+-20.
-            change = -2 * (size.log2() / 2).round().clamp(-450, 450)
-            change = change.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
-            change = change.where(change.abs() > 20, 0).long()
-            far = change.abs() > _ROOM // 2
-            if not first or not far.any():
-                break
+        image = self._apply(products, last)
+        if self.steps:
+            return image
+        size = image.abs().amax(1).to("cpu", torch.float64)
+        change = _choose_exponents(size)
+        far = change.abs() > _ROOM // 2
+        if far.any():
             # It overflowed, or lost digits to underflow: once more, with A scaled.
             self.exponent += change.where(far, 0)
             self.repeated += far
-            first = False
-        if not first:  # A u = 0 has no scale
+            image = self._apply(products, last)
+            size = image.abs().amax(1).to("cpu", torch.float64)
+            change = _choose_exponents(size)
+            # A u = 0 has no scale.
             self.exponent[size == 0] = 0
             change[size == 0] = 0
         self.exponent += change
         return shift_exponent(image, change[:, None])
 
+    def _apply(self, products: Products, u: Tensor) -> Tensor:
+        """Return A u, with A scaled by the exponents."""
+        if not self.exponent.any():
+            return products(u)
+        # What a vector cannot carry of the scale of A goes to its image.
+        before = self.exponent.clamp(-_ROOM, _ROOM)
+        after = self.exponent - before
+        image = products(shift_exponent(u, before[:, None]))
+        return shift_exponent(image, after[:, None])
+
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
-        w, last = product.unsqueeze(1), self._vector(self.steps)
+        w = product.unsqueeze(1)
+        last = self._vector(self.steps)
         alpha = (w * last).sum(2, keepdim=True)
         w = torch.addcmul(w, alpha, last, value=-1)
         if self.steps:
@@ -476,14 +515,14 @@ class _Krylov:
         for i, block in enumerate(self.basis):
             filled = block[:, : self.steps + 1 - _GROWTH * i]
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
-        self.coupling = torch.linalg.vector_norm(w, dim=2, keepdim=True)
+        self.coupling = vector_norm(w, dim=2, keepdim=True)
         entries = torch.cat([alpha, self.coupling], 2)[:, 0].to("cpu", torch.float64)
         finite = entries.isfinite().all(1)
         self.steps += 1
         if not finite.all():
+            problem = int(self.index[~finite][0])
             raise EvaluationError(
-                f"The Jacobian product of problem {int(self.index[~finite][0])} is not finite "
-                f"at step {self.steps}.",
+                f"The Jacobian product of problem {problem} is not finite at step {self.steps}.",
                 "Look for infinite weights or activations, or compute in float64.",
             )
         # T grows by a row and a column: alpha, beside it what coupled this step to the last.
@@ -494,7 +533,8 @@ class _Krylov:
         self.beta = entries[:, 1]
         self.exhausted = (self.beta == 0) | (self.size <= self.steps)
         self.level = self.level + self.beta.log()
-        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
+        self.shorter = self.ritz
+        self.ritz = torch.linalg.eigvalsh(self.t)
         if self.steps % _GROWTH == 0:
             self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
         tiny = torch.finfo(w.dtype).tiny
@@ -502,49 +542,65 @@ class _Krylov:
 
     def has_settled(self, tol: float, within: float) -> Tensor:
         """Return which problems fulfil the stop rule."""
+        estimate = kato_temple(self.ritz, self.shorter, self.beta)
+        accurate = estimate <= (1 + tol) ** 2 - 1
+        accurate |= self.proves(tol)
+        reached = self.proves(within)
+        return (reached & accurate) | self.exhausted
+
+    def proves(self, share: float) -> Tensor:
+        """Return where the norm is at most 1 + share times the Ritz value's root."""
         # lambda_1 <= t with the start's probability where p_k(t) >= 1 / delta, and p_k increases
         # beyond theta_1: det(t - T) = prod_i (t - theta_i) at t = (1 + share)^2 theta_1.
-        reached, proven = (
-            ((1 + share) ** 2 * self.ritz[:, -1:] - self.ritz).log().sum(1) >= self.level
-            for share in (within, tol)
-        )
-        error = kato_temple(self.ritz, self.shorter, self.beta)
-        reached &= proven | (error <= (1 + tol) ** 2 - 1)
-        return reached | self.exhausted
+        t = (1 + share) ** 2 * self.ritz[:, -1:]
+        log_det = (t - self.ritz).log().sum(1)
+        return log_det >= self.level
 
     def record(self, norms: Norms, mask: Tensor) -> None:
         """Write what is known of some problems into the norms of all."""
-        which, ritz, exponent = self.index[mask], self.ritz[mask], self.exponent[mask]
+        which = self.index[mask]
+        ritz = self.ritz[mask]
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
         limit = torch.where(self.exhausted[mask], top, limit)
-        norms.norm[which] = shift_exponent(top.sqrt(), -exponent // 2)
-        norms.upper[which] = shift_exponent(limit.sqrt(), -exponent // 2)
+        half_exponent = -self.exponent[mask] // 2
+        norms.norm[which] = shift_exponent(top.sqrt(), half_exponent)
+        norms.upper[which] = shift_exponent(limit.sqrt(), half_exponent)
         norms.products[which] = self.steps + self.repeated[mask]
         if norms.vector is None or not len(which):
             return
-        turns = torch.linalg.eigh(self.t[mask])[1]
-        norms.vector[which] = self._combine(mask, turns[:, :, -1])
+        # Ritz vectors: U times the eigenvectors of T.
+        eigenvectors = torch.linalg.eigh(self.t[mask]).eigenvectors
+        norms.vector[which] = self._combine(mask, eigenvectors[:, :, -1])
         if norms.second is not None and norms.second_vector is not None and self.steps > 1:
             second = ritz[:, -2].clamp_min(0.0).sqrt()
-            norms.second[which] = shift_exponent(second, -exponent // 2)
-            norms.second_vector[which] = self._combine(mask, turns[:, :, -2])
+            norms.second[which] = shift_exponent(second, half_exponent)
+            norms.second_vector[which] = self._combine(mask, eigenvectors[:, :, -2])
 
     def _combine(self, mask: Tensor, weights: Tensor) -> Tensor:
         """Return the sums of the basis vectors of some problems, with one weight per step."""
         weights = weights.to(self.basis[0])
         rows = mask.nonzero()[:, 0].to(weights.device)
         total = torch.zeros_like(self.basis[0][rows, :1])
-        for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
+        parts = torch.split(weights, _GROWTH, 1)
+        for part, block in zip(parts, self.basis, strict=False):
             total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
         return total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
         """Remove the other problems."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
-        self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
+        self.basis = [block[rows] for block in self.basis]
+        self.coupling = self.coupling[rows]
         for name in vars(self).keys() - {"basis", "coupling", "steps"}:
             setattr(self, name, getattr(self, name)[mask])
 
     def _vector(self, k: int) -> Tensor:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
+
+
+def _choose_exponents(size: Tensor) -> Tensor:
+    """Return even exponents that bring numbers to about one; 0 for those within 2^+-20 of it."""
+    change = -2 * (size.log2() / 2).round().clamp(-450, 450)
+    change = change.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
+    return change.where(change.abs() > 20, 0).long()

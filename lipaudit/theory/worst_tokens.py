@@ -65,7 +65,9 @@ class Adversary:
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
         """Return the two distinct tokens."""
-        return torch.stack([self.lead * radius * self.u, self.follow * radius * self.u])[None]
+        leader = self.lead * radius * self.u
+        follower = self.follow * radius * self.u
+        return torch.stack([leader, follower])[None]
 
     def tokens(self, n: int, radius: float) -> Float[Tensor, "1 n D"]:
         """Return all n tokens, the first point once and the second n - 1 times."""
@@ -86,20 +88,30 @@ def adversary(heads: Heads) -> Adversary | None:
     """
     to_q, to_k, _ = affine_projections(heads)
     # W_K z is an eigenvector of s W_K W_Q^T with the eigenvalue that z has in d dimensions.
-    scale, wq, wk = heads.scale.flatten()[0], to_q.weight[0], to_k.weight[0]
+    scale = heads.scale.flatten()[0]
+    wq = to_q.weight[0]
+    wk = to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
     real = torch.where(values.imag == 0, values.real, 0.0)
-    rises = bool(real.max() > -8 * real.min())
-    index = int(real.argmax() if rises else real.argmin())
-    if real[index] == 0:
+    if real.max() > -8 * real.min():
+        index = int(real.argmax())
+        lead = 1.0
+        follow = 0.5
+    else:
+        index = int(real.argmin())
+        lead = -1.0
+        follow = 1.0
+    eigenvalue = float(real[index])
+    if eigenvalue == 0:
         return None
     u = wk @ vectors[:, index].real
     u = u / torch.linalg.vector_norm(u)
-    lead, follow = (1.0, 0.5) if rises else (-1.0, 1.0)
     tilt = 0.0
     if to_q.bias is not None:
         tilt = (lead - follow) * float(scale * (to_q.bias[0] @ (wk.mT @ u)))
-    return Adversary(u if tilt >= 0 else -u, float(real[index]), lead, follow, abs(tilt))
+    if tilt < 0:
+        u = -u
+    return Adversary(u, eigenvalue, lead, follow, abs(tilt))
 
 
 def move_heads(
@@ -115,10 +127,14 @@ def move_heads(
     Raises:
         ValueError: a projection is not affine.
     """
+    if causal is None:
+        causal = heads.causal
     rows = []
-    for to in affine_projections(heads):
-        y = x[:, None] @ to.weight
-        rows.append(y if to.bias is None else y + to.bias[:, None])
+    for projection in affine_projections(heads):
+        y = x[:, None] @ projection.weight
+        if projection.bias is not None:
+            y = y + projection.bias[:, None]
+        rows.append(y)
     return replace(
         heads,
         x=x,
@@ -128,7 +144,7 @@ def move_heads(
         scale=heads.scale[:1],
         bias=None,
         valid=None,
-        causal=heads.causal if causal is None else causal,
+        causal=causal,
         sample=torch.arange(len(x), device=x.device),
     )
 
@@ -148,9 +164,11 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
     """
     # sum_i w_i ||x_i||^2 = ||W^1/2 x||^2: the norm is that of W^1/2 J W^-1/2.
     root = weights.sqrt()
-    jacobian = dense_jacobian(replace(heads, bias=weights.log()[None, None, None]))
-    left = root.repeat_interleave(heads.v.shape[3])[:, None]
-    return spectral_norm(left * jacobian / root.repeat_interleave(heads.x.shape[2]))
+    copied = replace(heads, bias=weights.log()[None, None, None])
+    jacobian = dense_jacobian(copied)
+    outputs = root.repeat_interleave(heads.v.shape[3])[:, None]
+    inputs = root.repeat_interleave(heads.x.shape[2])
+    return spectral_norm(outputs * jacobian / inputs)
 
 
 def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
@@ -165,10 +183,11 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
     tensor([[1.]], dtype=torch.float64)
     """
     # Moves of the copies of a token that sum to 0 reach only their own outputs, by T_i alone.
-    bias = counts.log()[None, None, None]
-    apart = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))  # block diagonal
+    constant = replace(heads, bias=counts.log()[None, None, None], to_k=None, to_v=None)
+    blocks = dense_jacobian(constant)  # block diagonal
     repeated = (counts > 1).repeat_interleave(heads.v.shape[3])[:, None]
-    return torch.maximum(weighted_norm(heads, counts), spectral_norm(apart * repeated))
+    together = weighted_norm(heads, counts)
+    return torch.maximum(together, spectral_norm(blocks * repeated))
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
@@ -187,9 +206,14 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
 
     centre = min(worst.gap(radius), 600.0)
     # There may be several peaks: a grid finds the highest one, a search in it the top.
-    top = max((centre + 0.5 * i for i in range(-12, 13)), key=norm)
-    ends, accuracy = (top - 0.5, top + 0.5), {"xatol": 1e-3}  # flat there: 1e-6 of the norm
-    found = minimize_scalar(lambda x: -norm(x), ends, ends, method="bounded", options=accuracy)
+    grid = [centre + 0.5 * i for i in range(-12, 13)]
+    top = max(grid, key=norm)
+    found = minimize_scalar(
+        lambda log_m: -norm(log_m),
+        bounds=(top - 0.5, top + 0.5),
+        method="bounded",
+        options={"xatol": 1e-3},  # flat there: 1e-6 of the norm
+    )
     return -float(found.fun), math.exp(found.x)
 
 
@@ -218,21 +242,25 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     >>> round(fit.constant, 6), round(fit.exponent, 6), round(fit.exponent_se, 6)
     (3.0, 0.5, 0.0)
     """
-    x, y = n.double().log().cpu(), norm.double().log().cpu()
-    column, free = x - x.mean(), len(y) - 2
-    size = float(column.square().sum())
-    if free < 0 or not size > 1e-12 * len(y):  # the lengths must differ
-        return PowerLaw(*[math.nan] * 4)
-    level = y.mean()
-    slope = float(column @ (y - level)) / size
-    residual = float((y - level - slope * column).square().sum())
-    total = float((y - level).square().sum())
-    return PowerLaw(
-        constant=float((level - slope * x.mean()).exp()),
-        exponent=slope,
-        exponent_se=math.sqrt(residual / free / size) if free else math.nan,
-        r2=1 - residual / total if total else math.nan,
-    )
+    x = n.double().log().cpu()
+    y = norm.double().log().cpu()
+    dx = x - x.mean()
+    dy = y - y.mean()
+    size = float(dx.square().sum())
+    if len(y) < 2 or not size > 1e-12 * len(y):  # the lengths must differ
+        return PowerLaw(math.nan, math.nan, math.nan, math.nan)
+    slope = float(dx @ dy) / size
+    residual = float((dy - slope * dx).square().sum())
+    total = float(dy.square().sum())
+    standard_error = math.nan
+    if len(y) > 2:
+        variance = residual / (len(y) - 2)
+        standard_error = math.sqrt(variance / size)
+    r2 = math.nan
+    if total > 0:
+        r2 = 1 - residual / total
+    constant = float((y.mean() - slope * x.mean()).exp())
+    return PowerLaw(constant, slope, standard_error, r2)
 
 
 def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:

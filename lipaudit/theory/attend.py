@@ -1,0 +1,422 @@
+"""The derivative of attention O = P V with respect to what enters the projections.
+
+A cotangent u of O is pulled back to the rows q, k, v, from there through each token-wise
+projection; tangents are pushed the other way.
+
+The logits have dS_ij = <a_ij, dq_i> + <b_ij, dk_j> with a_ij = f_ij s k_j + r_ij and
+b_ij = f_ij s q_i + t_ij (see `Pairs`). The softmax depends on S only: every formula of the theory
+holds with a_ij in place of s k_j and b_ij in place of s q_i, except where all keys are shifted by
+a constant. With a slope, such a shift changes a_ij by more than a constant of the row.
+
+With c_ij = P_ij (v_j - o_i), dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij. If P_i is nearly one-hot
+at key a, v_a - o_i cancels, and its rounding error is multiplied by gradients of logits of any
+size. So c_ia is computed from the other keys: see `anchor_outputs`. Where all v_j nearly agree,
+every v_j - o_i cancels: so the values stand less their mean, see `mean_value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
+
+
+def logit_gradients(
+    heads: Heads, name: Literal["q", "k"], chunk: slice
+) -> Float[Tensor, "batch heads chunk partners d"]:
+    """Return a_ij = dS_ij / dq_i of some queries i, by query; or b_ij = dS_ij / dk_j, by key."""
+    pairs = heads.pairs or Pairs()
+    slope = pairs.slope
+    if name == "q":
+        rows = heads.q
+        partners = heads.k
+        more = pairs.with_q
+    else:
+        rows = heads.k
+        partners = heads.q
+        more = pairs.with_k
+        if more is not None:
+            more = more.transpose(2, 3)
+        if slope is not None:
+            slope = slope.mT
+    # a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij
+    gradients = heads.scale[..., None, None, None] * partners[:, :, None]
+    if slope is not None:
+        gradients = slope[:, :, chunk, :, None] * gradients
+    if more is not None:
+        gradients = gradients + more[:, :, chunk]
+    count = len(range(rows.shape[2])[chunk])
+    return gradients.expand(-1, -1, count, -1, -1)
+
+
+class Anchored(NamedTuple):
+    """The outputs of some queries, and the contribution of the largest entry of each row of P.
+
+    Attributes:
+        o: o_i, (..., n, d_v).
+        key: a, the key with the largest entry of P_i, (..., n, 1).
+        gap: v_a - o_i, (..., n, d_v).
+        c: c_ia = P_ia (v_a - o_i), (..., n, d_v).
+        share: 1 - P_ia, (..., n, 1).
+    """
+
+    o: Tensor
+    key: Tensor
+    gap: Tensor
+    c: Tensor
+    share: Tensor
+
+
+def mean_value(
+    p: Float[Tensor, "*batch n m"], v: Float[Tensor, "*batch m dv"]
+) -> Float[Tensor, "*batch 1 dv"]:
+    """Return z, the mean of the values under P, for c_ij = P_ij ((v_j - z) - (o_i - z)).
+
+    Without a sink, where a row of P sums to 1 or is 0, c_ij is the same for every z. But the
+    rounding error of v_j - o_i is a share of the length of the values: with z taken off, a share
+    of how far they lie apart. The gradients of logits that multiply it may be of any size.
+
+    Args:
+        p: P, or some of its rows: any z will do.
+        v: values.
+
+    >>> v = torch.full((1, 3, 2), 1e6, dtype=torch.float64)
+    >>> v[0, 0] - mean_value(torch.full((1, 3, 3), 1 / 3, dtype=torch.float64), v)[0, 0]
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    weights = p.sum(-2, keepdim=True)
+    total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    return (weights / total) @ v
+
+
+def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
+    """Return o_i and c_ia, with nearly full precision however close to one-hot P_i is.
+
+    v_a - o_i = (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of the others.
+
+    Args:
+        p: P, (..., n, m).
+        v: values, (..., m, d_v).
+        sink: the share of a sink in each row, (..., n, 1), or None.
+    """
+    largest, key = p.max(-1, keepdim=True)
+    others = p.scatter(-1, key, 0.0)
+    images = others @ v
+    share = others.sum(-1, keepdim=True)
+    if sink is not None:
+        share = share + sink
+    value = v.gather(-2, key.expand(*key.shape[:-1], v.shape[-1]))
+    gap = share * value - images
+    o = images.addcmul_(largest, value)
+    return Anchored(o, key, gap, largest * gap, share)
+
+
+def anchor_blocks(
+    blocks: Iterable[tuple[Tensor, slice, slice]], v: Tensor, sink: Tensor | None
+) -> Anchored:
+    """Return `anchor_outputs` of all queries, given some rows of P, queries and keys at a time."""
+    parts = []
+    for p, i, keys in blocks:
+        sink_rows = None
+        if sink is not None:
+            sink_rows = sink[..., i, :]
+        rows = anchor_outputs(p, v[..., keys, :], sink_rows)
+        parts.append(rows._replace(key=rows.key + (keys.start or 0)))
+    return Anchored(
+        o=torch.cat([rows.o for rows in parts], -2),
+        key=torch.cat([rows.key for rows in parts], -2),
+        gap=torch.cat([rows.gap for rows in parts], -2),
+        c=torch.cat([rows.c for rows in parts], -2),
+        share=torch.cat([rows.share for rows in parts], -2),
+    )
+
+
+class InputSide(NamedTuple):
+    """The projections that read one input, side by side: W = [W_Q W_K W_V] or a part of it.
+
+    Attributes:
+        source: x | x_kv.
+        names: of the projections: q, k, v.
+        widths: number of channels of each in x W.
+        weight: W, (heads, D, sum of the widths).
+    """
+
+    source: str
+    names: list[str]
+    widths: list[int]
+    weight: Tensor
+
+
+def map_rows(heads: Heads, kept: Tensor | None) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Yield rows of P, (problems, queries, keys), which queries and keys; P is 0 elsewhere."""
+    if kept is not None:
+        yield kept, slice(None), slice(None)
+        return
+    for start, stop in heads.row_blocks():
+        p, keys = rows_in_reach(heads, start, stop)
+        yield p.flatten(0, 1), slice(start, stop), keys
+
+
+@dataclass(frozen=True)
+class Attend:
+    """The derivative of O = P V with respect to x W of every input.
+
+    A problem is one head on one batch row; tensors are (problems, tokens, channels).
+
+    Attributes:
+        heads: the heads of the problems.
+        p: P; None if a sample's maps exceed the limit. Each use then computes rows again.
+        q, k: queries and keys times s.
+        v, o: values, without a sink less their mean, and their outputs.
+        key, c: a, the key with the largest P_ia, (problems, n, 1), and c_ia.
+        slope: f of the logits, (problems, n, m), or None.
+        extra: the distinct r by query (`q`) and t by key (`k`), and which of them is that of each
+            problem: rows and heads may share one.
+        local: G of the projections that are not affine, (problems or 1, tokens, d, e).
+        sides: the projections.
+    """
+
+    heads: Heads
+    p: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    key: Tensor
+    c: Tensor
+    slope: Tensor | None
+    extra: dict[str, tuple[Tensor, Tensor]]
+    local: dict[str, Tensor]
+    sides: list[InputSide]
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return the cotangent of x W of every input for the cotangent u of O."""
+        # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
+        inner = (u * self.o).sum(-1, keepdim=True)
+        largest = (u * self.c).sum(-1, keepdim=True)
+        total = {}
+        for side in self.sides:
+            for name in side.names:
+                total[name] = torch.zeros_like(getattr(self, name))
+        for p, i, j in map_rows(self.heads, self.p):
+            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), the largest of a row apart.
+            ds = u[:, i] @ self.v[:, j].mT
+            ds.sub_(inner[:, i]).mul_(p)
+            ds.scatter_(-1, self.key[:, i] - (j.start or 0), largest[:, i])
+            plain = ds
+            if self.slope is not None:
+                plain = ds * self.slope
+            if "q" in total:
+                rows = plain @ self.k[:, j]
+                if "q" in self.extra:  # sum_j ds_ij r_ij
+                    rows = rows + _times_sets(ds, *self.extra["q"])
+                total["q"][:, i] += rows
+            if "k" in total:
+                rows = plain.mT @ self.q[:, i]
+                if "k" in self.extra:  # sum_i ds_ij t_ij
+                    rows = rows + _times_sets(ds.mT, *self.extra["k"])
+                total["k"][:, j] += rows
+            if "v" in total:
+                total["v"][:, j] += p.mT @ u[:, i]
+        for name, g in self.local.items():
+            total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
+        pulled = []
+        for side in self.sides:
+            rows_of_side = [total[name] for name in side.names]
+            pulled.append(torch.cat(rows_of_side, -1))
+        return pulled
+
+    def push(self, inputs: list[Tensor]) -> Tensor:
+        """Return the tangent of O for the tangents of x W of every input."""
+        tangents: dict[str, Tensor] = {}
+        for side, y in zip(self.sides, inputs, strict=True):
+            parts = torch.split(y, side.widths, -1)
+            tangents |= zip(side.names, parts, strict=True)
+        for name, g in self.local.items():
+            tangents[name] = torch.einsum("pne,pnde->pnd", tangents[name], g)
+        outputs = []
+        for p, i, j in map_rows(self.heads, self.p):
+            # dO = P dV + sum_j P_ij dS_ij (v_j - o_i), c_ia apart and the others by row sums.
+            if "v" in tangents:
+                out = p @ tangents["v"][:, j]
+            else:
+                out = torch.zeros_like(self.o[:, i])
+            ds = self._push_logits(tangents, i, j)
+            if ds is not None:
+                key = self.key[:, i] - (j.start or 0)
+                largest = ds.gather(-1, key)
+                dp = ds.mul_(p).scatter_(-1, key, 0.0)
+                out.baddbmm_(dp, self.v[:, j])
+                out.addcmul_(dp.sum(-1, keepdim=True), self.o[:, i], value=-1)
+                out.addcmul_(largest, self.c[:, i])
+            outputs.append(out)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, 1)
+
+    def _push_logits(self, tangents: dict[str, Tensor], i: slice, j: slice) -> Tensor | None:
+        """Return dS of some queries and keys; None where q and k are constant."""
+        ds = None
+        if "q" in tangents:
+            ds = tangents["q"][:, i] @ self.k[:, j].mT
+        if "k" in tangents:
+            q = self.q[:, i]
+            dk = tangents["k"][:, j].mT
+            if ds is None:
+                ds = q @ dk
+            else:
+                ds.baddbmm_(q, dk)
+        if ds is None:
+            return None
+        if self.slope is not None:
+            ds = ds * self.slope
+        for name, (vectors, sets) in self.extra.items():
+            if name in tangents:  # <r_ij, dq_i>, <t_ij, dk_j>
+                more = _times_sets(tangents[name], vectors.mT, sets)
+                if name == "k":
+                    more = more.mT
+                ds = ds + more
+        return ds
+
+    @property
+    def value_weight(self) -> Tensor | None:
+        """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
+        if not self.sides or "v" in self.local:
+            return None
+        side = self.sides[-1]
+        if "v" not in side.names:
+            return None
+        return side.weight[..., -self.v.shape[2] :]
+
+    def select(self, index: Tensor | slice) -> Attend:
+        """Return the derivative for some problems; maps must be kept."""
+        assert self.p is not None
+        slope = self.slope
+        if slope is not None:
+            slope = slope[index]
+        extra = {}
+        for name, (vectors, sets) in self.extra.items():
+            extra[name] = vectors, sets[index]
+        local = {}
+        for name, g in self.local.items():
+            local[name] = g if len(g) == 1 else g[index]
+        return replace(
+            self,
+            p=self.p[index],
+            q=self.q[index],
+            k=self.k[index],
+            v=self.v[index],
+            o=self.o[index],
+            key=self.key[index],
+            c=self.c[index],
+            slope=slope,
+            extra=extra,
+            local=local,
+        )
+
+
+def _times_sets(rows: Tensor, vectors: Tensor, sets: Tensor) -> Tensor:
+    """Return rows_i X_i, (problems, tokens, c), where each set of problems has its own X_i."""
+    # One product for each set and token, without copying X.
+    used = sorted(set(sets.tolist()))
+    if len(used) == 1:
+        products = rows.transpose(0, 1) @ vectors[used[0]]
+        return products.transpose(0, 1)
+    images = rows.new_empty(*rows.shape[:2], vectors.shape[-1])
+    for i in used:
+        problems = (sets == i).nonzero()[:, 0]
+        products = rows[problems].transpose(0, 1) @ vectors[i]
+        images[problems] = products.transpose(0, 1)
+    return images
+
+
+def linearize_attention(heads: Heads) -> Attend:
+    """Linearise O = P V for every head on every batch row.
+
+    Logits that are not plain take as much memory as P, so such heads keep P at any length.
+    """
+    p = None
+    if len(heads.row_blocks()) == 1 or heads.pairs is not None:
+        p = heads.attention().flatten(0, 1)
+    scale = heads.scale[..., None, None]
+    v = heads.v.flatten(0, 1)
+    sink = heads.sink_share()
+    if sink is None:  # else P_i sums to less than 1, and o_i would change by less than v_j
+        some, _, keys = next(map_rows(heads, p))
+        v = v - mean_value(some, v[:, keys])
+    else:
+        sink = sink.flatten(0, 1)
+    rows = anchor_blocks(map_rows(heads, p), v, sink)
+    slope, extra = _flatten_pairs(heads)
+    return Attend(
+        heads=heads,
+        p=p,
+        q=(scale * heads.q).flatten(0, 1),
+        k=(scale * heads.k).flatten(0, 1),
+        v=v,
+        o=rows.o,
+        key=rows.key,
+        c=rows.c,
+        slope=slope,
+        extra=extra,
+        local=_flatten_local_maps(heads),
+        sides=_join_projections(heads),
+    )
+
+
+def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, tuple[Tensor, Tensor]]]:
+    """Return `slope` and `extra` of `Attend`."""
+    shape = heads.q.shape[:2]
+    pairs = heads.pairs or Pairs()
+    slope = pairs.slope
+    if slope is not None:
+        slope = slope.expand(*shape, -1, -1).flatten(0, 1)
+    terms = {}
+    if pairs.with_q is not None:
+        terms["q"] = pairs.with_q
+    if pairs.with_k is not None:
+        terms["k"] = pairs.with_k.transpose(2, 3)
+    extra = {}
+    for name, term in terms.items():
+        vectors = term.flatten(0, 1)
+        numbers = torch.arange(len(vectors), device=term.device).view(term.shape[:2])
+        extra[name] = vectors, numbers.expand(shape).flatten()
+    return slope, extra
+
+
+def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
+    """Return G of the projections that are not affine: one for all problems, or one each."""
+    local = {}
+    for name, projection in (("q", heads.to_q), ("k", heads.to_k), ("v", heads.to_v)):
+        if projection is None or projection.local is None:
+            continue
+        g = projection.local
+        if g.shape[:2] == (1, 1):
+            local[name] = g[0]
+        else:
+            local[name] = g.expand(*heads.q.shape[:2], -1, -1, -1).flatten(0, 1)
+    return local
+
+
+def _join_projections(heads: Heads) -> list[InputSide]:
+    """Return the projections of each input side by side, without constants."""
+    to_keys = {"k": heads.to_k, "v": heads.to_v}
+    groups = {"x": {"q": heads.to_q}}
+    if heads.x_kv is None:
+        groups["x"] |= to_keys
+    else:
+        groups["x_kv"] = to_keys
+    sides = []
+    for source, readers in groups.items():
+        weights = {name: to.weight for name, to in readers.items() if to is not None}
+        if weights:
+            widths = [weight.shape[2] for weight in weights.values()]
+            joined = torch.cat([*weights.values()], 2)
+            sides.append(InputSide(source, [*weights], widths, joined))
+    return sides

@@ -157,7 +157,8 @@ def draw_arrays(
     joined = make_batch(samples, net, labels)
     steps = [f"{chosen.dtype} array of shape {tuple(chosen.shape[1:])}".removeprefix("torch.")]
     if net.kind == "image":
-        steps.append(f"values of all samples: {chosen.min():.4g} to {chosen.max():.4g}")
+        values = chosen.float()
+        steps.append(f"values of all samples: {values.min():.4g} to {values.max():.4g}")
         steps.append("divided by 255" if chosen.dtype == torch.uint8 else "values not changed")
     origins = tuple(map(SampleOrigin, places))
     return Samples(joined, origins=origins, steps=tuple(steps))

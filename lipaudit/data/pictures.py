@@ -32,8 +32,11 @@ SIDECARS = frozenset(
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Formats whose greys Pillow reads as 32-bit integers, although they have at most 16 bits.
 SHORT_FORMATS = ("PNG", "PPM")
-# Tag of the way in which a camera was held, and the ways that exchange width and height.
-ORIENTATION, LYING = 0x0112, range(5, 9)
+# Tag of the way in which a camera was held; the ways to be undone, and those that exchange width
+# and height.
+ORIENTATION, TURNED, LYING = 0x0112, range(2, 9), range(5, 9)
+# Tags of TIFF files.
+DEPTHS, COMPRESSION, MEANING, PLANES, SAMPLE_FORMAT = 258, 259, 262, 284, 339
 
 Preprocessing = Literal["model", "resize", "none"]
 
@@ -133,7 +136,7 @@ class Picture(NamedTuple):
     """The pixels of a picture (channels, height, width) in [0, 1], and what was done to it."""
 
     pixels: Tensor
-    steps: tuple[Step, ...]
+    steps: list[Step]
 
 
 def read_image(source: Path | Image.Image, name: str, net: Net) -> Picture:
@@ -152,11 +155,11 @@ def read_image(source: Path | Image.Image, name: str, net: Net) -> Picture:
                 image, steps = decode(opened, name)
         if isinstance(prepare, Resizing):
             pixels, more = prepare.apply(image, name)
-            return Picture(pixels, (*steps, *more))
-        return Picture(prepare(image), (*steps, Step("the model's own function `prepare`")))
+            return Picture(pixels, steps + more)
+        return Picture(prepare(image), [*steps, Step("the model's own function `prepare`")])
 
 
-def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, tuple[Step, ...]]:
+def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, list[Step]]:
     """Return a picture upright and with 8 bits per channel, and what was done to it.
 
     Args:
@@ -164,38 +167,67 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, tup
         name: its name in errors.
 
     Raises:
-        InputError: its values are floats outside [0, 1], or integers of 32 bits.
+        InputError: as in `_reduce_depth`.
     """
-    kind, frames = image.format, getattr(image, "n_frames", 1)
+    kind, frames = image.format or "in memory", getattr(image, "n_frames", 1)
     image.load()  # after frames are counted, which moves to the last one and back
-    steps = [Step(f"{image.mode}, {image.width} x {image.height} pixels ({kind or 'in memory'})")]
+    steps = [Step(f"{image.mode}, {image.width} x {image.height} pixels ({kind})")]
     if frames > 1:
         note = Note.info("first-frame", "only the first of several frames is read")
         steps.append(Step(f"the first of {frames} frames", note))
-    orientation = image.getexif().get(ORIENTATION, 1)
-    if 1 < orientation < LYING.stop:
+    _require_readable(image, name)
+    if image.mode.startswith("I") or image.mode == "F":
+        image, done = _reduce_depth(image, name)
+        steps.append(done)
+    orientation = image.getexif().get(ORIENTATION)
+    if orientation in TURNED:
         image = ImageOps.exif_transpose(image)
         note = Note.info("turned", "the image is turned upright, as its EXIF orientation says")
         steps.append(Step(f"turned upright (EXIF orientation {orientation})", note))
-    is_short = image.mode.startswith("I;16") or (image.mode == "I" and kind in SHORT_FORMATS)
-    if is_short:  # Pillow would clip at 255
-        values = np.asarray(image) / 257
-        steps.append(Step("16 bits to 8: divided by 257 and rounded"))
-    elif image.mode in ("I", "F"):
-        values = np.asarray(image, dtype=np.float64)
-        unknown = image.mode == "I" or not bool(((values >= 0) & (values <= 1)).all())
-        if unknown:
-            number = "32-bit integers" if image.mode == "I" else "floats"
-            raise InputError(
-                f"{name} holds {number} from {values.min():.4g} to {values.max():.4g}, and the "
-                "range that they belong to is unknown",
-                "Save images with 8 or 16 bits, or as floats in [0, 1].",
-            )
-        values = values * 255
-        steps.append(Step("floats in [0, 1] to 8 bits: times 255 and rounded"))
+    return image, steps
+
+
+def _require_readable(image: Image.Image, name: str) -> None:
+    """Refuse TIFF files that Pillow reads wrongly.
+
+    Raises:
+        InputError: signed bytes, or colours of 16 bits in separate planes, without compression.
+    """
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())
+    is_planar = tags.get(PLANES) == 2 and tags.get(COMPRESSION) == 1
+    if is_signed or (is_planar and 16 in tags[DEPTHS]):
+        raise InputError(
+            f"{name} holds signed numbers, or planes of 16 bits, which Pillow reads wrongly",
+            "Save it with 8 bits, as PNG.",
+        )
+
+
+def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, Step]:
+    """Return greys of 16 bits or of floats in [0, 1] with 8 bits.
+
+    Raises:
+        InputError: other floats, or integers of 32 bits: their range is unknown.
+    """
+    is_short = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
+    values = np.asarray(image, dtype=np.float64)
+    if is_short:
+        values, text = values / 257, "16 bits to 8: divided by 257 and rounded"
+    elif image.mode == "F" and bool(((values >= 0) & (values <= 1)).all()):
+        values, text = values * 255, "floats in [0, 1] to 8 bits: times 255 and rounded"
     else:
-        return image, tuple(steps)
-    return Image.fromarray(values.round().clip(0, 255).astype(np.uint8)), tuple(steps)
+        number = "32-bit integers" if image.mode == "I" else "floats"
+        raise InputError(
+            f"{name} holds {number} from {values.min():.4g} to {values.max():.4g}, and the "
+            "range that they belong to is unknown",
+            "Save images with 8 or 16 bits, or as floats in [0, 1].",
+        )
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    if tags.get(MEANING) == 0:  # white is 0; Pillow inverts only 8 bits
+        values, text = 255 - values, f"{text}, inverted"
+    reduced = Image.fromarray(values.round().astype(np.uint8))
+    reduced.getexif().update(image.getexif())
+    return reduced, Step(text)
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,8 @@ def read_table(path: Path) -> SampleTable:
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     found = {i: fault for i, fault in enumerate(faults) if fault}
-    return SampleTable(str(path), columns, places, rows, found)
+    classes = _read_classes(path) if path.suffix == ".parquet" else {}
+    return SampleTable(str(path), columns, places, rows, found, classes)
 
 
 # Place, values and fault of a row.
@@ -243,6 +244,8 @@ def _read_separated(path: Path) -> Iterator[_Line]:
         _require_unique(filter(None, names), path)
         for row in table:
             surplus, fault = len(row.pop(None, ())), ""
+            if not surplus and not any(row.values()):
+                continue  # only separators, as spreadsheets end
             if surplus:
                 fault = (
                     f"has {surplus} more than the columns' {len(names)} fields: put texts with "
@@ -286,9 +289,7 @@ def _read_parquet(path: Path) -> Iterator[_Line]:
     advice = "pip install pyarrow, or save the table as .csv or .jsonl."
     with explain_failure(f"{path} needs the library `pyarrow`", advice, ImportError):
         from pyarrow import parquet
-    table = parquet.read_table(path)
-    _require_unique(table.column_names, path)
-    for number, values in enumerate(table.to_pylist(), 1):
+    for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
         yield f"row {number}", values, ""
 
 
@@ -298,13 +299,22 @@ def is_empty(value: object) -> bool:
     return value is None or is_nan or not str(value).strip()
 
 
+def _read_classes(path: Path) -> dict[str, list[str]]:
+    """Return the class names of label columns, which `datasets` writes beside the table."""
+    from pyarrow import parquet
+
+    stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+    features = json.loads(stored).get("info", {}).get("features", {})
+    return {name: each["names"] for name, each in features.items() if "names" in each}
+
+
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
     """Return why a row without a text or label, or with one of the wrong type, is unfit."""
     for name in texts:
         value = values.get(name)
         if is_empty(value):
             return f"has no {name!r}"
-        if isinstance(value, (list, tuple, dict)):
+        if isinstance(value, (list, tuple, dict, bytes)):
             return f"has a {type(value).__name__} in {name!r}, not a text"
     if label is not None:
         value = values.get(label)

@@ -1,5 +1,7 @@
 """Picture files as other tools write them: modes, ranges, rotation, places, and what is said."""
 
+import struct
+
 import datasets
 import numpy as np
 import pytest
@@ -78,6 +80,65 @@ def test_a_range_that_is_hardly_used_is_named(tmp_path, image_taker, most, kind)
         samples = load(tmp_path, image_taker((1, 8, 8)))
     assert f"is {most} of 255" in notes(samples)["dark-images"]
     np.testing.assert_allclose(samples.batch.x[0, 0], levels / 255, atol=1e-7)
+
+
+def test_greys_whose_white_is_zero_are_inverted_at_every_depth(tmp_path, image_taker):
+    """As the page of the format says of WhiteIsZero; Pillow inverts 8 bits only."""
+    for name, most in (("uint16.tif", 65535), ("float.tif", 1)):
+        stored = STORED[name]
+        Image.fromarray((most - stored).astype(stored.dtype)).save(tmp_path / name)
+        data = bytearray((tmp_path / name).read_bytes())
+        # An entry of the directory: tag 262, of type short, once, with the value 1.
+        entry = struct.pack("<HHIHH", 262, 3, 1, 1, 0)
+        assert data.count(entry) == 1
+        at = data.index(entry)
+        data[at : at + 12] = struct.pack("<HHIHH", 262, 3, 1, 0, 0)
+        (tmp_path / name).write_bytes(data)
+    samples = load(tmp_path, image_taker((1, 8, 8)))
+    for x in samples.batch.x:
+        np.testing.assert_allclose(x[0], SHADES / 255, atol=1e-6)
+    assert "rounded, inverted" in "; ".join(samples.steps)
+
+
+def test_planes_of_16_bits_and_signed_bytes_are_refused(tmp_path, image_taker, refused):
+    """Files as tifffile writes them: Pillow reads other pixels without an error."""
+    colour = DRAW.integers(0, 256, (3, 8, 8), dtype=np.uint8)
+    planes = colour.astype(np.uint16) * 257
+    heads = {
+        256: (3, 8), 257: (3, 8), 258: (3, 16), 259: (3, 1), 262: (3, 2), 277: (3, 3), 278: (3, 8),
+        284: (3, 2),
+    }  # fmt: skip
+    (tmp_path / "a.tif").write_bytes(tiff(heads, list(planes)))
+    assert "planes of 16 bits" in refused(tmp_path, image_taker())
+    heads |= {258: (3, 8), 262: (3, 1), 277: (3, 1), 284: (3, 1), 339: (3, 2)}
+    (tmp_path / "a.tif").write_bytes(tiff(heads, [colour[0]]))
+    assert "signed numbers" in refused(tmp_path, image_taker((1, 8, 8)))
+    heads[339] = (3, 1)
+    (tmp_path / "a.tif").write_bytes(tiff(heads, [colour[0]]))
+    np.testing.assert_allclose(
+        load(tmp_path, image_taker((1, 8, 8))).batch.x[0, 0], colour[0] / 255, atol=1e-7
+    )
+
+
+def tiff(tags, strips):
+    """Write a TIFF file, little-endian, of one directory and a strip for each plane."""
+    depths, count = [tags[258][1]] * tags[277][1], len(strips)
+    start = 8 + 2 + 12 * (len(tags) + 2) + 4
+    extra, at = b"", start + 6 * 3 + 8 * count
+    places = [at + sum(s.nbytes for s in strips[:i]) for i in range(count)]
+    lists = {258: ("H", depths), 273: ("I", places), 279: ("I", [s.nbytes for s in strips])}
+    entries = b""
+    for tag in sorted({*tags, *lists}):
+        kind, values = lists.get(tag, ("H", [tags.get(tag, (3, 0))[1]]))
+        packed = struct.pack(f"<{len(values)}{kind}", *values)
+        value = packed.ljust(4, b"\0")
+        if len(packed) > 4:
+            value = struct.pack("<I", start + len(extra))
+            extra += packed
+        entries += struct.pack("<HHI", tag, {"H": 3, "I": 4}[kind], len(values)) + value
+    head = b"II*\0" + struct.pack("<IH", 8, len(entries) // 12) + entries + b"\0" * 4
+    body = (head + extra).ljust(at, b"\0")
+    return body + b"".join(strip.tobytes() for strip in strips)
 
 
 def test_arrays_say_what_was_done_to_their_values(tmp_path, image_taker):

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
+import datasets
 import pyarrow
 import pytest
 import torch
@@ -345,3 +346,22 @@ def test_spreadsheets_separate_by_semicolons_and_begin_with_a_mark(
     samples = load_data(str(tmp_path / "t.csv"), text_taker(classes=2), DataOptions(samples=9))
     found = dict(zip((o.text for o in samples.origins), samples.batch.y.tolist(), strict=True))
     assert found == {"one; two": 0, "three, four": 1, "five six": 1}
+
+
+def test_blank_rows_of_spreadsheets_are_none_and_bytes_are_no_text(tmp_path, text_taker, refused):
+    (tmp_path / "t.csv").write_text("text,label,,\na,0,,\n,,,\nb,1,,\n,,,\n")
+    samples = load_data(str(tmp_path / "t.csv"), text_taker(classes=2), DataOptions(samples=9))
+    assert sorted(origin.text for origin in samples.origins) == ["a", "b"]
+    parquet.write_table(pyarrow.table({"text": [b"a"]}), tmp_path / "t.parquet")
+    assert "has a bytes in 'text', not a text" in refused(tmp_path / "t.parquet", text_taker())
+
+
+def test_class_names_that_datasets_writes_into_parquet_are_matched_by_name(tmp_path, text_taker):
+    kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
+    rows = {"text": ["bad", "good"], "label": [0, 1]}
+    data = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    data.to_parquet(tmp_path / "t.parquet")
+    net = text_taker(classes=2, labels=("pos", "neg"))
+    samples = load_data(str(tmp_path / "t.parquet"), net, DataOptions(samples=2))
+    found = dict(zip((o.text for o in samples.origins), samples.batch.y.tolist(), strict=True))
+    assert found == {"bad": 1, "good": 0}

@@ -6,10 +6,11 @@ of their models.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,8 @@ TOP = 10
 def name_chapter(section: Section) -> str:
     """Return the heading of a section: of its declaration if installed, else of the report."""
     layout = layouts().get(section.measure)
-    return (layout.title if layout else section.title) or section.measure
+    title = layout.title if layout else section.title
+    return title or section.measure
 
 
 def find_display(section: Section) -> Display:
@@ -48,11 +50,14 @@ def find_display(section: Section) -> Display:
     layout = layouts().get(section.measure)
     if layout and layout.display:
         return layout.display
-    columns, samples = section.columns, section.sample_columns
-    of_heads = all(n in columns and columns[n].needed for n in ("layer", "head"))
-    maps = tuple(name for name, column in columns.items() if of_heads and column.better)
-    counted = tuple(n for n, column in samples.items() if column.format not in cells.UNMEASURED)
-    return Display(about="", maps=maps, histograms=counted)
+    columns = section.columns
+    samples = section.sample_columns
+    required = {name for name, column in columns.items() if column.needed}
+    maps: list[str] = []
+    if {"layer", "head"} <= required:
+        maps = [name for name, column in columns.items() if column.better]
+    counted = [n for n, column in samples.items() if column.format not in cells.UNMEASURED]
+    return Display(about="", maps=tuple(maps), histograms=tuple(counted))
 
 
 def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block, ...]:
@@ -65,29 +70,52 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
     parts = tuple(show_sections({"": section}))
     if section.failure is not None:
         return parts
-    # A switch that is on is shown by its name; what is off or unset is left out. A part of a
-    # measure has the settings of the measure, which are above.
-    listed = "; ".join(
-        name if value is True else f"{name} {format_setting(value)}"
-        for name, value in ({} if "." in section.measure else section.settings).items()
-        if name != SEED and value is not False and value not in (None, [], ())
-    )
+    result: list[Block] = []
     about = find_display(section).about
-    return (
-        *([Paragraph(about)] if about else []),
-        *parts,
-        *([Paragraph(f"Settings: {listed}.")] if listed else []),
-        *blocks.list_notes(note for note in section.notes if note not in shown),
-    )
+    if about:
+        result.append(Paragraph(about))
+    result += parts
+    settings = list_settings(section)
+    if settings:
+        result.append(Paragraph(f"Settings: {'; '.join(settings)}."))
+    result += blocks.list_notes(note for note in section.notes if note not in shown)
+    return tuple(result)
+
+
+def list_settings(section: Section) -> list[str]:
+    """Return the settings of a section: a switch that is on by its name, without what is unset."""
+    if "." in section.measure:  # a part of a measure has its settings, which are above
+        return []
+    settings = []
+    for name, value in section.settings.items():
+        if name == SEED or value is False or value in (None, [], ()):
+            continue
+        if value is True:
+            settings.append(name)
+        else:
+            settings.append(f"{name} {format_setting(value)}")
+    return settings
+
+
+def add_model(label: str, title: str) -> str:
+    """Return a title with the name of its report before it, if there are several."""
+    if not label:
+        return title
+    return f"{label}: {title}"
 
 
 def show_sections(sections: Sections) -> Iterator[Block]:
     """Yield the tables and pictures of one measure; first the failures."""
-    failed = {label: s.failure for label, s in sections.items() if s.failure}
-    for label, failure in failed.items():
-        start = f"{label}: FAILED" if label else "FAILED"
-        yield Paragraph(f"{start}: {failure.reason}. {failure.advice}".strip())
-    measured = {k: s for k, s in sections.items() if s.rows or len(s.samples) > 1}
+    measured = {}
+    failed = False
+    for label, section in sections.items():
+        failure = section.failure
+        if failure:
+            failed = True
+            text = f"FAILED: {failure.reason}. {failure.advice}"
+            yield Paragraph(add_model(label, text).strip())
+        if section.rows or len(section.samples) > 1:
+            measured[label] = section
     if not measured:
         if not failed:
             yield Paragraph("No results: nothing was measured.")
@@ -123,40 +151,77 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         names: columns; bounds follow. By default all columns.
         by: a column; of many rows, those with its largest values are shown.
     """
-    columns, rows = find_columns(sections), list[Row]()
-    for label, section in sections.items():
-        group = read_rows({label: section})
-        ranked = sorted(group, key=lambda row: -order(row[by])) if by else group
-        rows += ranked[:TOP] if by and len(ranked) > FIT else ranked
-    limits = {f"{name}{end}" for name in columns for end in ("_low", "_high")}
-    # `head` names the layer, too.
-    implied = {"layer", "module"} if "head" in columns else set()
-    every = [name for name in columns if name not in limits | implied]
-    bounds = [name for name in every if columns[name].formula and name not in names]
-    shown = {}
-    # A report of another version may lack a column.
-    for name in filter(columns.__contains__, [*names, *bounds] if names else every):
-        # A column of texts or truth values that says the usual of every row is left out.
-        usual = columns[name].default if columns[name].format in ("s", "") else None
-        if {row.get(name) for row in rows} - {"", None, usual}:
-            shown[name] = columns[name]
+    rows = _select_rows(sections, by)
+    shown = _choose_columns(find_columns(sections), rows, names)
     keys = naming(shown) if shown else []
-    groups = group_values((tuple(row.get(name) for name in keys), row) for row in rows)
-    rows = [row for group in groups.values() for row in group]
+    rows = _gather_rows(rows, keys)
     if "" not in sections:  # the model follows the keys
         pairs = list(shown.items())
         pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
-        keys, shown = [*keys, "model"], dict(pairs)
-    lines = tuple(
-        tuple(
-            cells.format_with_limits(row.get(n), row.get(f"{n}_low"), row.get(f"{n}_high"), column)
-            for n, column in shown.items()
-        )
-        for row in rows
-    )
+        shown = dict(pairs)
+        keys = [*keys, "model"]
+    lines = []
+    for row in rows:
+        line = []
+        for name, column in shown.items():
+            low = row.get(f"{name}_low")
+            high = row.get(f"{name}_high")
+            line.append(cells.format_with_limits(row.get(name), low, high, column))
+        lines.append(tuple(line))
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
     if rows:
-        yield Table("", tuple(shown.values()), lines, len(keys), strong)
+        yield Table("", tuple(shown.values()), tuple(lines), len(keys), strong)
+
+
+def _select_rows(sections: Sections, by: str) -> list[Row]:
+    """Return the rows of all reports; of many rows, the first by a column."""
+    rows: list[Row] = []
+    for label, section in sections.items():
+        group = read_rows({label: section})
+        if by:
+            group.sort(key=lambda row: -order(row[by]))
+            if len(group) > FIT:
+                group = group[:TOP]
+        rows += group
+    return rows
+
+
+def _choose_columns(
+    columns: Mapping[str, Column], rows: Sequence[Row], names: Sequence[str]
+) -> dict[str, Column]:
+    """Return the columns of a table: `names` and bounds, or all; none without values."""
+    hidden = set()
+    for name in columns:  # limits are shown beside their value
+        hidden |= {f"{name}_low", f"{name}_high"}
+    if "head" in columns:  # `head` names the layer, too
+        hidden |= {"layer", "module"}
+    every = [name for name in columns if name not in hidden]
+    wanted = every
+    if names:
+        bounds = [name for name in every if columns[name].formula and name not in names]
+        wanted = [*names, *bounds]
+    shown = {}
+    for name in wanted:
+        if name not in columns:  # in a report of another version
+            continue
+        column = columns[name]
+        # A column of texts or truth values that says the usual of every row is left out.
+        empty: set[Any] = {"", None}
+        if column.format in ("s", ""):
+            empty.add(column.default)
+        values = {row.get(name) for row in rows}
+        if values - empty:
+            shown[name] = column
+    return shown
+
+
+def _gather_rows(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """Return the rows with those of equal keys beside each other."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(row.get(name) for name in keys)
+        groups.setdefault(key, []).append(row)
+    return list(chain.from_iterable(groups.values()))
 
 
 # Maps of heads, histograms of samples
@@ -169,10 +234,14 @@ def map_heads(
     centre: float | None = None,
 ) -> blocks.Heatmap:
     """Arrange values by layer and head."""
-    layers, heads = (sorted({key[i] for key in values}) for i in (0, 1))
-    matrix = tuple(tuple(values.get((i, j)) for j in heads) for i in layers)
-    names = tuple(map(str, layers)), tuple(map(str, heads))
-    return blocks.Heatmap(title, matrix, *names, column, centre=centre)
+    layers = sorted({layer for layer, _ in values})
+    heads = sorted({head for _, head in values})
+    matrix = []
+    for layer in layers:
+        matrix.append(tuple(values.get((layer, head)) for head in heads))
+    rows = tuple(map(str, layers))
+    columns = tuple(map(str, heads))
+    return blocks.Heatmap(title, tuple(matrix), rows, columns, column, centre=centre)
 
 
 def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
@@ -182,14 +251,18 @@ def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
         values = {(row.layer, row.head): row.get(name) for row in section.rows}
         if any(value is not None for value in values.values()):
             title = cells.write_math(f"{column.label} of every head: {column.meaning.rstrip('.')}")
-            yield map_heads(f"{label}: {title}" if label else title, values, column)
+            yield map_heads(add_model(label, title), values, column)
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
     """Collect the values of a per-sample column, unless they are all equal."""
-    known = {k: finite(s.samples[name]) for k, s in sections.items() if name in s.samples}
-    values = {k or "samples": tuple(v for v in vs if abs(v) < EXTREME) for k, vs in known.items()}
-    if len({value for known in values.values() for value in known}) > 1:
+    values = {}
+    for label, section in sections.items():
+        if name in section.samples:
+            known = finite(section.samples[name])
+            values[label or "samples"] = tuple(v for v in known if abs(v) < EXTREME)
+    distinct = set(chain.from_iterable(values.values()))
+    if len(distinct) > 1:
         column = next(iter(sections.values())).sample_column(name)
         yield blocks.Histogram(f"{cells.write_math(column.label)} per sample", column, values)
 
@@ -199,8 +272,12 @@ def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
 
 def find_columns(sections: Sections) -> dict[str, Column]:
     """Return the columns of all sections; `head` reads LAYER.HEAD and comes first."""
-    columns = {name: c for section in sections.values() for name, c in section.columns.items()}
-    head = {"head": cells.HEADINGS["head"]} if "head" in columns else {}
+    columns: dict[str, Column] = {}
+    for section in sections.values():
+        columns |= section.columns
+    if "head" not in columns:
+        return columns
+    head = {"head": cells.HEADINGS["head"]}
     return head | columns | head
 
 
@@ -210,13 +287,21 @@ def read_rows(sections: Sections) -> list[Row]:
     for label, section in sections.items():
         for row in section.rows:
             names: dict[str, Any] = {"model": label}
-            if "head" in section.columns:  # without a head the layer, without a layer the model
-                layer = f"layer {row.layer}" if row.head is None else f"{row.layer}.{row.head}"
-                names["head"] = "model" if row.layer is None else layer
+            if "head" in section.columns:
+                names["head"] = name_head(row)
             if "eps_text" in section.columns:  # early reports store the number alone
                 names["eps_text"] = row.trial.radius.text
             rows.append(row.replace(**names))
     return rows
+
+
+def name_head(row: Row) -> str:
+    """Return LAYER.HEAD; without a head the layer, without a layer the model."""
+    if row.layer is None:
+        return "model"
+    if row.head is None:
+        return f"layer {row.layer}"
+    return f"{row.layer}.{row.head}"
 
 
 # Bounds beside exact norms
@@ -227,31 +312,51 @@ def list_tightness(sections: Sections) -> Iterator[Table]:
     rows: list[Cells] = []
     for bound, column in find_bounds(find_columns(sections)).items():
         for model, section in sections.items():
-            known = finite(log10_ratio(each, bound) for each in section.rows)
-            row: Cells = {"bound": column.label, "status": column.status}
-            # With several models, the model replaces the domain, so that a row fits a terminal.
-            row |= {"model": model} if model else {"holds": cells.write_math(column.domain)}
-            row |= {"heads": len(known), "median": None, "largest": None}
-            for name, reduce in (("median", median), ("largest", max)) if known else ():
-                power = reduce(known)  # a ratio above 10^308 is no float
-                row[name] = 10**power if power < 300 else f"1e{power:.0f}×"
-            rows.append(row)
+            ratios = finite(log10_ratio(row, bound) for row in section.rows)
+            line: Cells = {"bound": column.label, "status": column.status}
+            if model:
+                # The model replaces the domain, so that a row fits a terminal.
+                line["model"] = model
+            else:
+                line["holds"] = cells.write_math(column.domain)
+            line |= {"heads": len(ratios), "median": None, "largest": None}
+            if ratios:
+                line["median"] = _write_power(median(ratios))
+                line["largest"] = _write_power(max(ratios))
+            rows.append(line)
     if rows:
         yield make_table("Tightness over all heads: bound / exact", rows)
 
 
+def _write_power(exponent: float) -> float | str:
+    """Return 10^exponent: as a text if no float is as large."""
+    if exponent < 300:
+        return 10**exponent
+    return f"1e{exponent:.0f}×"
+
+
 def scatter_bounds(sections: Sections) -> Iterator[Curve]:
     """Plot every bound of every head over its exact norm: no point may be below y = x."""
-    columns, rows, series = find_columns(sections), read_rows(sections), list[blocks.Series]()
+    columns = find_columns(sections)
+    rows = read_rows(sections)
+    series: list[blocks.Series] = []
     for bound, column in find_bounds(columns).items():
-        points = [(row.exact, row.get(bound), f"head {row.head} {row.model}") for row in rows]
-        # Logarithmic axes show positive numbers only.
-        known = [p for p in points if len(finite(p[:2])) == 2 and min(p[:2]) > 0]
-        if known:
-            exact, bounds, names = zip(*known, strict=True)
-            series.append(blocks.Series(column.label, exact, bounds, names=names))
+        exact = []
+        bounds = []
+        names = []
+        for row in rows:
+            point = finite((row.exact, row.get(bound)))
+            # Logarithmic axes show positive numbers only.
+            if len(point) == 2 and min(point) > 0:
+                exact.append(point[0])
+                bounds.append(point[1])
+                names.append(f"head {row.head} {row.model}")
+        if exact:
+            points = blocks.Series(column.label, tuple(exact), tuple(bounds), names=tuple(names))
+            series.append(points)
     if series:
-        ends = tuple(reduce(x for s in series for x in s.x) for reduce in (min, max))
+        norms = list(chain.from_iterable(each.x for each in series))
+        ends = (min(norms), max(norms))
         series.append(blocks.Series("y = x", ends, ends, guide=True))
         limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
         title = "Upper bounds over the exact norm, per head"
@@ -267,28 +372,37 @@ LINES = 5
 
 def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
     """Return a line through the rows that have both columns, with the limits of y."""
-    known = sorted((r for r in rows if len(finite((r[x], r[y]))) == 2), key=lambda r: r[x])
-    across, up = (tuple(float(row[name]) for row in known) for name in (x, y))
-    low, high = (tuple(row.get(f"{y}_{end}") for row in known) for end in ("low", "high"))
-    return blocks.Series(label, across, up, low, high)
+    known = [row for row in rows if len(finite((row[x], row[y]))) == 2]
+    known.sort(key=lambda row: row[x])
+    return blocks.Series(
+        label,
+        x=tuple(float(row[x]) for row in known),
+        y=tuple(float(row[y]) for row in known),
+        low=tuple(row.get(f"{y}_low") for row in known),
+        high=tuple(row.get(f"{y}_high") for row in known),
+    )
 
 
 def draw_accuracies(sections: Sections) -> Iterator[Curve]:
     """Draw accuracy over the radius: a line per attack, or one per report."""
-    columns, rows = find_columns(sections), read_rows(sections)
+    columns = find_columns(sections)
+    rows = read_rows(sections)
     if "" not in sections:
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_values((str(row.norm), row) for row in rows).items():
-        lines = group_values((str(row.model or row.attack), row) for row in group).items()
-        # No attack counts as a ball of radius 0.
-        starts = {name: Row({"eps": 0.0, "robust": line[0].clean}) for name, line in lines}
-        series = [make_series(k, [*line, starts[k]], "eps", "robust") for k, line in lines]
-        shown = tuple(each for each in series if len(each.x) > 1)
-        ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
-        if shown:
+        series = []
+        lines = group_values((str(row.model or row.attack), row) for row in group)
+        for name, line in lines.items():
+            # No attack counts as a ball of radius 0.
+            start = Row({"eps": 0.0, "robust": line[0].clean})
+            curve = make_series(name, [*line, start], "eps", "robust")
+            if len(curve.x) > 1:
+                series.append(curve)
+        if series:
             title = f"Accuracy under attack, {norm}"
-            yield Curve(title, columns["eps"], accuracy, shown, ticks=ticks)
+            ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
+            yield Curve(title, columns["eps"], accuracy, tuple(series), ticks=ticks)
 
 
 def list_classes(sections: Sections) -> Iterator[Table]:
@@ -297,68 +411,94 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         samples: Mapping[str, Any] = section.samples
         if "label" not in samples or "loss" in samples:  # scored texts have no classes
             continue
-        balls = [row.trial for row in section.rows if row.attack == WORST]
-        flags = {"clean": "correct", **{key.ball: key.column("robust") for key in balls}}
+        # The per-sample column of each ball, and of no attack.
+        flags = {"clean": "correct"}
+        for row in section.rows:
+            if row.attack == WORST:
+                flags[row.trial.ball] = row.trial.column("robust")
         columns = {name: replace(section.columns["robust"], label=name) for name in flags}
-        columns |= {name: section.columns[name] for name in ("clean", "samples")}
+        columns["clean"] = section.columns["clean"]
+        columns["samples"] = section.columns["samples"]
         columns["class"] = Column.text("class", "Name of the class, or its number.")
-        known = zip(samples["label"], section.ids, range(len(section.ids)), strict=True)
-        groups = group_values((label, i) for label, name, i in known if not is_repeat(name))
-        rows: list[Cells] = []
-        for label, places in sorted(groups.items()):
-            n, name = len(places), section.classes.get(label, str(label))
-            line: Cells = {"class": name, "samples": n}
+        places: dict[Any, list[int]] = {}
+        for i, sample in enumerate(section.ids):
+            if not is_repeat(sample):
+                places.setdefault(samples["label"][i], []).append(i)
+        lines: list[Cells] = []
+        for label, members in sorted(places.items()):
+            n = len(members)
+            line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
             for ball, column in flags.items():
-                k = sum(samples[column][i] for i in places)
-                line[ball] = cells.format_with_limits(k / n, *wilson(k, n), columns[ball])
-            rows.append(line)
-        title = f"{model}: " * bool(model) + "Accuracy of every class"
-        yield make_table(title, rows, columns, folded=True)
+                k = sum(samples[column][i] for i in members)
+                low, high = wilson(k, n)
+                line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
+            lines.append(line)
+        title = add_model(model, "Accuracy of every class")
+        yield make_table(title, lines, columns, folded=True)
 
 
 def draw_lengths(sections: Sections) -> Iterator[Curve]:
     """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
     columns = find_columns(sections)
-    rows = (row for row in read_rows(sections) if order(row.norm) > 0)
+    rows = [row for row in read_rows(sections) if order(row.norm) > 0]
     for mode, group in group_values((row["mode"], row) for row in rows).items():
         x = "radius" if mode == "radius" else "n"
-        # A line has a radius R unless the data define it, or a length n.
-        fixed = {"real": "", "radius": "n"}.get(mode, "radius")
-        lines: dict[str, list[Row]] = {}
-        for row in group:
-            name = f"{row.model} {row.head}{', masked' * bool(row.masked)}".strip()
-            if fixed and row[fixed] is not None:
-                name += f", {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"
-            lines.setdefault(name, []).append(row)
+        lines = group_values((_name_line(row, mode), row) for row in group)
         names = list(lines)
         if len(names) > LINES:
-            names = [names[round(i * (len(names) - 1) / (LINES - 1))] for i in range(LINES)]
+            step = (len(names) - 1) / (LINES - 1)
+            names = [names[round(i * step)] for i in range(LINES)]
         series = [make_series(name, lines[name], x, "norm") for name in names]
-        if series and x == "n":
-            start, end = min(s.x[0] for s in series), max(s.x[-1] for s in series)
+        if not series:
+            continue
+        if x == "n":
+            start = min(each.x[0] for each in series)
+            end = max(each.x[-1] for each in series)
             first = series[0].y[0]
-            for text, power in (("1/4", 0.25), ("1/2", 0.5)):
+            for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
                 last = first * (end / start) ** power
-                series.append(blocks.Series(f"n^{text}", (start, end), (first, last), guide=True))
-        if series:
-            title = f"Norms over {'R' if x == 'radius' else 'the length'}, mode {mode}"
-            yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+                series.append(blocks.Series(text, (start, end), (first, last), guide=True))
+        axis = "R" if x == "radius" else "the length"
+        title = f"Norms over {axis}, mode {mode}"
+        yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+
+
+def _name_line(row: Row, mode: str) -> str:
+    """Name a line of norms by its model, its head and what is fixed along it."""
+    name = f"{row.model} {row.head}"
+    if row.masked:
+        name += ", masked"
+    name = name.strip()
+    if mode == "radius":
+        if row.n is not None:
+            name += f", n = {row.n:.3g}"
+    elif mode != "real" and row.radius is not None:  # real data define the radius
+        name += f", R = {row.radius:.3g}"
+    return name
 
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:
     """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
-    series, depth = list[blocks.Series](), Column.count("attention layer", "")
+    series: list[blocks.Series] = []
     for label, section in sections.items():
-        named = ((find_layer(row.get("from")), row) for row in section.rows)
-        rows = [row.replace(layer=layer) for layer, row in named if layer is not None]
+        rows = []
+        for row in section.rows:
+            layer = find_layer(row.get("from"))
+            if layer is not None:
+                rows.append(row.replace(layer=layer))
         # Encoder and decoder are two curves, by the path of their modules before the number.
         stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
         if any(len(group) < 2 for group in stacks.values()):
             stacks = {"": rows} if len(rows) > 1 else {}
-        for stack, name in product(stacks, ("mean", "p95")):
-            words = (label, stack if len(stacks) > 1 else "", name)
-            series.append(make_series(" ".join(filter(None, words)), stacks[stack], "layer", name))
-    if series := [each for each in series if each.x]:
+        for stack, group in stacks.items():
+            words = [label, stack] if len(stacks) > 1 else [label]
+            for name in ("mean", "p95"):
+                title = " ".join(filter(None, [*words, name]))
+                curve = make_series(title, group, "layer", name)
+                if curve.x:
+                    series.append(curve)
+    if series:
+        depth = Column.count("attention layer", "")
         norm = next(iter(sections.values())).sample_column("norm")
         yield Curve("Norm from the output of each block", depth, norm, tuple(series))
 
@@ -368,28 +508,41 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 
 def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passage]:
     """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
-    maps = (
-        (label, section, name.removeprefix("map@"), array)
-        for label, section in sections.items()
-        for name, array in section.arrays.items()
-        if name.startswith("map@") and array.data
-    )
-    for label, section, head, array in maps:
-        values, sample = array.numpy(), section.attended.get(f"map@{head}")
-        lead = f"{label}: " if label else ""
-        of = f"head {head}, {f'sample {sample.sample[:12]}' if sample else 'first sample'}"
-        # Long maps are stored as means of square blocks; the last block may be narrower.
-        tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
-        block = -(-int(tokens) // max(array.shape))
-        means = f", means of {block} x {block} tokens" if block > 1 else ""
-        places = (tuple(str(block * i) for i in range(size)) for size in array.shape)
-        rows, columns = (sample.tokens, sample.tokens) if sample else places
-        title, matrix = f"{lead}Attention map of {of}{means}", tuple(map(tuple, values.tolist()))
-        yield blocks.Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], square=True)
-        if sample:
-            title = f"{lead}Attention received, mean over queries, {of}"
-            received = tuple(map(float, values.mean(0)))
-            yield blocks.Passage(title, sample.tokens, received, cells.HEADINGS["mean P"])
+    for label, section in sections.items():
+        for name, array in section.arrays.items():
+            if name.startswith("map@") and array.data:
+                head = name.removeprefix("map@")
+                yield from _draw_map(label, section, head)
+
+
+def _draw_map(
+    label: str, section: Section, head: str
+) -> Iterator[blocks.Heatmap | blocks.Passage]:
+    values = section.arrays[f"map@{head}"].numpy()
+    sample = section.attended.get(f"map@{head}")
+    where = "first sample"
+    if sample:
+        where = f"sample {sample.sample[:12]}"
+    # Long maps are stored as means of square blocks; the last block may be narrower.
+    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
+    block = math.ceil(int(tokens) / max(values.shape))
+    title = f"Attention map of head {head}, {where}"
+    if block > 1:
+        title += f", means of {block} x {block} tokens"
+    if sample:
+        rows = sample.tokens
+        columns = sample.tokens
+    else:
+        rows = tuple(str(block * i) for i in range(values.shape[0]))
+        columns = tuple(str(block * i) for i in range(values.shape[1]))
+    matrix = tuple(map(tuple, values.tolist()))
+    column = cells.HEADINGS["P"]
+    yield blocks.Heatmap(add_model(label, title), matrix, rows, columns, column, square=True)
+    if sample:
+        title = f"Attention received, mean over queries, head {head}, {where}"
+        received = tuple(map(float, values.mean(0)))
+        column = cells.HEADINGS["mean P"]
+        yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
 
 
 DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {

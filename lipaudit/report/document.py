@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
@@ -13,7 +14,8 @@ from lipaudit.report.markup import HTML
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.sections import find_display, name_chapter, show_section, show_sections
 from lipaudit.tables import Column, Note, Report, Section, model_labels
-from lipaudit.tables.columns import finite, group_values, middle, wilson
+from lipaudit.tables.columns import finite, middle, wilson
+from lipaudit.tables.report import Example
 from lipaudit.tables.summary import SHOWN as MOST
 from lipaudit.tables.summary import broken, worst
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
@@ -42,48 +44,65 @@ def make_page(report: Report, *, short: bool = False) -> Document:
             measure is short enough.
     """
     notes = opening.list_top_notes(report)
-    if short and sum("." not in section.measure for section in report.sections) > 1:
+    measures = [section for section in report.sections if "." not in section.measure]
+    if short and len(measures) > 1:
         return _shorten(report, notes, MORE)
     facts = opening.list_facts(report).items()
-    answer, gaps = opening.write_answer(report), opening.describe_gaps(report)
-    chapters = [opening.open_page(answer, gaps, facts, notes), *opening.show_scorecard(report)]
-    if steps := tuple(opening.suggest_steps(report)):
+    chapters = [_open_report(report, facts, notes), *opening.show_scorecard(report)]
+    steps = tuple(opening.suggest_steps(report))
+    if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
-    warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
     # The top of the page shows these notes.
-    chapters += list_chapters([report], [*opening.list_common_notes(report), *warnings])
+    shown = opening.list_common_notes(report)
+    for section in report.sections:
+        shown += [note for note in section.notes if note.level == "warning"]
+    chapters += list_chapters([report], shown)
     if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))
     return Document(f"lipaudit: {report.run.label}", (*chapters, WORDS))
 
 
+def _open_report(
+    report: Report, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
+) -> Chapter:
+    answer = opening.write_answer(report)
+    return opening.open_page(answer, opening.describe_gaps(report), facts, notes)
+
+
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
     """Yield the chapters of sections, with notes that the page does not show yet."""
     names = model_labels(reports) if len(reports) > 1 else [""]
-    measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
-    for number, measure in enumerate(measures):
-        pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
-        sections = {name: section for name, section in pairs if section is not None}
+    # By measure: its section in every report that has one.
+    measures: dict[str, dict[str, Section]] = {}
+    for name, report in zip(names, reports, strict=True):
+        for section in report.sections:
+            measures.setdefault(section.measure, {})[name] = section
+    for number, (measure, sections) in enumerate(measures.items()):
         first = next(iter(sections.values()))
-        parts = show_section(first, shown) if "" in sections else tuple(show_sections(sections))
+        if "" in sections:
+            parts = show_section(first, shown)
+        else:
+            parts = tuple(show_sections(sections))
         folded = number > 0 and find_display(first).folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 
 
 def make_card(report: Report) -> Document:
     """Return the page of `print(report)`: the model and the scorecard."""
-    warnings = sum(note.level == "warning" for note in opening.list_top_notes(report))
-    whole = "lipaudit.render(report, 'table') has all sections."
-    return _shorten(report, (), f"Warnings: {warnings}. {whole}" if warnings else whole)
+    warnings = [note for note in opening.list_top_notes(report) if note.level == "warning"]
+    more = "lipaudit.render(report, 'table') has all sections."
+    if warnings:
+        more = f"Warnings: {len(warnings)}. {more}"
+    return _shorten(report, (), more)
 
 
 def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
     facts = opening.list_facts(report)
     facts["run"] = f"{facts['status']}; {facts['run']}"
-    short = ((name, facts[name]) for name in SHORT if name in facts)
-    answer, gaps = opening.write_answer(report), opening.describe_gaps(report)
-    start, end = opening.open_page(answer, gaps, short, notes), Chapter("", "", (Paragraph(more),))
+    few = [(name, facts[name]) for name in SHORT if name in facts]
+    start = _open_report(report, few, notes)
+    end = Chapter("", "", (Paragraph(more),))
     title = f"lipaudit: {report.run.label}"
     return Document(title, (start, *opening.show_scorecard(report), end))
 
@@ -101,45 +120,55 @@ def make_pages(
         lead: the chapters that come first.
         short: for one screen: without sections.
     """
-    title, chapters = f"lipaudit: {len(reports)} models side by side", [*lead]
+    title = f"lipaudit: {len(reports)} models side by side"
+    chapters = [*lead]
     if short:
         return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
     chapters += list_chapters(reports)
     # The facts that differ are beside each other.
-    facts = list(map(opening.list_facts, reports))
-    keys = dict.fromkeys(name for each in facts for name in each)
-    differing = [key for key in keys if len({each.get(key) for each in facts}) > 1]
-    columns = {i: Column(name, "", format="s") for i, name in enumerate(model_labels(reports))}
-    audited: list[Cells] = [
-        {"fact": key} | {i: each.get(key) for i, each in enumerate(facts)} for key in differing
-    ]
-    if audited:
-        table = blocks.make_table("", audited, columns)
+    facts = [opening.list_facts(report) for report in reports]
+    names = dict.fromkeys(chain.from_iterable(facts))
+    rows: list[Cells] = []
+    for name in names:
+        texts = [each.get(name) for each in facts]
+        if len(set(texts)) > 1:
+            rows.append({"fact": name} | dict(enumerate(texts)))
+    if rows:
+        columns = {i: Column(name, "", format="s") for i, name in enumerate(model_labels(reports))}
+        table = blocks.make_table("", rows, columns)
         chapters.append(Chapter("models", "What was audited?", (table,)))
     return Document(title, (*chapters, WORDS))
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
     """Return the opening of a page of several reports: what they lack, share and warn of."""
-    lacks = zip(model_labels(reports), map(opening.describe_gaps, reports), strict=True)
-    gaps = (f"{name}: {gap}" for name, gap in lacks if gap)
+    gaps = []
+    for name, report in zip(model_labels(reports), reports, strict=True):
+        gap = opening.describe_gaps(report)
+        if gap:
+            gaps.append(f"{name}: {gap}")
     facts = [opening.list_facts(report).items() for report in reports]
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]
-    common = [fact for fact in common if fact[0] in SHORT or not short]
+    if short:
+        common = [(name, text) for name, text in common if name in SHORT]
     outcome = Paragraph(answer, "answer") if answer else None
     return opening.open_page(outcome, " ".join(gaps), common, list_warnings(reports))
 
 
 def list_warnings(reports: Sequence[Report]) -> list[Note]:
     """Return the warnings of several reports, each once, with the names unless all have it."""
-    owners = group_values(
-        (note, name)
-        for name, report in zip(model_labels(reports), reports, strict=True)
-        for note in opening.list_top_notes(report)
-        if note.level == "warning"
-    )
-    leads = {n: "" if len(who) == len(reports) else ", ".join(who) for n, who in owners.items()}
-    return [note.add_lead(lead) for note, lead in leads.items()]
+    owners: dict[Note, list[str]] = {}
+    for name, report in zip(model_labels(reports), reports, strict=True):
+        for note in opening.list_top_notes(report):
+            if note.level == "warning":
+                owners.setdefault(note, []).append(name)
+    warnings = []
+    for note, names in owners.items():
+        lead = ""
+        if len(names) < len(reports):
+            lead = ", ".join(names)
+        warnings.append(note.add_lead(lead))
+    return warnings
 
 
 # Samples
@@ -147,9 +176,11 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
 
 def list_names(samples: Sequence[str], places: Mapping[str, str]) -> list[Cells]:
     """Return the cells that name samples: the beginning of each id, and places if any is known."""
-    placed = any(sample in places for sample in samples)
-    place = {sample: {"place": places.get(sample)} if placed else {} for sample in samples}
-    return [{"sample": sample[:CHARACTERS], **place[sample]} for sample in samples]
+    rows: list[Cells] = [{"sample": sample[:CHARACTERS]} for sample in samples]
+    if any(sample in places for sample in samples):
+        for row, sample in zip(rows, samples, strict=True):
+            row["place"] = places.get(sample)
+    return rows
 
 
 # Per-sample figures
@@ -173,38 +204,57 @@ class SampleColumn:
 
     def describe(self, sample: str) -> Cells:
         """Return the cells of a sample: the value, the typical value, and its rank."""
-        (kind, trial), value, column = parse_column(self.name), self.values[sample], self.column
+        kind, trial = parse_column(self.name)
+        value = self.values[sample]
+        column = self.column
         # The gate and a comparison count distinct samples, too.
         known = finite(v for name, v in self.values.items() if not is_repeat(name))
-        shown, typical, rank = cells.format_value(value, column), "", ""
+        shown = cells.format_value(value, column)
+        typical = ""
+        rank = ""
         if kind in FLAGS:
-            shown = cells.format_value(None if value is None else bool(value), column)
-            typical = f"{sum(known) / len(known):.1%} yes" if known else ""
-            if known and kind in SHARES:
-                limits = cells.format_limits(*wilson(int(sum(known)), len(known)), SHARE)
-                typical += f", {limits}"
+            if value is not None:
+                shown = cells.format_value(bool(value), column)
+            typical = _describe_flags(kind, known)
         elif self.name in CLASSES:
             name = self.section.classes.get(value, "") if isinstance(value, int) else ""
-            shown += f" ({name})" if name not in ("", shown) else ""
+            if name not in ("", shown):
+                shown += f" ({name})"
         elif column.format not in cells.UNMEASURED:
             typical = cells.format_value(middle(known), column)
         if column.better and kind not in FLAGS and finite([value]):
             # The worst comes first: larger is worse if lower is better.
-            sign = 1 if column.better == "lower" else -1
-            worse = sum(sign * other > sign * value for other in known)
-            rank = f"{worse + 1} of {len(known)}"
-        label = cells.write_math(column.label) + (f", {trial}" if trial else "")
+            if column.better == "lower":
+                worse = [other for other in known if other > value]
+            else:
+                worse = [other for other in known if other < value]
+            rank = f"{len(worse) + 1} of {len(known)}"
+        label = cells.write_math(column.label)
+        if trial:
+            label += f", {trial}"
         return {"figure": label, "value": shown, "all": typical, "from the worst": rank}
+
+
+def _describe_flags(kind: str, known: Sequence[float]) -> str:
+    """Return the share of yes among yes-or-no values; with limits if it is an accuracy."""
+    if not known:
+        return ""
+    share = f"{sum(known) / len(known):.1%} yes"
+    if kind not in SHARES:
+        return share
+    low, high = wilson(int(sum(known)), len(known))
+    return f"{share}, {cells.format_limits(low, high, SHARE)}"
 
 
 def list_columns(report: Report) -> list[SampleColumn]:
     """Return the per-sample columns of all sections."""
-    return [
-        SampleColumn(s, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)))
-        for s in report.sections
-        for name, v in s.samples.items()
-        if name != "ids"
-    ]
+    columns = []
+    for section in report.sections:
+        for name, column in section.samples.items():
+            if name != "ids":
+                values = dict(zip(section.ids, column, strict=True))
+                columns.append(SampleColumn(section, name, section.sample_column(name), values))
+    return columns
 
 
 # Choosing a sample
@@ -217,25 +267,40 @@ def choose_sample(report: Report, text: str) -> str:
         InputError: the report has no samples.
         UsageError: no sample has this name, or several have.
     """
-    every, at = list_known(report), report.places
-    ways: tuple[Callable[[str], bool], ...] = (
-        lambda i: i == text,
-        # The number of a place, or the name of a file: 7 of "index 7", 7.png of "cat/7.png".
-        lambda i: (
-            i in at
-            and text in (at[i], at[i].partition(",")[0].replace("/", " ").rpartition(" ")[2])
-        ),
-        lambda i: i.startswith(text),
-    )
-    named = next(filter(None, ([i for i in every if way(i)] for way in ways)), [])
+    every = list_known(report)
+    places = report.places
+    named = _find_named(every, places, text)
     if len(named) == 1:
         return named[0]
     if not named:
-        names = [*(i[:CHARACTERS] for i in every), *at.values()]
+        names = [*(i[:CHARACTERS] for i in every), *places.values()]
         advice = "`lipaudit inspect REPORT` lists the worst samples with their places."
         raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
-    some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
-    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {some}.")
+    some = []
+    for sample in named[:MOST]:
+        if sample in places:
+            some.append(f"{sample[:CHARACTERS]} ({places[sample]})")
+        else:
+            some.append(sample)
+    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {', '.join(some)}.")
+
+
+def _find_named(every: Sequence[str], places: Mapping[str, str], text: str) -> list[str]:
+    """Return the samples with this id; without one those at this place; else with this beginning.
+
+    A place is also named by its number, or by the name of its file: 7 for "index 7", 7.png for
+    "cat/7.png".
+    """
+    if text in every:
+        return [text]
+    placed = []
+    for sample in every:
+        place = places.get(sample, "")
+        words = place.partition(",")[0].replace("/", " ")
+        last = words.rpartition(" ")[2]
+        if sample in places and text in (place, last):
+            placed.append(sample)
+    return placed or [sample for sample in every if sample.startswith(text)]
 
 
 def list_known(report: Report) -> list[str]:
@@ -261,37 +326,62 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
-    attack, jacobian = map(report.section, ("attack", "jacobian"))
-    items, shown, places = list[blocks.Item](), list[Block](), report.places
+    shown: list[Block] = []
+    attack = report.section("attack")
     examples = attack.examples if attack else {}
-    for name, example in ((name, examples[name]) for name in names if name in examples):
-        trial = TrialKey.parse(example.trial)
-        (true, predicted), before, after = example.classes, example.before, example.after
-        by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
-        pictures = (
-            ("sample", example.image),
-            ("adversarial", example.adversarial),
-            (f"difference × {cells.format_significant(example.times, '.2g')}", example.difference),
-        )
-        lines = [
-            f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
-            f"taken for {predicted}: score {before[1]:.0%} became {after[1]:.0%}{by}",
-        ]
-        lines += [f'the text became "{example.text}"'] if example.text else []
-        kept = tuple(pair for pair in pictures if pair[1])
-        items.append(blocks.Item(name_sample(name, places), kept, tuple(lines)))
+    items = []
+    for name in names:
+        if name in examples:
+            items.append(_show_example(name_sample(name, report.places), examples[name]))
     if items:
-        text = DRAWN if any(item.pictures for item in items) else ""
+        text = ""
+        if any(item.pictures for item in items):
+            text = DRAWN
         shown.append(blocks.Gallery(text, tuple(items)))
+    jacobian = report.section("jacobian")
     gradients = jacobian.gradients if jacobian else {}
-    several, shaded = len(names) > 1, [name for name in names if name in gradients]
-    for gradient, name in ((gradients[name], name) for name in shaded):
+    shaded = [name for name in names if name in gradients]
+    several = len(names) > 1
+    for number, name in enumerate(shaded):
+        gradient = gradients[name]
         column = cells.HEADINGS[SHADES[gradient.of]]
-        if several and name == shaded[0]:
+        if several and number == 0:
             shown.append(Paragraph(f"Their tokens with the largest {column.label}:"))
-        texts = name_sample(name, places), gradient.tokens, gradient.shares
-        shown.append(blocks.Passage(*texts, column, gradient.left_out, folded=several))
+        passage = blocks.Passage(
+            title=name_sample(name, report.places),
+            tokens=gradient.tokens,
+            shares=gradient.shares,
+            column=column,
+            left_out=gradient.left_out,
+            folded=several,
+        )
+        shown.append(passage)
     return shown
+
+
+def _show_example(title: str, example: Example) -> blocks.Item:
+    """Show what an attack made of a sample."""
+    true, predicted = example.classes
+    before = example.before
+    after = example.after
+    by = ""
+    trial = TrialKey.parse(example.trial)
+    if trial is not None:
+        by = f" by {trial.attack}, {trial.ball}"
+    lines = [
+        f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
+        f"taken for {predicted}: score {before[1]:.0%} became {after[1]:.0%}{by}",
+    ]
+    if example.text:
+        lines.append(f'the text became "{example.text}"')
+    times = cells.format_significant(example.times, ".2g")
+    pictures = {
+        "sample": example.image,
+        "adversarial": example.adversarial,
+        f"difference × {times}": example.difference,
+    }
+    kept = tuple((caption, picture) for caption, picture in pictures.items() if picture)
+    return blocks.Item(title, kept, tuple(lines))
 
 
 # The worst samples, and the page of one
@@ -299,16 +389,22 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
 
 def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
-    names, balls = worst(report), broken(report)
+    names = worst(report)
+    balls = broken(report)
     rows = list_names(names, find_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
-    known = [f for f in list_columns(report) if f.name in shown[f.section.measure].worst]
-    figures = {(figure.section.measure, figure.name): figure for figure in known}
+    figures = {}
+    for figure in list_columns(report):
+        measure = figure.section.measure
+        if figure.name in shown[measure].worst:
+            figures[measure, figure.name] = figure
     for row, name in zip(rows, names, strict=True):
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
-        smallest = ", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None
-        row |= {"broken": smallest} | {key: f.values.get(name) for key, f in figures.items()}
+        smallest = {ball.norm: ball.ball for ball in fallen}
+        row["broken"] = ", ".join(smallest.values()) or None
+        for key, figure in figures.items():
+            row[key] = figure.values.get(name)
     columns = {key: figure.column for key, figure in figures.items()}
     table = blocks.make_table("The worst samples, the least robust first", rows, columns)
     return table, *show_samples(report, names)
@@ -322,7 +418,9 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         name: name of the report in hints.
         sample: id of the sample; None for the worst samples.
     """
-    chapters, facts, what = list[Chapter](), dict[str, str](), "samples"
+    chapters: list[Chapter] = []
+    facts: dict[str, str] = {}
+    what = "samples"
     if sample is None:
         count = len(list_known(report))
         more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
@@ -335,31 +433,43 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
             if rows:
                 table = blocks.make_table("", rows)
                 chapters.append(Chapter(section.measure, name_chapter(section), (table,)))
-        if pictures := show_samples(report, [sample]):
+        pictures = show_samples(report, [sample])
+        if pictures:
             chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
-        origin = {"place": report.places.get(sample), "text": report.texts.get(sample)}
-        facts = {"sample": sample} | {name: text for name, text in origin.items() if text}
+        facts["sample"] = sample
+        if report.places.get(sample):
+            facts["place"] = report.places[sample]
+        if report.texts.get(sample):
+            facts["text"] = report.texts[sample]
         what = f"sample {sample[:CHARACTERS]}"
     known = opening.list_facts(report)
-    facts |= {name: known[name] for name in ("model", "data")}
-    gaps, notes = opening.describe_gaps(report), opening.list_top_notes(report)
+    facts["model"] = known["model"]
+    facts["data"] = known["data"]
+    gaps = opening.describe_gaps(report)
+    notes = opening.list_top_notes(report)
     start = opening.open_page(None, gaps, facts.items(), notes)
     return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
     """Return the figures of a sample as plain values."""
-    places, texts = (known.get(sample, "") for known in (report.places, report.texts))
-    kept = {
-        kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
-        for section in report.sections
-        for kind, each in (("example", section.examples), ("gradient", section.gradients))
-        if (one := each.get(sample)) is not None
+    record: dict[str, Any] = {
+        "id": sample,
+        "place": report.places.get(sample, ""),
+        "text": report.texts.get(sample, ""),
+        "figures": [],
     }
-    figures = [
-        {"measure": f.section.measure, "name": f.name, "value": f.values[sample]}
-        | ({"class": f.section.classes.get(f.values[sample])} if f.name in CLASSES else {})
-        for f in list_columns(report)
-        if sample in f.values
-    ]
-    return {"id": sample, "place": places, "text": texts, "figures": figures, **kept}
+    for figure in list_columns(report):
+        if sample in figure.values:
+            section = figure.section
+            value = figure.values[sample]
+            entry = {"measure": section.measure, "name": figure.name, "value": value}
+            if figure.name in CLASSES:
+                entry["class"] = section.classes.get(value)
+            record["figures"].append(entry)
+    pictures = {"image", "adversarial", "difference"}
+    for section in report.sections:
+        for kind, stored in (("example", section.examples), ("gradient", section.gradients)):
+            if sample in stored:
+                record[kind] = stored[sample].model_dump(mode="json", exclude=pictures)
+    return record

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reference.watching import Attention, Watch, variables
 from lipaudit.data.batch import Batch
+from lipaudit.models.attention.calls import Layout
 from lipaudit.models.net import Net
 
 CHUNK = 128
@@ -111,15 +112,16 @@ def norm(matrix: Tensor) -> float:
     return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
 
 
-def by_head(t: Tensor, heads: int, layout: str) -> Tensor:
+def by_head(t: Tensor, heads: int, layout: Layout) -> Tensor:
     """Bring what the model calls O or P of one sample to (heads, windows * rows, columns)."""
     lead = t.shape[:-2]
     axes = [i for i, size in enumerate(lead) if size == heads and not (i == 0 and len(lead) > 1)]
     if heads == 1 and not axes:
         return t.reshape(1, -1, *t.shape[-2:])
+    if not axes:  # several things in one axis
+        return layout.arrange(t, 1).transpose(0, 1)
     if len(axes) > 1:
-        first = "heads windows" in layout or "heads tokens" not in layout
-        axes = axes[:1] if first else axes[-1:]
+        axes = [i for i in axes if any(factor.role == "head" for factor in layout.leading[i])]
     return t.movedim(axes[0], 0).reshape(heads, -1, *t.shape[-2:])
 
 

@@ -161,6 +161,16 @@ class Probed:
         )
         return self.as_rows(*pulled)
 
+    def push(self, move: Tensor) -> Tensor:
+        """Return J m, the change of t for a change m of y, one token per row."""
+        # J^T u is linear in u, so its vector-Jacobian product with m is J m.
+        u = torch.zeros_like(self.t, requires_grad=True)
+        pulled = torch.autograd.grad(
+            self.t, self.leaves, u, create_graph=True, materialize_grads=True
+        )
+        (moved,) = torch.autograd.grad(self.as_rows(*pulled), u, move, materialize_grads=True)
+        return moved
+
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))

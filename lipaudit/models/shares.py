@@ -29,8 +29,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from lipaudit.errors import EvaluationError
-from lipaudit.models.attention import calls
-from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, make_additive
+from lipaudit.models.attention.calls import (
+    TOKENS,
+    Address,
+    AttentionCall,
+    Explicit,
+    make_additive,
+)
 from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.trace import CallStack, Frame
@@ -382,7 +387,10 @@ class _Graph:
             # A sum over the columns leaves a row for each token.
             rows = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
             whole = rows[0] if site.loop is None else site.loop.cat(rows)
-            windows = calls.arrange(site.layout, whole, samples).sum((-2, -1))
+            if name == "value" and site.layout.queries != TOKENS:
+                self.missing[site.index] = "its heads share their values"
+                break
+            windows = site.layout.arrange(whole, samples).sum((-2, -1))
             if windows.shape[1] != site.heads or len(windows) % samples:
                 self.missing[site.index] = "its heads and samples cannot be distinguished"
                 break

@@ -1,22 +1,23 @@
 """An attention call of a model: its tensors, their axes, and their origins.
 
 The graph of a pass is cut at linear maps. `Origins` stores the origin of each leaf. An
-`AttentionCall` holds q, k, v, the form of the logits, and the output. `arrange` converts the axes
+`AttentionCall` holds q, k, v, the form of the logits, and the output. A `Layout` converts the axes
 of a model to (windows, heads, tokens, width).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lipaudit.errors import InputError
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, read
 
@@ -175,6 +176,7 @@ class Explicit:
         others: whether the logits depend on more than this product and constants.
         axis: axis along which the calls of a loop are joined.
         place: converts the axes of q k^T, as `AttentionCall.arrange` has converted the logits.
+        turned: whether the model computes k q^T.
     """
 
     products: tuple[GradientEdge, ...]
@@ -184,6 +186,7 @@ class Explicit:
     others: bool
     axis: int = 1
     place: Callable[[Tensor], Tensor] = lambda t: t
+    turned: bool = False
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
@@ -195,8 +198,96 @@ class Explicit:
         parts = [part for part in pulled if part is not None]
         if len(parts) < len(pulled):
             return None
+        parts = [part.mT if self.turned else part for part in parts]
         whole = parts[0] if len(parts) == 1 else torch.cat([*map(_show_heads, parts)], self.axis)
         return self.place(whole)
+
+
+Role = Literal["sample", "window", "head", "token"]
+ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
+"""What an axis may hold, in the order of `Layout.arrange`."""
+
+
+class Factor(NamedTuple):
+    """A part of an axis: what it holds, and how many; 0 if that follows the data."""
+
+    role: Role
+    size: int = 0
+
+
+TOKENS = (Factor("token"),)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of samples, windows, heads and tokens in the axes of an attention call.
+
+    Attributes:
+        leading: the factors of each leading axis, outermost first.
+        queries: the factors of the axis of queries: tokens, maybe with heads that share keys.
+    """
+
+    leading: tuple[tuple[Factor, ...], ...]
+    queries: tuple[Factor, ...] = TOKENS
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether the axes are (samples, heads, tokens, width) already."""
+        roles = [[factor.role for factor in axis] for axis in self.leading]
+        return roles == [["sample"], ["head"]] and self.queries == TOKENS
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Say whether the axis of queries holds all queries of a window and head, and no more."""
+        spread = any(factor.role == "token" for axis in self.leading for factor in axis)
+        return self.queries == TOKENS and not spread
+
+    def arrange(self, t: Tensor, samples: int) -> Tensor:
+        """Return q, O or P, (..., queries, width), as (windows, heads, queries, width)."""
+        factors, sizes = self._divide(t, self.queries, samples)
+        return _sort_axes(t.reshape(*sizes, t.shape[-1]), factors)
+
+    def arrange_keys(self, t: Tensor, samples: int) -> Tensor:
+        """Return k or v, (..., keys, width), as (windows, heads, keys, width)."""
+        factors, sizes = self._divide(t, TOKENS, samples)
+        t = t.reshape(*sizes, t.shape[-1])
+        for axis, factor in enumerate(factors[:-1]):
+            if factor.role == "token":  # the same keys for each
+                t = t.narrow(axis, 0, 1)
+        shared = prod(factor.size for factor in self.queries if factor.role == "head")
+        t = _sort_axes(t, factors)
+        return t if shared == 1 else t.repeat_interleave(shared, 1)
+
+    def _divide(
+        self, t: Tensor, rows: tuple[Factor, ...], samples: int
+    ) -> tuple[list[Factor], list[int]]:
+        """Return the factors of all axes but the last, and their sizes."""
+        factors: list[Factor] = []
+        sizes: list[int] = []
+        for axis, size in zip((*self.leading, rows), t.shape[:-1], strict=True):
+            known = [samples if part.role == "sample" else part.size for part in axis]
+            if len(axis) == 1:
+                known = [size]
+            whole = prod(n for n in known if n)
+            if size % whole or (0 not in known and size != whole):
+                raise InputError(
+                    f"attention over an axis of {size}, which was a multiple of {whole} when the "
+                    "model was loaded: heads and windows cannot be distinguished",
+                    "Leave this layer out with --layers.",
+                )
+            factors += axis
+            sizes += [n or size // whole for n in known]
+        return factors, sizes
+
+
+def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
+    """Return t, with an axis per factor, as (windows, heads, tokens, width)."""
+    order = sorted(range(len(factors)), key=lambda i: ROLES.index(factors[i].role))
+    counts = dict.fromkeys(ROLES, 1)
+    for factor, size in zip(factors, t.shape, strict=False):
+        counts[factor.role] *= size
+    windows = counts["sample"] * counts["window"]
+    return t.permute(*order, -1).reshape(windows, counts["head"], counts["token"], t.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -219,16 +310,17 @@ class AttentionCall:
     origins: Origins = field(default_factory=Origins)
     finish: Callable[[Tensor], Tensor] = lambda t: t
 
-    def arrange(self, layout: str, samples: int) -> AttentionCall:
+    def arrange(self, layout: Layout, samples: int) -> AttentionCall:
         """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
-        q, k, v, o = (arrange(layout, t, samples) for t in (self.q, self.k, self.v, self.output))
+        q, o = (layout.arrange(t, samples) for t in (self.q, self.output))
+        k, v = (layout.arrange_keys(t, samples) for t in (self.k, self.v))
         form = self.form
         rows = self.q.shape[:-1]
 
         # All are views in the graph: a gradient with respect to the converted logits is that of
         # the model's own.
         def place(pairs: Tensor) -> Tensor:
-            return arrange(layout, pairs.reshape(*rows, -1), samples)
+            return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
             # Weights of another size are not P: they stay as they are.
@@ -236,13 +328,25 @@ class AttentionCall:
             weights = place(form.weights) if fits else form.weights
             logits, p = place(form.logits), place(form.p)
             form = replace(form, logits=logits, p=p, weights=weights, place=place)
-        elif form.mask is not None:
-            if layout == "batch heads tokens":  # a broadcast mask stays small
-                mask = form.mask[(None,) * (4 - form.mask.ndim)]
-            else:
-                mask = place(form.mask.expand(*rows, self.k.shape[-2]))
+        else:
+            mask = form.mask
+            if form.causal and not layout.keeps_queries:  # it counts the model's queries
+                mask = _hide_later(self.q.shape[-2], self.k.shape[-2], mask, self.q)
+                form = replace(form, causal=False)
+            if mask is not None and layout.is_plain:  # a broadcast mask stays small
+                mask = mask[(None,) * (4 - mask.ndim)]
+            elif mask is not None:
+                mask = place(mask.expand(*rows, self.k.shape[-2]))
             form = replace(form, mask=mask)
         return replace(self, q=q, k=k, v=v, output=o, form=form)
+
+
+def _hide_later(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
+    """Return a mask that also hides the keys behind each query."""
+    later = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(1)
+    if mask is None:
+        return ~later
+    return make_additive(mask, like.dtype).masked_fill(later, -torch.inf)
 
 
 def _show_heads(t: Tensor) -> Tensor:
@@ -287,7 +391,8 @@ class Loop:
             )
             edges = tuple(edge for f in forms for edge in f.products)
             weights, others = cat(f.weights for f in forms), any(f.others for f in forms)
-            form = Explicit(edges, logits, p, weights, others, self.axis)
+            turned = forms[0].turned
+            form = Explicit(edges, logits, p, weights, others, self.axis, turned=turned)
         return AttentionCall(cat(c.q for c in calls), k, v, form, output, first.origins)
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:
@@ -300,53 +405,3 @@ def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-
-
-LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "batch heads tokens": lambda t, _: t,
-    "batch windows tokens": lambda t, _: t.flatten(0, 1).unsqueeze(1),
-    "batch heads windows tokens": lambda t, _: t.transpose(1, 2).flatten(0, 1),
-    "batch windows heads tokens": lambda t, _: t.flatten(0, 1),
-    "batch tokens": lambda t, _: t.unsqueeze(1),
-    "batch*heads tokens": lambda t, samples: t.reshape(samples, -1, *t.shape[1:]),
-    "heads*batch tokens": lambda t, samples: t.reshape(-1, samples, *t.shape[1:]).transpose(0, 1),
-    "windows windows heads tokens": lambda t, _: t.flatten(0, -4),
-}
-"""Conversion of the axes of q, k, v to (windows, heads, tokens, width)."""
-
-_BY_AXES = {
-    3: ("batch*heads tokens", "heads*batch tokens", "batch tokens"),
-    4: ("batch heads tokens", "batch windows tokens"),
-    5: ("batch heads windows tokens", "batch windows heads tokens"),
-}
-
-
-_FOLDED = re.compile(r"windows\*(\d+)heads tokens")
-"""Pattern of a layout with windows and heads in one axis; it contains the number of heads."""
-
-
-def arrange(layout: str, t: Tensor, samples: int) -> Tensor:
-    """Convert a tensor from the axes of a model to (windows, heads, tokens, width)."""
-    if folded := _FOLDED.fullmatch(layout):
-        return t.reshape(-1, int(folded[1]), *t.shape[1:])
-    return LAYOUTS[layout](t, samples)
-
-
-def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
-    """Return the layouts that q could have, most likely first."""
-    t = call.q
-    names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
-    plain = tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
-    # With an axis for each of windows, heads and samples no guess is needed.
-    # One linear map tells the number of tokens, and so how many windows share the first axis.
-    linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
-    if t.ndim != 3 or len(linears) != 1:
-        return plain
-    # The first axis may hold several windows and their heads.
-    tokens = len(linears[0].inputs)
-    windows = tokens // t.shape[1]
-    if windows <= samples or windows * t.shape[1] != tokens:
-        return plain
-    if windows % samples or t.shape[0] % windows or t.shape[0] < windows:
-        return plain
-    return (*plain, f"windows*{t.shape[0] // windows}heads tokens")

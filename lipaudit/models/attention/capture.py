@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError, StructureError
 from lipaudit.models.attention import projections
-from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
+from lipaudit.models.attention.calls import (
+    Address,
+    AttentionCall,
+    Explicit,
+    Fused,
+    Layout,
+    Loop,
+)
 from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, fork_random, run
@@ -273,7 +280,7 @@ class Site:
         structure: the origins of its tensors; None without a closed form.
         reason: why there is no closed form; None if there is one.
         address: address of its attention call in the forward pass.
-        layout: the axes of its q, k and v (see `calls.arrange`).
+        layout: the axes of its q, k and v.
         sources: the ops at which the graph must be cut to read it.
         explicit: whether the model writes its softmax out.
         scope: path of the innermost module that holds the layer and its projections.
@@ -286,6 +293,7 @@ class Site:
         partners: numbers of all layers that share its maps of q and k; empty if none do.
         loop: its attention calls, if the model computes heads, or chunks of queries, one by one;
             `address` is the last one.
+        learned: whether its queries are the same for all samples.
     """
 
     index: int
@@ -295,7 +303,7 @@ class Site:
     structure: Structure | None
     reason: str | None
     address: Address
-    layout: str
+    layout: Layout
     sources: frozenset[Address]
     explicit: bool
     scope: str
@@ -305,6 +313,7 @@ class Site:
     line: str = ""
     partners: tuple[int, ...] = ()
     loop: Loop | None = None
+    learned: bool = False
 
     @property
     def addresses(self) -> tuple[Address, ...]:

@@ -234,6 +234,13 @@ class _Product:
     edge: GradientEdge
     a: Tensor
     b: Tensor
+    turned: bool = False
+    """Whether the logits are its transpose."""
+
+    def rank(self) -> tuple[bool, int]:
+        """Return a measure of how likely this is q k^T, among products in the same logits."""
+        moving = self.a.requires_grad and self.b.requires_grad
+        return moving, min(self.a.ndim, self.b.ndim, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +275,8 @@ class _Softmax:
             return output  # Longformer rearranges P in chunks: `uses` names it
         q, k, v = parts
         logits, ordered = _order_axes(self.logits, self.p, p)
-        form = Explicit((self.product.edge,), logits, ordered, p, self.others)
+        edges, turned = (self.product.edge,), self.product.turned
+        form = Explicit(edges, logits, ordered, p, self.others, turned=turned)
         return AttentionCall(q, k, v, form, o, finish=turn)
 
 
@@ -322,6 +330,9 @@ class AttentionMode(TorchFunctionMode):
         """Return the call to report, if any, the address of this one, and the model's output."""
         return call, Address("", "attention", 0), call.output
 
+    def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Take the logits of a softmax that contain no product, and their leaves."""
+
     def remember(self, linear: Linear, result: Tensor) -> None:
         """If a linear map mixes logits or P (talking heads), remember what they are.
 
@@ -347,21 +358,29 @@ class AttentionMode(TorchFunctionMode):
         if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
             return out
         a, b = operands
+        softmax, made = self._find_weights(a, b)
+        if softmax is not None:
+            self._awaited.remove(softmax)
+            weights, values = (a, b) if made[0] else (b, a)
+            return softmax.multiply(weights, values, out, transposed=made[1])
+        # A factor with two axes is a weight, or queries without samples. A state is neither.
+        constant = all(t.ndim > 2 or not t.requires_grad for t in operands)
+        if out.requires_grad and out.ndim > 2 and min(a.ndim, b.ndim) > 1 and constant:
+            # The edge, not the tensor: a model may scale or mask its logits in place.
+            noted = [*self._products, _Product(get_gradient_edge(out), a, b)]
+            self._products = noted[-_PRODUCTS:]
+        return out
+
+    def _find_weights(self, *operands: Tensor) -> tuple[_Softmax | None, list[bool]]:
+        """Return the awaited softmax behind one of two operands, and behind which."""
         for softmax in self._awaited:
             node = softmax.p.grad_fn
             made = [node is not None and bool(leaves(t, (node,), self._past)[1]) for t in operands]
             if all(made):  # P P is still a map: (P P) v is one attention, measured numerically
                 break
             if any(made):
-                self._awaited.remove(softmax)
-                weights, values = (a, b) if made[0] else (b, a)
-                return softmax.multiply(weights, values, out, transposed=made[1])
-        # A factor with two axes is a weight or a state, not q or k.
-        if out.requires_grad and a.ndim > 2 and b.ndim > 2:
-            # The edge, not the tensor: a model may scale or mask its logits in place.
-            noted = [*self._products, _Product(get_gradient_edge(out), a, b)]
-            self._products = noted[-_PRODUCTS:]
-        return out
+                return softmax, made
+        return None, []
 
     def _handle_baddbmm(
         self,
@@ -386,14 +405,23 @@ class AttentionMode(TorchFunctionMode):
         if contraction is None:
             return func(equation, *operands)
         a, first, b, second, out = contraction[:5]
-        batch = [c for c in out if c in first and c in second]
-        rows, columns = ([c for c in out if c not in side] for side in (second, first))
+        single = [c for c in out if (c in first) != (c in second)]
+        # The last axis of logits is that of the keys.
+        if single and single[-1] in first:
+            a, first, b, second = b, second, a, first
+        # The queries come last in the map, which is the result here, or an operand.
+        softmax, _ = self._find_weights(a, b)
+        letters = single if softmax is None else first
+        rows = [c for c in letters if c in first and c in single]
+        columns = [c for c in single if c in second]
         summed = [c for c in first if c in second and c not in out]
-        # With several axes of rows, columns or sums there is no single map from queries to keys.
-        if not len(rows) == len(columns) == len(summed) == 1:
+        # Without rows, or with several sums, there is no map from queries to keys.
+        if not rows or not columns or len(summed) != 1:
             return func(equation, *operands)
-        a = a.permute([first.index(c) for c in batch + rows + summed])
-        b = b.permute([second.index(c) for c in batch + summed + columns])
+        rows, columns = rows[-1:], columns[-1:]
+        batch = [c for c in out if c not in rows + columns]
+        a = _align(a, first, batch + rows + summed)
+        b = _align(b, second, batch + summed + columns)
         product, axes = self._handle_matmul(torch.matmul, a, b), batch + rows + columns
         if axes == [*out]:
             return product
@@ -441,12 +469,28 @@ class AttentionMode(TorchFunctionMode):
         noted = {product.edge.node: product for product in self._products}
         inputs, hits = leaves(logits, noted, self._past)
         # A softmax along another axis weights something else than keys: `uses` counts it.
-        if not hits or dim not in (-1, logits.ndim - 1):
+        if dim not in (-1, logits.ndim - 1):
             return
-        first = next(product for node, product in noted.items() if node in hits)
+        if not hits:
+            self.notice_scores(logits, inputs)
+            return
+        found = [product for node, product in noted.items() if node in hits]
+        # Maps of the tokens, and their products with positions, may be beside q k^T.
+        first = max(found, key=_Product.rank)
+        if _is_turned(logits, first.edge):
+            first = _Product(first.edge, first.b.mT, first.a.mT, turned=True)
         self._products.clear()  # products before this softmax do not belong to the next one
         softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
+
+
+def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
+    """Return an operand with these axes, of size 1 where it lacks one."""
+    t = t.permute([letters.index(c) for c in wanted if c in letters])
+    for place, letter in enumerate(wanted):
+        if letter not in letters:
+            t = t.unsqueeze(place)
+    return t
 
 
 def _finish(
@@ -456,6 +500,20 @@ def _finish(
     if isinstance(product, AttentionCall):
         return replace(product, finish=lambda output: finish(product.finish(output)))
     return finish(product)
+
+
+def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
+    """Say whether a row of the logits is a column of the product: they are its transpose."""
+    path = nodes(logits, [product.node])
+    if _MOVES.isdisjoint(op(node) for node in path):
+        return False
+    row = torch.zeros_like(logits)
+    row[..., logits.shape[-2] // 2, :] = 1.0
+    pulled = vjp(logits, product, row)
+    if pulled is None or pulled.ndim != logits.ndim or pulled.shape[-2] != logits.shape[-1]:
+        return False
+    *_, rows, columns = [len(places.unique()) for places in pulled.nonzero().T] or [0, 0]
+    return rows > 1 == columns
 
 
 def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,12 +74,14 @@ class Survey:
         sites: the layers.
         unread: modules, with lines of code, whose attention is not among the layers.
         weights: fingerprint of the weights.
+        scores: products of keys and learned queries that are no linear maps.
         shapes: shapes of samples for which the survey holds, as `find_layers` has found.
     """
 
     sites: tuple[Site, ...]
     unread: tuple[str, ...]
     weights: Hashable
+    scores: frozenset[calls.Address]
     shapes: set[torch.Size] = field(default_factory=set)
 
     def holds(self, net: Net, batch: Batch) -> bool:
@@ -90,7 +92,9 @@ class Survey:
         addresses: list[calls.Address] = []
         net, pair, _ = make_generic(net, batch)
         loops = [site.loop for site in self.sites]
-        tracer = trace.Tracer(lambda _, address: addresses.append(address), loops=loops)
+        tracer = trace.Tracer(
+            lambda _, address: addresses.append(address), inner_maps=self.scores, loops=loops
+        )
         with trace.fork_random(net.module), exact_arithmetic(net.device):
             trace.run(net, pair, tracer)
         return addresses == [site.address for site in self.sites]
@@ -147,7 +151,7 @@ def survey(net: Net, batch: Batch) -> Survey:
             if not finite:
                 raise EvaluationError("the model's output is not finite", advice)
             try:
-                sites = _observe_passes(net, pair, other, output, uses)
+                sites, scores = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
                 if of_machine(error):
                     raise
@@ -162,16 +166,21 @@ def survey(net: Net, batch: Batch) -> Survey:
             f"{net.architecture} fails while lipaudit records its operations ({reason})",
             "Replace it. lipaudit attack and lipaudit jacobian from the input record none.",
         ) from error
-    layers = (address.module for site in sites for address in site.addresses)
+    # `uses` counts products of two activations: not those of learned queries.
+    counted = (site for site in sites if not site.learned)
+    layers = (address.module for site in counted for address in site.addresses)
     unread = tuple(dict.fromkeys(uses.beyond(layers)))
     # Now, as a model may fill buffers in its first pass.
-    return Survey(sites, unread, _fingerprint_weights(net.module))
+    return Survey(sites, unread, _fingerprint_weights(net.module), scores)
 
 
 def _observe_passes(
     net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses
-) -> tuple[Site, ...]:
-    """Return the layers of two observed passes; their outputs must equal the unobserved one."""
+) -> tuple[tuple[Site, ...], frozenset[calls.Address]]:
+    """Return the layers of two observed passes; their outputs must equal the unobserved one.
+
+    Also the products of keys and learned queries, at which no pass may cut.
+    """
 
     def observe(loops: Sequence[calls.Loop] = (), *inner: calls.Address) -> Surveyor:
         surveyor = Surveyor(pair, frozenset(inner), loops)
@@ -184,16 +193,20 @@ def _observe_passes(
                 f"the model's output changes by {gap:.1e} (relative) when it is observed",
                 "Use a model that does not depend on the autograd mode or on how it is called.",
             )
-        if not surveyor.layers:
+        if not surveyor.layers and not surveyor.scores:
             raise _make_heads_error(net, uses.beyond(()))
         return surveyor
 
     surveyor = observe()
+    # Learned queries that all samples share look like a linear map of the keys.
+    scores = frozenset(surveyor.scores)
+    if scores:
+        surveyor = observe((), *scores)
     if loops := surveyor.find_loops():
-        surveyor = observe(loops)
+        surveyor = observe(loops, *scores)
     # Once more with fewer cuts, for keys that are made from a latent of the tokens.
     if surveyor.uncut:
-        surveyor.adopt(observe(loops, *surveyor.uncut))
+        surveyor.adopt(observe(loops, *scores, *surveyor.uncut))
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: everything that changes mixes samples.
@@ -206,7 +219,7 @@ def _observe_passes(
         if not surveyor.layers:
             raise _make_heads_error(net, uses.beyond(()))
     surveyor.mark_parts()
-    return tuple(layer.site for layer in surveyor.layers.values())
+    return tuple(layer.site for layer in surveyor.layers.values()), scores
 
 
 def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:

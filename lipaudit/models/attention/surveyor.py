@@ -18,7 +18,17 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import first_line, of_machine
 from lipaudit.models import graph
 from lipaudit.models.attention import calls, capture, projections
-from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop, Origin
+from lipaudit.models.attention.calls import (
+    TOKENS,
+    Address,
+    AttentionCall,
+    Explicit,
+    Fused,
+    Layout,
+    Loop,
+    Origin,
+)
+from lipaudit.models.attention.layouts import find_layouts, guess_layouts
 from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.numeric import linearize_module
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
@@ -43,17 +53,27 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     return frozenset()
 
 
-_Analysis = tuple[str, tuple[str, ...], capture.Structure | None, str | None]
+_Analysis = tuple[Layout, tuple[str, ...], capture.Structure | None, str | None]
 """Layout, kinds, structure and reason of a call (see `Site`)."""
 
 
 def analyse(call: AttentionCall, batch: Batch) -> _Analysis:
     """Analyse a call in the first layout with a closed form, else in the likeliest."""
-    layouts = calls.list_layouts(call, len(batch))
+    usual = guess_layouts(call.q, len(batch))
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
-        return layouts[0], ("rounded",) * 3, None, reason
+        return usual[0], ("rounded",) * 3, None, reason
+    found = _try_layouts(usual, call, batch)
+    if found[2] is not None:
+        return found
+    # In a wrong layout there is no closed form: tokens of windows would be mixed.
+    others = find_layouts(call, len(batch))
+    return _try_layouts(others, call, batch) if others else found
+
+
+def _try_layouts(layouts: Sequence[Layout], call: AttentionCall, batch: Batch) -> _Analysis:
+    """Return the analysis of the first layout with a closed form, else that of the first one."""
     tried: list[_Analysis] = []
     for layout in layouts:
         kinds: list[str] = []
@@ -200,6 +220,7 @@ class Surveyor(Tracer):
     Attributes:
         batch: the two samples.
         uncut: linear maps that another pass should not cut at, to read more layers.
+        scores: products of keys and a constant, which are logits: queries that all samples share.
         layers: the layers so far.
 
     Args:
@@ -214,6 +235,7 @@ class Surveyor(Tracer):
         super().__init__(inner_maps=inner_maps, loops=loops)
         self.batch = batch
         self.uncut: set[Address] = set()
+        self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
         self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
 
@@ -223,8 +245,22 @@ class Surveyor(Tracer):
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
                 continue
-            again.site = replace(again.site, index=before.site.index, inner=deeper.inner_maps)
+            inner = deeper.inner_maps - self.inner_maps
+            again.site = replace(again.site, index=before.site.index, inner=inner)
             self.layers[address] = again
+
+    def notice_scores(self, logits: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Note products of tokens and a constant that a softmax over the tokens takes."""
+        query = torch.zeros_like(logits)
+        query[..., logits.shape[-2] // 2, :] = 1.0
+        for leaf in inputs:
+            origin = self.origins.by_leaf.get(leaf)
+            if origin is None or origin.linear is None or origin.address not in self.products:
+                continue
+            # A row of the logits is a column of the product: one query, and all tokens.
+            read = graph.Probed(logits, (leaf,), origin.linear.outputs).pull(query) != 0
+            if read.any(0).sum() == 1 and read.any(1).sum() > len(self.batch):
+                self.scores.add(origin.address)
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
@@ -265,6 +301,7 @@ class Surveyor(Tracer):
             direct=direct,
             line=line_of_code(),
             loop=loop,
+            learned=not origins[0] and _is_shared(arranged.q.detach()),
         )
         if structure is None:
             self.uncut |= find_inner_maps(every)
@@ -314,13 +351,17 @@ class Surveyor(Tracer):
         def as_rows(*parts: Tensor) -> Tensor:
             """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
             t = parts[0] if site.loop is None else site.loop.cat(parts)
-            return calls.arrange(site.layout, t, 2).transpose(1, 2).flatten(2).flatten(0, 1)
+            return site.layout.arrange(t, 2).transpose(1, 2).flatten(2).flatten(0, 1)
 
         if site.structure is not None and not layer.projected:
             parts = tuple(outputs[a] for a in site.addresses)
             source = graph.Probed(linear.inputs[None, None], parts, as_rows)
             structure = replace(site.structure, out=find_output_map(linear, source))
             layer.site = replace(site, structure=structure)
+        if site.layout.queries != TOKENS and not layer.projected:
+            source = graph.Probed(linear.inputs, tuple(outputs.values()), as_rows)
+            if _reads_as_tokens(source, site.heads):
+                layer.refuse("its queries are heads by their maps, and tokens by W_O")
         layer.projected = True
 
     def compare(self, call: AttentionCall, address: Address) -> None:
@@ -388,6 +429,20 @@ class Surveyor(Tracer):
                     torch.equal(g.parts[1], k) and not torch.equal(g.parts[0], q) for g in group
                 ):
                     layer.refuse("its queries are computed in several parts")
+
+
+def _is_shared(q: Tensor) -> bool:
+    """Say whether two samples have the same queries."""
+    first, *other = q.chunk(2)
+    return len(other) == 1 and torch.equal(first, other[0])
+
+
+def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
+    """Say whether a channel of the next map's input holds one channel of several heads."""
+    unit = torch.zeros_like(source.t)
+    unit[:, 0] = 1.0
+    columns = (source.pull(unit) != 0).any(0).view(heads, -1)
+    return bool(columns.any(1).sum() > 1 and columns.any(0).sum() == 1)
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:

@@ -100,6 +100,7 @@ class Tracer(AttentionMode):
         place: position of the pass.
         origins: origins of the leaves of the cut graph.
         inner_maps: linear maps at which the graph is not cut.
+        products: linear maps so far by ops that products of activations use, too.
 
     Args:
         on_attention: takes each attention call and its address.
@@ -122,6 +123,7 @@ class Tracer(AttentionMode):
         self.wanted, self.inner_maps = wanted, inner_maps
         self.place, self.origins = place or CallStack(), Origins()
         self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
+        self.products: set[Address] = set()
         self._waiting: dict[Address, AttentionCall] = {}
 
     def input(self, t: Tensor) -> Tensor:
@@ -158,6 +160,8 @@ class Tracer(AttentionMode):
             way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
             # The address of a map stands before those that it leads to: see `find_inner_maps`.
             origin = Origin(address, constant, way[:_DEEPEST], divides_channels(linear.x))
+            if product is not None and not product.entire:
+                self.products.add(address)
         result = self._cut(output, origin)
         self.remember(linear, result)
         return result

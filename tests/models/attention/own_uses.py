@@ -400,6 +400,9 @@ def attend_written(a, x):
     return a.o(join((q @ k.mT).softmax(-1) @ v))
 
 
+own("the map as the transpose of k q^T")(
+    lambda a, x: (lambda q, k, v: a.o(join((k @ q.mT).mT.softmax(-1) @ v)))(*qkv(a, x))
+)
 own("a loop over the samples", "left")(
     lambda a, x: torch.stack([attend_written(a, one) for one in x])
 )

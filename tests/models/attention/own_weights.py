@@ -26,6 +26,7 @@ from tests.models.attention.own_modules import (
     parameter,
     qkv,
     sdpa,
+    softmax,
     split,
 )
 
@@ -384,6 +385,94 @@ LATENT = add(latent=parameter(3, WIDTH))
 def learned_queries(a, x):
     q = a.q(a.latent).expand(len(x), -1, -1)
     return x + sdpa(a, q, a.k(x), a.v(x)).mean(1, keepdim=True)
+
+
+def share_queries(scores):
+    """Return a layer of one head whose learned queries have no axis of samples."""
+
+    def forward(a, x):
+        p = (scores(a.latent, a.k(x)) / 3).softmax(-1)
+        return x + a.o(p @ a.v(x)).mean(1, keepdim=True)
+
+    return forward
+
+
+def attend_latent(a, x):
+    """Return O of one head with learned queries."""
+    return attend_once(a.latent.to(x) / 3, apply(a.k, x), apply(a.v, x))[None]
+
+
+def attend_once(q, k, v):
+    return softmax(q @ k.mT) @ v
+
+
+def attend_shared_key(a, x):
+    """Return O of heads that share the first half of the keys and values."""
+    q = affine(a.q, x) / 2
+    k, v = (apply(m, x)[:, : q.shape[-1]] for m in (a.k, a.v))
+    return torch.stack([attend_once(each, k, v) for each in q])
+
+
+def by_one_key(attend_all):
+    """Return a layer of heads that share one key."""
+
+    def forward(a, x):
+        q = a.q(x).unflatten(-1, (HEADS, -1)) / 2
+        k, v = (m(x)[..., : q.shape[-1]] for m in (a.k, a.v))
+        return a.o(attend_all(q, k, v).flatten(2))
+
+    return forward
+
+
+def fold_queries(q, k, v):
+    return ((q.flatten(1, 2) @ k.mT).softmax(-1) @ v).view_as(q)
+
+
+def fold_heads(q, k, v):
+    turned = q.transpose(1, 2)
+    o = (turned.flatten(1, 2) @ k.mT).softmax(-1) @ v
+    return o.view_as(turned).transpose(1, 2)
+
+
+def share_by_einsum(q, k, v):
+    p = torch.einsum("bihd,bjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bjd->bihd", p, v)
+
+
+def share_keys_first(q, k, v):
+    p = torch.einsum("bjd,bihd->bhij", k, q).softmax(-1)
+    return torch.einsum("bjd,bhij->bihd", v, p)
+
+
+for what, scores in {
+    "a product": lambda q, k: q @ k.mT,
+    "a product with a map of them": lambda q, k: (q @ torch.eye(WIDTH).to(q)) @ k.mT,
+    "einsum": lambda q, k: torch.einsum("qd,bnd->bqn", q, k),
+    "einsum, keys first": lambda q, k: torch.einsum("bnd,qd->bqn", k, q),
+    "the transpose of keys times queries": lambda q, k: (k @ q.mT).mT,
+}.items():
+    what = f"learned queries that all samples share, by {what}"
+    own(what, build=LATENT, heads=attend_latent)(share_queries(scores))
+
+for what, attend_all in {
+    "heads in the axis of the queries, (b, n h, d)": fold_queries,
+    "heads in the axis of the queries, (b, h n, d)": fold_heads,
+    "einsum": share_by_einsum,
+    "einsum, keys first": share_keys_first,
+}.items():
+    own(f"one head of keys for all, by {what}", heads=attend_shared_key)(by_one_key(attend_all))
+
+
+@own(
+    "two queries of each token by maps of their own, one key",
+    "named",
+    heads=attend_shared_key,
+)
+def two_queries(a, x):
+    q = a.q(x).unflatten(-1, (HEADS, -1)).flatten(1, 2)
+    k, v = (m(x)[..., : q.shape[-1]] for m in (a.k, a.v))
+    o = (q @ k.mT).softmax(-1) @ v
+    return x + F.linear(o, a.o.weight[:, : o.shape[-1]]).mean(1, keepdim=True)
 
 
 @own(

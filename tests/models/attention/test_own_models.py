@@ -141,22 +141,19 @@ def test_attention_that_no_sample_moves_is_no_loop_over_samples():
 
 
 class TokensFirst(nn.Module):
-    """Every token attends to 3 memories of its own: (batch, tokens, 1, width) queries."""
+    """The parts of each token attend to each other, (batch, tokens, parts, width), by one map."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(30, 8)
-        self.q, self.k, self.v = (nn.Linear(8, n * 8) for n in (1, 3, 3))
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
         self.out = nn.Linear(8, 3)
 
     def forward(self, ids, mask=None):
-        x = self.table(ids)
-        q, k, v = (
-            t(x).unflatten(-1, (-1, 8)) * torch.tanh(x)[:, :, None]
-            for t in (self.q, self.k, self.v)
-        )
+        x = self.table(ids).unflatten(-1, (2, 4))
+        q, k, v = (t(x) for t in (self.q, self.k, self.v))
         p = torch.softmax(q @ k.transpose(-1, -2), -1)
-        return self.out((p @ v).squeeze(2).mean(1))
+        return self.out((p @ v).flatten(2).mean(1))
 
 
 def net_and_batch(tokens: int):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
-    from lipaudit.models.net import Net
 
 
 @dataclass(frozen=True)
@@ -50,26 +48,41 @@ class Batch:
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
-        start = self.start + index.indices(len(self))[0]
-        return replace(self.rows(torch.arange(len(self))[index]), start=start)
+        first, _, _ = index.indices(len(self))
+        rows = torch.arange(len(self))[index]
+        return replace(self.rows(rows), start=self.start + first)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
-        y, at = None if self.y is None else self.y[index], index.tolist()
-        ids = tuple(self.ids[i] for i in at)
-        texts = tuple(self.texts[i] for i in at) if self.texts else ()
-        return replace(self.without_ids(index), y=y, ids=ids, texts=texts, limit=self.limit)
+        rows = self.without_ids(index)
+        positions = index.tolist()
+        ids = tuple(self.ids[i] for i in positions)
+        y = None
+        if self.y is not None:
+            y = self.y[index]
+        texts: tuple[tuple[str, ...], ...] = ()
+        if self.texts:
+            texts = tuple(self.texts[i] for i in positions)
+        return replace(rows, y=y, ids=ids, texts=texts, limit=self.limit)
 
     def without_ids(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: no transfer to the host is needed."""
-        return Batch(self.x[index], None, (), None if self.mask is None else self.mask[index])
+        mask = None
+        if self.mask is not None:
+            mask = self.mask[index]
+        return Batch(self.x[index], None, (), mask)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move to a device; floating-point samples also take the dtype."""
-        x = self.x.to(device, dtype if self.x.is_floating_point() else None)
-        y = None if self.y is None else self.y.to(device)
-        mask = None if self.mask is None else self.mask.to(device)
-        return replace(self, x=x, y=y, mask=mask)
+        if self.x.is_floating_point():
+            moved = replace(self, x=self.x.to(device, dtype))
+        else:
+            moved = replace(self, x=self.x.to(device))
+        if self.y is not None:
+            moved = replace(moved, y=self.y.to(device))
+        if self.mask is not None:
+            moved = replace(moved, mask=self.mask.to(device))
+        return moved
 
     def split(self, size: int) -> Iterator[Batch]:
         """Split into batches of at most `size` samples, in order, without superfluous padding."""
@@ -84,14 +97,20 @@ class Batch:
         if self.mask is None:
             yield from self.split(size)
             return
-        lengths = self.mask.sum(1).tolist()
-        # Sorting is stable: samples of one length keep their order.
-        order = sorted(range(len(self)), key=lengths.__getitem__)
-        alike = [[*run] for _, run in groupby(order, key=lengths.__getitem__)]
-        for rows in sorted(run[i : i + size] for run in alike for i in range(0, len(run), size)):
-            part = replace(self.rows(torch.tensor(rows)), start=self.start + rows[0]).trim()
-            padded = part.mask is not None and not part.mask.all()
-            yield part if padded else replace(part, mask=None)
+        rows_by_length: dict[int, list[int]] = {}
+        for row, length in enumerate(self.mask.sum(1).tolist()):
+            rows_by_length.setdefault(length, []).append(row)
+        parts: list[list[int]] = []
+        for rows in rows_by_length.values():
+            parts += (rows[i : i + size] for i in range(0, len(rows), size))
+        for rows in sorted(parts):
+            part = self.rows(torch.tensor(rows)).trim()
+            start = self.start + rows[0]
+            # The mask stays where a sample has holes.
+            mask = part.mask
+            if mask is not None and bool(mask.all()):
+                mask = None
+            yield replace(part, start=start, mask=mask)
 
     def trim(self) -> Batch:
         """Return the same samples without trailing columns that are padding in every sample."""
@@ -99,6 +118,66 @@ class Batch:
             return self
         length = int(self.mask.any(0).nonzero().max()) + 1
         return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
+
+
+class Taker(Protocol):
+    """A model as far as data are concerned; a `Net` is one, and describes each property."""
+
+    @property
+    def kind(self) -> Literal["image", "tokens", "text"]:
+        """Kind of its samples."""
+
+    @property
+    def source(self) -> str:
+        """Source of the model."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample, or the largest number of tokens of a text."""
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        """Smallest and largest value of an input."""
+
+    @property
+    def prepare(self) -> Callable[[Any], Tensor] | None:
+        """Turns a picture into pixels in [0, 1]."""
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes."""
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Class names by index."""
+
+    @property
+    def aliases(self) -> Mapping[str, int]:
+        """Other names of the classes."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids."""
+
+    @property
+    def tokenize(self) -> Callable[[str, int], list[int]] | None:
+        """Returns the token ids of a text."""
+
+    @property
+    def tokenize_pair(self) -> Callable[[str, str, int], list[int]] | None:
+        """Returns the token ids of two texts."""
+
+    @property
+    def pad_id(self) -> int:
+        """Id that fills shorter samples."""
+
+    @property
+    def end_id(self) -> int | None:
+        """Id that every text must end with."""
+
+    @property
+    def unknown_id(self) -> int | None:
+        """Id of unknown tokens."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +223,19 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
     """
     seen: Counter[str] = Counter()
     ids = []
-    for i, sample in enumerate(x):
+    labels = [None] * len(x) if y is None else y
+    for sample, label in zip(x, labels, strict=True):
         array = sample.detach().cpu().contiguous().numpy()
         # Equal bytes with another shape or label are another sample.
-        head = f"{array.dtype}{array.shape}{None if y is None else y[i]}".encode()
-        digest = hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
+        head = f"{array.dtype}{array.shape}{label}".encode()
+        contents = head + array.tobytes()
+        digest = hashlib.sha256(contents).hexdigest()[:16]
         seen[digest] += 1
-        ids.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+        number = seen[digest]
+        if number == 1:
+            ids.append(digest)
+        else:
+            ids.append(f"{digest}-{number}")
     return tuple(ids)
 
 
@@ -218,16 +303,19 @@ class Samples:
     @property
     def suite_id(self) -> str:
         """Return the identity of the set of samples, independent of their order."""
-        return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
+        listed = "\n".join(sorted(self.batch.ids))
+        return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw indices without replacement; a larger draw contains every smaller one."""
     # Always permute all: then n + 1 samples are n samples and one more.
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].tolist()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(total, generator=generator)
+    return order[:samples].tolist()
 
 
-def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) -> Batch:
+def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) -> Batch:
     """Join the samples of a run; texts are padded, and ids do not depend on the padding.
 
     Args:
@@ -235,13 +323,20 @@ def make_batch(x: Sequence[Tensor], net: Net, y: Sequence[int] | None = None) ->
         net: the model.
         y: class numbers of the model, or None.
     """
-    ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
+    ids = identify_samples(x, y)
+    labels = None
+    if y is not None:
+        labels = torch.as_tensor(y)
+    samples = list(x)
     if net.kind != "text":
-        return Batch(torch.stack(list(x)), labels, ids)
-    padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
-    mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
-    # Without a mask, models take their faster path.
-    return Batch(padded, labels, ids, None if bool(mask.all()) else mask)
+        return Batch(torch.stack(samples), labels, ids)
+    padded = pad_sequence(samples, batch_first=True, padding_value=net.pad_id)
+    lengths = torch.as_tensor([len(tokens) for tokens in samples])
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    if bool(mask.all()):
+        # Without a mask, models take their faster path.
+        return Batch(padded, labels, ids)
+    return Batch(padded, labels, ids, mask)
 
 
 # Number of classes listed in a message.
@@ -253,7 +348,7 @@ class LabelError(InputError):
 
 
 def require_classes(
-    numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Net
+    numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Taker
 ) -> list[int]:
     """Return class numbers, all of which the model has.
 
@@ -266,23 +361,33 @@ def require_classes(
     Raises:
         LabelError: a label is not a class of the model; the message gives its place.
     """
-    found = [n for n in numbers if n is not None and 0 <= n < (net.classes or 0)]
-    if len(found) < len(names):
-        i = next(i for i, n in enumerate(numbers) if n not in found)
-        labels = net.labels or ()
-        shown = ", ".join([*map(repr, labels[:LISTED]), *["..."] * (len(labels) > LISTED)])
-        listed = f" ({shown})" if labels else f" (0 to {(net.classes or 1) - 1})"
-        raise LabelError(
-            f"{places[i]}: the class {names[i]!r} is not one of the model's {net.classes} "
-            f"classes{listed}",
-            "Rename the classes to the model's names or numbers (from 0), or give exactly as many "
-            "classes, in its order. To train a new classifier, use `lipaudit train --classes`.",
-        )
+    classes = range(net.classes or 0)
+    found = []
+    for number, name, place in zip(numbers, names, places, strict=True):
+        if number is None or number not in classes:
+            raise LabelError(
+                f"{place}: the class {name!r} is not one of the model's {net.classes} classes "
+                f"({_list_classes(net)})",
+                "Rename the classes to the model's names or numbers (from 0), or give exactly as "
+                "many classes, in its order. To train a new classifier, use "
+                "`lipaudit train --classes`.",
+            )
+        found.append(number)
     return found
 
 
+def _list_classes(net: Taker) -> str:
+    """Return the names of the first classes, or the range of their numbers."""
+    if not net.labels:
+        return f"0 to {(net.classes or 1) - 1}"
+    shown = [repr(label) for label in net.labels[:LISTED]]
+    if len(net.labels) > LISTED:
+        shown.append("...")
+    return ", ".join(shown)
+
+
 def match_labels(
-    values: Sequence[Any], net: Net, places: Sequence[str], classes: Sequence[str] | None = None
+    values: Sequence[Any], net: Taker, places: Sequence[str], classes: Sequence[str] | None = None
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return the model's class numbers for labels that are class names or numbers.
 
@@ -300,45 +405,74 @@ def match_labels(
     Raises:
         LabelError: a label is not a class; the message gives its place.
     """
-    known = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.labels is None:  # the placeholder names of transformers
-        known |= {f"label {i}": i for i in range(net.classes or 0)}
-    for i, label in enumerate(net.labels or ()):
-        for name in (*label.split(","), label):
-            known.setdefault(_normalise(name), i)
     if classes is None or min(values, default=0) < 0:  # -1 marks samples without a label
-        words, classes = [str(value).strip() for value in values], None
+        words = [str(value).strip() for value in values]
         names = sorted(set(words))
+        are_rows = True
     else:
-        words, names = [classes[value] for value in values], list(classes)
+        words = [classes[value] for value in values]
+        names = list(classes)
+        are_rows = False
     numbers = {name: _read_number(name) for name in names}
-    index = {name: known.get(_normalise(name), known.get(str(numbers[name]))) for name in names}
+    index = _match_names(numbers, net)
     notes: tuple[Note, ...] = ()
     # Numbers and order only if no name is known: half by name and half by order is a guess.
-    if all(i is None for i in index.values()):
+    if all(each is None for each in index.values()):
         fits = set(numbers.values()) <= set(range(net.classes or 0))
+        are_numbers = None not in numbers.values()
         # Labels of rows that are numbers are never matched by order.
-        if fits or (classes is None and None not in numbers.values()):
+        if fits or (are_rows and are_numbers):
             index = numbers
         elif net.classes == len(names):
             with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 < 10.0
                 names = sorted(names, key=float)
             index = {name: i for i, name in enumerate(names)}
-            shown = [f" ({label!r})" for label in net.labels or ()] or [""] * len(names)
-            text = (
-                "class names were matched only by their order (--class-names names another): "
-                + ", ".join(f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names))
-            )
-            notes = (Note.warn("labels-by-order", text),)
+            notes = (_note_order(names, net),)
     return require_classes([index[word] for word in words], words, places, net), notes
+
+
+def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int | None]:
+    """Return the classes that the model calls so, or None.
+
+    Args:
+        numbers: names of the data, with the number that each one spells.
+        net: the model.
+    """
+    known = {_normalise(alias): i for alias, i in net.aliases.items()}
+    if net.labels is None:  # the placeholder names of transformers
+        for i in range(net.classes or 0):
+            known[f"label {i}"] = i
+    for i, label in enumerate(net.labels or ()):
+        for name in (*label.split(","), label):
+            known.setdefault(_normalise(name), i)
+    index = {}
+    for name, number in numbers.items():
+        spelled = known.get(str(number))
+        index[name] = known.get(_normalise(name), spelled)
+    return index
+
+
+def _note_order(names: Sequence[str], net: Taker) -> Note:
+    """Return the warning that lists which name became which class."""
+    lines = []
+    for i, name in enumerate(names):
+        line = f"{name!r} is class {i}"
+        if net.labels:
+            line += f" ({net.labels[i]!r})"
+        lines.append(line)
+    lead = "class names were matched only by their order (--class-names names another): "
+    return Note.warn("labels-by-order", lead + ", ".join(lines))
 
 
 def _read_number(name: str) -> int | None:
     """Read a class number; a share like 0.7 is not one, and must not become class 0."""
-    head, _, decimals = name.partition(".")
     if name in ("True", "False"):
         return int(name == "True")
-    return int(head) if head.removeprefix("-").isdecimal() and not decimals.strip("0") else None
+    whole, _, decimals = name.partition(".")
+    is_number = whole.removeprefix("-").isdecimal()
+    if is_number and not decimals.strip("0"):
+        return int(whole)
+    return None
 
 
 def _normalise(name: str) -> str:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lipaudit.data import tables
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, Task, make_batch
 from lipaudit.data.tables import SampleTable
 from lipaudit.errors import InputError
 from lipaudit.tables import Note
-
-if TYPE_CHECKING:
-    from lipaudit.models.net import Net
 
 # Usual names of the columns of a prompt and its continuation.
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
@@ -71,9 +68,9 @@ class QuestionForm:
         Raises:
             InputError: the row has none; the message is its fault.
         """
-        empty = next((name for name in self.needed if tables.is_empty(row.get(name))), None)
-        if empty:
-            raise InputError(f"has no {empty!r}")
+        for name in self.needed:
+            if tables.is_empty(row.get(name)):
+                raise InputError(f"has no {name!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
         if fault := tables.find_fault(row, texts):
             raise InputError(fault)
@@ -86,10 +83,10 @@ class QuestionForm:
         if fault := tables.find_fault(row, (self.label,)):
             raise InputError(fault)
         label = row[self.label]
-        value = label if label in self.values else str(label)
-        if value not in self.values:
-            raise InputError(f"has the label {label!r}, which is not a class")
-        return Question(prompt, self.words, self.values.index(value))
+        for value in (label, str(label)):
+            if value in self.values:
+                return Question(prompt, self.words, self.values.index(value))
+        raise InputError(f"has the label {label!r}, which is not a class")
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
@@ -98,11 +95,13 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
     >>> pack([7, 3], [[5], [5, 6]], 10)
     tensor([ 7,  3, 15, 25, 26])
     """
-    follow = [t + i * vocabulary for i, ids in enumerate(continuations, 1) for t in ids]
-    return torch.tensor([*prompt, *follow], dtype=torch.int64)
+    row = list(prompt)
+    for i, tokens in enumerate(continuations, 1):
+        row += (token + i * vocabulary for token in tokens)
+    return torch.tensor(row, dtype=torch.int64)
 
 
-def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Samples:
+def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
     """Read prompts, and the continuations that a language model scores behind each.
 
     The columns decide: a prompt and its continuation; a question, its choices and the answer; or a
@@ -115,68 +114,92 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
     limit, notes = tables.limit_tokens(net, options)
-    origin, tokenize, vocabulary = table.origin, net.tokenize, net.vocabulary
+    tokenize, vocabulary = net.tokenize, net.vocabulary
     if tokenize is None or not vocabulary:
         advice = "Put tokenizer.json beside config.json."
-        raise InputError(f"{origin} holds text, and the model has no tokenizer", advice)
+        raise InputError(f"{table.origin} holds text, and the model has no tokenizer", advice)
     table.require_rows(options)  # before columns: unreadable rows have none
     rows = {i: table.rows[i] for i in table.sound}
-    form, faults = _choose_form(table, rows, options), dict(table.faults)
-    asked: dict[int, Question] = {}
-    for i, row in rows.items():
-        try:
-            asked[i] = form.ask(row)
-        except InputError as error:
-            faults[i] = error.message
-    usual = Counter(len(question.continuations) for question in asked.values()).most_common(1)
-    for i, question in asked.items():
-        # The classes of a batch are the choices, so all rows need the same number.
-        if (count := len(question.continuations)) != usual[0][0]:
-            faults[i] = f"has {count} choices, most rows have {usual[0][0]}"
+    form = _choose_form(table, rows, options)
+    asked, choices, faults = _ask_rows(form, rows)
+    table = replace(table, faults={**table.faults, **faults})
 
     def read(i: int) -> tuple[Tensor, bool]:
         question = asked[i]
         pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
-        prompt, follow = pairs[0][0], [ids for _, ids in pairs]
-        room, shown = limit - max(map(len, follow)), question.prompt[:40]
+        prompt, _ = pairs[0]
+        follow = [ids for _, ids in pairs]
+        shown = question.prompt[:40]
         if not prompt or not all(follow):
             raise InputError(
-                f"{origin}: {shown!r} or its continuation has no tokens",
+                f"{table.origin}: {shown!r} or its continuation has no tokens",
                 "Remove such rows, or leave them out with --skip-bad.",
             )
+        room = limit - max(map(len, follow))
         if room < 1:
-            text = f"{origin}: the continuation of {shown!r} leaves no room for the prompt"
             raise InputError(
-                f"{text} within {limit} tokens",
+                f"{table.origin}: the continuation of {shown!r} leaves no room for the prompt "
+                f"within {limit} tokens",
                 "Raise --max-tokens, or leave such rows out with --skip-bad.",
             )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
-    table = replace(table, faults=faults)
     drawn, skipped = tables.draw_rows(table, options, read, what="rows")
-    if cut := sum(is_cut for _, (_, is_cut) in drawn):
+    cut = sum(is_cut for _, (_, is_cut) in drawn)
+    if cut:
         text = (
             f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
             f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (Note.warn("text-cut", text),)
+    packed, right, origins = [], [], []
+    for i, (ids, _) in drawn:
+        packed.append(ids)
+        right.append(asked[i].right)
+        origins.append(SampleOrigin(table.name(i), tables.shorten((asked[i].prompt,))))
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
-    batch = make_batch([ids for _, (ids, _) in drawn], net, [asked[i].right for i, _ in drawn])
-    origins = (SampleOrigin(table.name(i), tables.shorten((asked[i].prompt,))) for i, _ in drawn)
-    task = Task(form.kind, names.get(form.kind, tuple(LETTERS[: usual[0][0]])))
+    classes = names.get(form.kind, tuple(LETTERS[:choices]))
+    batch = make_batch(packed, net, right)
+    task = Task(form.kind, classes)
     return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
+
+
+def _ask_rows(
+    form: QuestionForm, rows: Mapping[int, Mapping[str, Any]]
+) -> tuple[dict[int, Question], int, dict[int, str]]:
+    """Return the question of each row, the usual number of continuations, and faults of rows."""
+    asked: dict[int, Question] = {}
+    faults: dict[int, str] = {}
+    for i, row in rows.items():
+        try:
+            asked[i] = form.ask(row)
+        except InputError as error:
+            faults[i] = error.message
+    counts = Counter(len(question.continuations) for question in asked.values())
+    usual = max(counts, key=counts.__getitem__, default=0)
+    for i, question in asked.items():
+        count = len(question.continuations)
+        # The classes of a batch are the choices, so all rows need the same number.
+        if count != usual:
+            faults[i] = f"has {count} choices, most rows have {usual}"
+    return asked, usual, faults
 
 
 def _encode_pair(
     prompt: str, text: str, tokenize: Callable[[str, int], list[int]]
 ) -> tuple[list[int], list[int]]:
     start = prompt.rstrip()
-    blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
-    before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)
+    blank = prompt[len(start) :]
+    if not blank and not text[:1].isspace():
+        blank = " "
+    before = tokenize(start, WHOLE)
+    both = tokenize(start + blank + text, WHOLE)
     # Some tokenizers end every text with a token, which does not belong to a prompt.
-    closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
-    if closed and both[: len(before) - 1] == before[:-1]:
-        before, both = before[:-1], both[:-1]
+    opening = before[:-1]
+    ends_alike = bool(before) and both[-1:] == before[-1:]
+    starts_alike = both[: len(opening)] == opening
+    if ends_alike and starts_alike and both[: len(before)] != before:
+        return opening, both[len(opening) : -1]
     return before, both[len(before) :]
 
 
@@ -188,47 +211,69 @@ def _choose_form(
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
     """
-    columns, origin = table.columns, table.origin
+    columns = table.columns
     choices = next((name for name in CHOICES if name in columns), "")
-    usual = (*(ANSWERS if choices else ()), *tables.LABELS)
+    usual: Sequence[str] = tables.LABELS
+    if choices:
+        usual = (*ANSWERS, *usual)
     label = tables.choose_column(table, options.label_column, usual)
-    pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
-    plain = options.text_column is None and options.label_column is None
-    texts = () if options.text_column is None else tables.choose_text_columns(table, options)
-    if pair is None and label is None and len(texts) == 2:
-        pair, plain = (texts[0], texts[1]), True
-    if not choices and pair is not None and plain:
-        return QuestionForm("continuation", pair[:1], pair[1])
+    pair = _find_pair(table, label, options)
+    if not choices and pair is not None:
+        prompt, continuation = pair
+        return QuestionForm("continuation", (prompt,), continuation)
     if label is None:
         raise InputError(
-            f"{origin} has no column to score (columns: {', '.join(columns)})",
+            f"{table.origin} has no column to score (columns: {', '.join(columns)})",
             "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
             "choices and answer (--label-column); or a text and a label.",
         )
     prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
     if choices:
         return QuestionForm("choices", prompts, choices, label)
-    known, needed = table.classes.get(label), (*prompts, label)
+    known = table.classes.get(label)
     if known is not None:
         return QuestionForm("labels", prompts, "", label, tuple(known), range(len(known)))
-    whole = [row for row in rows.values() if not any(tables.is_empty(row.get(n)) for n in needed)]
-    words = tuple(sorted({str(row[label]) for row in whole}))
-    number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
-    if number is not None:
-        raise InputError(
-            f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
-            "Write the class names into that column, or name another with --label-column.",
-        )
+    words = _list_words(rows.values(), prompts, label)
+    for word in words:
+        if word.strip().lstrip("-").replace(".", "").isdigit():
+            raise InputError(
+                f"{table.origin}: {label!r} holds numbers ({word}), but a language model needs "
+                "words",
+                "Write the class names into that column, or name another with --label-column.",
+            )
     return QuestionForm("labels", prompts, "", label, words, words)
 
 
+def _find_pair(
+    table: SampleTable, label: str | None, options: DataOptions
+) -> Sequence[str] | None:
+    """Return the columns of a prompt and its continuation, of the usual names or requested."""
+    asked = options.text_column
+    if asked is None and options.label_column is None:
+        return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
+    if asked is None or label is not None:
+        return None
+    texts = tables.choose_text_columns(table, options)
+    return texts if len(texts) == 2 else None
+
+
+def _list_words(
+    rows: Iterable[Mapping[str, Any]], prompts: Sequence[str], label: str
+) -> tuple[str, ...]:
+    """Return the labels of the rows that have all they need, in order."""
+    words = set()
+    for row in rows:
+        fields = [row.get(name) for name in (*prompts, label)]
+        if not any(map(tables.is_empty, fields)):
+            words.add(str(row[label]))
+    return tuple(sorted(words))
+
+
 def _read_choices(value: Any) -> tuple[str, ...]:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    texts = tuple("" if text is None else str(text) for text in (value if listed else ()))
-    fits = 2 <= len(texts) <= len(LETTERS) and all(text.strip() for text in texts)
-    if not fits:
-        raise InputError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
-    return texts
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if is_list and 2 <= len(value) <= len(LETTERS) and not any(map(tables.is_empty, value)):
+        return tuple(map(str, value))
+    raise InputError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
 
 
 def _find_answer(value: Any, choices: Sequence[str]) -> int:
@@ -238,11 +283,14 @@ def _find_answer(value: Any, choices: Sequence[str]) -> int:
     """
     text = str(value).strip()
     # 1 is an index; "1" may be an index or the text of a choice.
-    known = [[str(i) for i in range(len(choices))]]
-    if not isinstance(value, int) or isinstance(value, bool):
-        known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]
+    count = len(choices)
+    known = [list(map(str, range(count)))]
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    if not is_index:
+        known.append([choice.strip() for choice in choices])
+        known.append(list(LETTERS[:count]))
     meant = {names.index(text) for names in known if text in names}
     if len(meant) != 1:
         which = "may mean more than one" if meant else "is none"
-        raise InputError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
+        raise InputError(f"has the answer {value!r}, which {which} of its {count} choices")
     return meant.pop()

@@ -81,12 +81,15 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
     facts = {**vars(repository), "page": repository.page}
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
-    facts["option"] = "" if repository.kind == "model" else " --repo-type dataset"
+    facts["option"] = ""
+    if repository.kind == "dataset":
+        facts["option"] = " --repo-type dataset"
     # Clients wrap an exception twice; the nearest class that is in the table counts.
-    for kind in (kind for cause in errors.list_causes(error) for kind in type(cause).__mro__):
-        if kind.__name__ in REFUSALS:
-            message, advice = REFUSALS[kind.__name__]
-            return InputError(message.format(**facts), advice.format(**facts))
+    for cause in errors.list_causes(error):
+        for kind in type(cause).__mro__:
+            if kind.__name__ in REFUSALS:
+                message, advice = REFUSALS[kind.__name__]
+                return InputError(message.format(**facts), advice.format(**facts))
     first = error.__cause__ or error
     reason = f"{type(first).__name__}: {errors.first_line(first)}"
     return InputError(
@@ -136,12 +139,14 @@ class Commit:
     @property
     def note(self) -> Note:
         """Return a warning if the cache may be older than the Hub."""
-        name, revision, short = self.repository.name, self.repository.revision, self.sha[:12]
-        of = "" if HASH.fullmatch(revision) else f" of {revision}"
-        if self.unasked and of:
-            text = f"{name} is the cached version, commit {short}{of}: {self.unasked}"
-            return Note.warn("hub-cache", text)
-        return Note.info("hub-commit", f"{name} is read at commit {short}{of}")
+        name, revision = self.repository.name, self.repository.revision
+        commit = f"commit {self.sha[:12]}"
+        if HASH.fullmatch(revision):
+            return Note.info("hub-commit", f"{name} is read at {commit}")
+        commit = f"{commit} of {revision}"
+        if not self.unasked:
+            return Note.info("hub-commit", f"{name} is read at {commit}")
+        return Note.warn("hub-cache", f"{name} is the cached version, {commit}: {self.unasked}")
 
     def remember(self) -> None:
         """Record the commit of a branch or tag in the cache, as the clients of the Hub do."""
@@ -244,11 +249,13 @@ def parse_reference(text: str) -> tuple[Repository, str, str]:
     match = re.fullmatch(r"([^\[\]]+)(?:\[(.+)\])?(?:@([^\[\]]+))?", text)
     if match is None:
         raise InputError(f"hf:{text} names no data set", f"Write {FORM}.")
-    name, split, after = match.groups()
-    name, _, before = name.partition("@")
-    parts = name.split("/", 2)
-    repository = Repository("/".join(parts[:2]), "dataset", after or before or "main")
-    return repository, "".join(parts[2:]), split or "test"
+    before_split, split, last = match.groups()
+    path, _, first = before_split.partition("@")
+    revision = last or first or "main"
+    parts = path.split("/", 2)
+    name = "/".join(parts[:2])
+    config = "".join(parts[2:])
+    return Repository(name, "dataset", revision), config, split or "test"
 
 
 def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
@@ -262,7 +269,8 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
     advice = "pip install 'lipaudit[datasets]'"
     with explain_failure("--data hf: needs the library `datasets`", advice, ImportError):
         import datasets
-    (repository, config, split), origin = parse_reference(text), f"hf:{text}"
+    repository, config, split = parse_reference(text)
+    origin = f"hf:{text}"
     whole_split = split.partition("[")[0].strip()
     with ExitStack() as undo:
         undo.enter_context(hub_access(offline=offline))
@@ -279,8 +287,11 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
     data = whole.select(range(part.from_ or 0, part.to))
     if not len(data):
         raise InputError(f"{origin} is empty", "Choose another split.")
-    kinds = data.features.items()
-    classes = {name: kind.names for name, kind in kinds if getattr(kind, "names", None)}
+    classes = {}
+    for name, kind in data.features.items():
+        names = getattr(kind, "names", None)
+        if names:
+            classes[name] = names
     places = [f"index {i}" for i in range(len(data))]
     return SampleTable(origin, data.column_names, places, data, classes=classes), commit
 
@@ -322,8 +333,14 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
         InputError: the message suggests similar names.
     """
     names = [str(each) for each in known]
-    if name not in names:
-        listed = ", ".join(names) or "none"
-        near = f"Did you mean {(errors.similar(name, names) or names)[0]!r}? " if names else ""
-        has = f"no {what} {name!r} (it has: {listed})" if name else f"several {what}s: {listed}"
-        raise InputError(f"{place} has {has}", f"{near}Write {FORM}.")
+    if name in names:
+        return
+    listed = ", ".join(names) or "none"
+    has = f"several {what}s: {listed}"
+    if name:
+        has = f"no {what} {name!r} (it has: {listed})"
+    advice = f"Write {FORM}."
+    near = errors.similar(name, names) or names
+    if near:
+        advice = f"Did you mean {near[0]!r}? {advice}"
+    raise InputError(f"{place} has {has}", advice)

@@ -8,9 +8,10 @@ import io
 import math
 import re
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,11 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lipaudit.data import batch
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, draw_indices, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, draw_indices, make_batch
 from lipaudit.errors import InputError, explain_failure
-
-if TYPE_CHECKING:
-    from lipaudit.models.net import Net
 
 # Longer side of a thumbnail, in pixels.
 SIDE = 64
@@ -35,10 +33,15 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     The longer side is at most `SIDE`; with more than three channels the first one is shown.
     """
     low, high = box or (0.0, 1.0)
-    shown = (pixels if len(pixels) in (1, 3) else pixels[:1]).sub(low).div(high - low)
+    shown = pixels if len(pixels) in (1, 3) else pixels[:1]
+    shown = shown.sub(low).div(high - low)
+    shown = shown.detach().cpu().float().clamp(0, 1)
     # Bytes, as in a picture file.
-    array = (shown.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
-    image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
+    array = (shown * 255).round().to(torch.uint8).numpy()
+    planes = array[0]
+    if len(array) > 1:
+        planes = array.transpose(1, 2, 0)
+    image = Image.fromarray(planes)
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "PNG")
@@ -110,15 +113,18 @@ def _read_idx(path: Path) -> Tensor:
     advice = "Copy or download it again."
     with explain_failure(f"{path} is not a readable IDX file", advice, Exception):
         data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        kind, axes = np.dtype(KINDS[data[2]]), data[3]
-        shape = np.frombuffer(data, ">i4", axes, 4)
-        array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
-        return torch.from_numpy(array.astype(kind.newbyteorder("=")))
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        kind = np.dtype(KINDS[data[2]])
+        axes = data[3]
+        shape = np.frombuffer(data, ">i4", count=axes, offset=4)
+        values = np.frombuffer(data, kind, offset=4 + 4 * axes)
+        native = values.astype(kind.newbyteorder("="))
+        return torch.from_numpy(native.reshape(shape))
 
 
 def draw_arrays(
-    x: Tensor, y: Tensor | None, net: Net, options: DataOptions, *, origin: str
+    x: Tensor, y: Tensor | None, net: Taker, options: DataOptions, *, origin: str
 ) -> Samples:
     """Draw samples from tensors.
 
@@ -137,74 +143,91 @@ def draw_arrays(
         InputError: the shape does not fit the model, or values are out of range; the message names
             the origin.
     """
-    text = f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}"
     if x.ndim == 0 or len(x) == 0 or x.is_complex():
-        raise InputError(text, "Give real numbers. The first axis of an array counts its samples.")
+        raise InputError(
+            f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
+            "Give real numbers. The first axis of an array counts its samples.",
+        )
+    if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
+        raise InputError(
+            f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
+            "Give one integer label per input.",
+        )
     order = draw_indices(len(x), options.samples, options.seed)
-    places = [f"index {i}" for i in order]
-    labels: list[int] | None = None
-    if y is not None:
-        text = f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}"
-        wrong = y.shape != (len(x),) or y.is_floating_point()
-        if wrong:
-            raise InputError(text, "Give one integer label per input.")
-        labels = [int(v) for v in y[order]]
-    read = _check_token_ids if net.kind == "text" else _read_values
     chosen = x[order]
+    read = _check_token_ids if net.kind == "text" else _read_values
     samples = list(read(chosen, net, origin))
-    if labels is not None and net.classes:
-        batch.require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
-    joined = make_batch(samples, net, labels)
-    steps = [f"{chosen.dtype} array of shape {tuple(chosen.shape[1:])}".removeprefix("torch.")]
+    places = [f"index {i}" for i in order]
+    labels = None
+    if y is not None:
+        labels = [int(label) for label in y[order]]
+        if net.classes:
+            full = [f"{origin}: {place}" for place in places]
+            batch.require_classes(labels, labels, full, net)
+    return Samples(
+        make_batch(samples, net, labels),
+        origins=tuple(map(SampleOrigin, places)),
+        steps=tuple(_list_steps(chosen, net)),
+    )
+
+
+def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
+    """Yield what an array is, and what is done to its values."""
+    kind = str(x.dtype).removeprefix("torch.")
+    yield f"{kind} array of shape {tuple(x.shape[1:])}"
     if net.kind == "image":
-        values = chosen.float()
-        steps.append(f"values of all samples: {values.min():.4g} to {values.max():.4g}")
-        steps.append("divided by 255" if chosen.dtype == torch.uint8 else "values not changed")
-    origins = tuple(map(SampleOrigin, places))
-    return Samples(joined, origins=origins, steps=tuple(steps))
+        values = x.float()
+        yield f"values of all samples: {values.min():.4g} to {values.max():.4g}"
+        yield "divided by 255" if x.dtype == torch.uint8 else "values not changed"
 
 
-def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
+def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     """Return images, channels first, or sequences, in the box of the model."""
-    wanted, shape = tuple(net.input_shape), tuple(x.shape[1:])
-    if net.kind == "image" and shape == (*wanted[1:], wanted[0]) != wanted:
-        x = x.movedim(-1, 1)
-    elif net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
-        x = x[:, None]  # grey images may lack the channel axis
+    wanted = tuple(net.input_shape)
+    shape = tuple(x.shape[1:])
+    if net.kind == "image":
+        channels, *size = wanted
+        if shape != wanted and shape == (*size, channels):
+            x = x.movedim(-1, 1)
+        elif channels == 1 and shape == tuple(size):
+            x = x[:, None]  # grey images may lack the channel axis
     if tuple(x.shape[1:]) != wanted:
         raise InputError(
             f"{origin} holds samples of shape {shape}; the model takes {wanted}",
             "Resize them first (a folder of images is resized for you), or build the model for "
             "that size with --model-kwargs img_size=... or --input-size.",
         )
-    x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
-    unlimited = not bool(x.isfinite().all())
-    if unlimited:
+    if x.dtype == torch.uint8:
+        x = to_box(x.float() / 255, net.box)
+    x = x.float()
+    if not bool(x.isfinite().all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     low, high = net.box or (-math.inf, math.inf)
-    outside = x.min() < low or x.max() > high
-    if outside:
-        text = f"{origin} holds values from {x.min():.4g} to {x.max():.4g}"
+    least, most = x.min(), x.max()
+    if least < low or most > high:
         raise InputError(
-            f"{text}; the model takes [{low:g}, {high:g}]",
+            f"{origin} holds values from {least:.4g} to {most:.4g}; the model takes "
+            f"[{low:g}, {high:g}]",
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
     return x
 
 
-def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
-    most, text = net.input_shape[0], f"{origin} holds {x.dtype} of shape {tuple(x.shape)}"
-    text += f"; the model takes token ids (samples, at most {most})"
-    wrong = x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= most
-    if wrong:
+def _check_token_ids(x: Tensor, net: Taker, origin: str) -> Tensor:
+    longest = net.input_shape[0]
+    if x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= longest:
         raise InputError(
-            text, "Give the text itself as .txt, .csv or .jsonl, or integer token ids."
+            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
+            f"(samples, at most {longest})",
+            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
         )
-    text = f"{origin} holds token ids from {x.min()} to {x.max()}"
-    unknown = x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary)
-    text += f"; the vocabulary has {net.vocabulary}"
-    if unknown:
-        raise InputError(text, "Use the tokenizer of this model.")
+    least, most = x.min(), x.max()
+    if least < 0 or (net.vocabulary is not None and most >= net.vocabulary):
+        raise InputError(
+            f"{origin} holds token ids from {least} to {most}; the vocabulary has "
+            f"{net.vocabulary}",
+            "Use the tokenizer of this model.",
+        )
     return x.long()
 
 
@@ -245,16 +268,21 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     """
     shape = tuple(x.shape[1:])
     if len(shape) == 3:
+        first, *_, last = shape
+        as_given = SampleForm("image", shape)
         # (8, 5, 4) is 8 channels first or 4 channels last; (3, 32, 32) can only be channels first.
-        last = shape[2] in CHANNELS and shape[0] not in CHANNELS
-        shapes = [shape, (shape[2], *shape[:2])] if last else [shape]
-        return tuple(SampleForm("image", each) for each in shapes)
+        if last in CHANNELS and first not in CHANNELS:
+            return as_given, SampleForm("image", (last, *shape[:2]))
+        return (as_given,)
     if len(shape) == 2:
+        grey = (1, *shape)
         if x.dtype == torch.uint8:
-            return (SampleForm("image", (1, *shape)),)
+            return (SampleForm("image", grey),)
         # Values outside [0, 1] are not pixels: then the samples are sequences.
         inside = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
-        return SampleForm("tokens", shape), SampleForm("image", (1, *shape), fits=inside)
+        return SampleForm("tokens", shape), SampleForm("image", grey, fits=inside)
+    if len(shape) == 1 and x.is_floating_point():
+        return (SampleForm("tokens", shape),)
     if len(shape) == 1:
-        return (SampleForm("tokens" if x.is_floating_point() else "text", shape),)
+        return (SampleForm("text", shape),)
     return ()

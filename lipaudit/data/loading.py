@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lipaudit.data import images, tables
 from lipaudit.data.batch import DataOptions as DataOptions
-from lipaudit.data.batch import SampleOrigin, make_batch
+from lipaudit.data.batch import SampleOrigin, Taker, make_batch
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
@@ -20,9 +19,6 @@ from lipaudit.data.images import SampleForm
 from lipaudit.data.pictures import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
-
-if TYPE_CHECKING:
-    from lipaudit.models.net import Net
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 # Standard deviation of the pixels of random images; about that of photographs.
@@ -40,7 +36,7 @@ FORMS = (
 )
 
 
-def load_data(spec: str | None, net: Net, options: DataOptions | None = None) -> Samples:
+def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) -> Samples:
     """Load the samples of a --data argument, in the form that the model takes.
 
     Forms of --data: `demo` (360 handwritten digits); `demo:train` (the 1437 digits that the demo
@@ -97,7 +93,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     return _finish(samples, spec, net, options)
 
 
-def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
+def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) -> Samples:
     """Draw samples from tensors in memory, in the form that the model takes.
 
     Args:
@@ -150,56 +146,77 @@ def _are_arrays(path: Path) -> bool:
     return arrays
 
 
-def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
+def _finish(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
     """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
-    notes, x, mask = list(samples.notes), samples.batch.x, samples.batch.mask
-    if net.unknown_id is not None and net.tokenize is not None:
-        real = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        # Special tokens around a text do not count, neither as known nor as unknown.
-        count = int((real.sum(1) - len(net.tokenize("", SOME_TOKENS))).clamp_min(0).sum())
-        # Continuations are packed as id + i * vocabulary: the remainder is the id.
-        unknown = int((real & (x % (net.vocabulary or 1) == net.unknown_id)).sum())
-        if unknown > MOST_UNKNOWN * count:
-            text = (
-                f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the "
-                "model reads the same id for all of them. Check that the tokenizer belongs to "
-                "this model, and that the texts are in its language and case"
-            )
-            notes.append(Note.warn("unknown-tokens", text))
-    if net.kind == "image" and net.box is not None:
-        low, high = net.box
-        brightest = (float(x.max()) - low) / (high - low)
-        if brightest < DARK:
-            text = (
-                f"the brightest pixel of all samples is {255 * brightest:.3g} of 255. If the data "
-                "have another range, such as 0 to 1 or 0 to 16, scale them to the whole range"
-            )
-            notes.append(Note.warn("dark-images", text))
-    if len(x) < options.samples:
-        text = f"{spec} has {len(x)} samples, fewer than the {options.samples} requested"
-        notes.append(Note.info("fewer-samples", text))
+    notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
+    count = len(samples.batch)
+    if count < options.samples:
+        text = f"{spec} has {count} samples, fewer than the {options.samples} requested"
+        notes += (Note.info("fewer-samples", text),)
     if samples.commit is not None:
-        notes.append(samples.commit.note)
-    return replace(samples, spec=spec, notes=tuple(notes))
+        notes += (samples.commit.note,)
+    return replace(samples, spec=spec, notes=notes)
 
 
-def _make_random(net: Net, options: DataOptions) -> Samples:
+def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
+    """Warn of texts most of whose tokens the tokenizer does not know."""
+    x, mask = samples.batch.x, samples.batch.mask
+    if net.unknown_id is None or net.tokenize is None:
+        return ()
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
+    # Special tokens around a text do not count, neither as known nor as unknown.
+    special = len(net.tokenize("", SOME_TOKENS))
+    count = int((mask.sum(1) - special).clamp_min(0).sum())
+    # Continuations are packed as id + i * vocabulary: the remainder is the id.
+    ids = x % (net.vocabulary or 1)
+    unknown = int((mask & (ids == net.unknown_id)).sum())
+    if unknown <= MOST_UNKNOWN * count:
+        return ()
+    text = (
+        f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the model "
+        "reads the same id for all of them. Check that the tokenizer belongs to this model, and "
+        "that the texts are in its language and case"
+    )
+    return (Note.warn("unknown-tokens", text),)
+
+
+def _note_dark(samples: Samples, net: Taker) -> tuple[Note, ...]:
+    """Warn of images that leave most of the range of pixels unused."""
+    if net.kind != "image" or net.box is None:
+        return ()
+    low, high = net.box
+    brightest = (float(samples.batch.x.max()) - low) / (high - low)
+    if brightest >= DARK:
+        return ()
+    text = (
+        f"the brightest pixel of all samples is {255 * brightest:.3g} of 255. If the data have "
+        "another range, such as 0 to 1 or 0 to 16, scale them to the whole range"
+    )
+    return (Note.warn("dark-images", text),)
+
+
+def _make_random(net: Taker, options: DataOptions) -> Samples:
     """Make samples without labels: 1/f noise for images, a fixed text, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
     origins: list[SampleOrigin] = []
     shape, count = net.input_shape, options.samples
     if net.kind == "image":
-        x, what = [_make_noise(shape, rng) for _ in range(count)], "1/f noise"
+        what = "1/f noise"
+        x = [_make_noise(shape, rng) for _ in range(count)]
     elif net.kind == "tokens":
-        x, what = [torch.randn(shape, generator=rng) for _ in range(count)], "Gaussian tokens"
+        what = "Gaussian tokens"
+        x = [torch.randn(shape, generator=rng) for _ in range(count)]
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
         x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
-        size, length = net.vocabulary or 1, min(options.max_tokens, *shape)
-        ids, what = torch.randint(size, (count, length), generator=rng), "random token ids"
+        what = "random token ids"
+        size = net.vocabulary or 1
+        length = min(options.max_tokens, *shape)
+        ids = torch.randint(size, (count, length), generator=rng)
         if net.end_id is not None:  # once, at the end, where tokenizers put it
             ids[ids == net.end_id] = (net.end_id + 1) % size
             ids[:, -1] = net.end_id
@@ -218,10 +235,15 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     Mean 0.5 and standard deviation 0.2, then clipped to [0, 1].
     """
     _, height, width = shape
-    spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
-    rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
+    noise = torch.randn(shape, generator=rng)
+    spectrum = torch.fft.rfft2(noise)
+    vertical = torch.fft.fftfreq(height)[:, None]
+    horizontal = torch.fft.rfftfreq(width)
     # The constant has frequency 0; it gets the amplitude of the lowest frequency.
-    frequency = torch.hypot(rows, columns).clamp_min(1 / max(height, width))
+    lowest = 1 / max(height, width)
+    frequency = torch.hypot(vertical, horizontal).clamp_min(lowest)
     image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
-    spread = image.std(unbiased=False).clamp_min(torch.finfo(image.dtype).tiny)
-    return (0.5 + CONTRAST * (image - image.mean()) / spread).clamp(0, 1)
+    tiny = torch.finfo(image.dtype).tiny
+    spread = image.std(unbiased=False).clamp_min(tiny)
+    centred = image - image.mean()
+    return (0.5 + CONTRAST * centred / spread).clamp(0, 1)

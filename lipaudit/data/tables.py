@@ -9,20 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lipaudit.data import batch
-from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, make_batch
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
 from lipaudit.data.images import to_box
 from lipaudit.data.pictures import Picture, collect_notes, list_pictures, read_image
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.tables import Note
-
-if TYPE_CHECKING:
-    from lipaudit.models.net import Net
 
 T = TypeVar("T")
 LETTERS_PER_TOKEN = 16
@@ -36,7 +33,7 @@ def shorten(texts: Sequence[str]) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
-def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
+def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
     """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
     with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
         text = path.read_text("utf-8")
@@ -52,7 +49,7 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
 
 
 def cut_windows(
-    text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
+    text: str, net: Taker, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[SampleOrigin], tuple[Note, ...]]:
     """Return windows of a text, evenly spread, as many as samples are requested, with places.
 
@@ -76,7 +73,7 @@ def cut_windows(
     return x, origins, notes
 
 
-def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
+def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the largest number of tokens of a sample: the option's, or the model's limit."""
     given, most = options.max_tokens, net.input_shape[0]
     if given < 1:
@@ -86,7 +83,7 @@ def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]
     return most, (Note.warn("max-tokens", f"the model takes at most {most} tokens, not {given}"),)
 
 
-def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
+def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
     """Return the token ids of a text, or of a pair that the model reads together.
 
     Raises:
@@ -362,7 +359,7 @@ def draw_rows(
     )
 
 
-def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
+def draw_table(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
     """Draw images, texts or pairs of texts from a table, with their labels if it has any.
 
     Labels are class names or class numbers of the model.
@@ -384,7 +381,7 @@ _Labels = dict[int, int] | None
 
 
 def _match_rows(
-    table: SampleTable, inputs: Sequence[str], net: Net, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
 ) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
     """Return a table with the faults of its labels, their class numbers, and notes.
 
@@ -416,7 +413,7 @@ def _match_rows(
 
 
 def _draw_images(
-    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
     (column,) = inputs
 
@@ -440,7 +437,7 @@ def _draw_images(
 
 
 def _draw_texts(
-    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Net, options: DataOptions
+    table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
     limit, notes = limit_tokens(net, options)
 
@@ -473,7 +470,7 @@ def _draw_texts(
     )
 
 
-def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:
+def _choose_inputs(table: SampleTable, net: Taker, options: DataOptions) -> tuple[str, ...]:
     """Return the column of the images, or the columns of the texts."""
     if net.kind == "text":
         return choose_text_columns(table, options)

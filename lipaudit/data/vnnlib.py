@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,24 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
         label: the class to keep.
         title: a line that says what it is.
     """
+    lines = [f"; {title}"]
+    lines += (f"(declare-const X_{i} Real)" for i in range(low.numel()))
+    lines += (f"(declare-const Y_{i} Real)" for i in range(classes))
+    ranges = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
+    for i, (least, most) in enumerate(ranges):
+        lines.append(f"(assert (>= X_{i} {_write_decimal(least)}))")
+        lines.append(f"(assert (<= X_{i} {_write_decimal(most)}))")
+    lines.append("(assert (or")
+    for i in range(classes):
+        if i != label:
+            lines.append(f"    (and (>= Y_{i} Y_{label}))")
+    lines.append("))")
+    return "\n".join(lines) + "\n"
 
-    def write_lines() -> Iterator[str]:
-        yield f"; {title}"
-        yield from (f"(declare-const X_{i} Real)" for i in range(low.numel()))
-        yield from (f"(declare-const Y_{i} Real)" for i in range(classes))
-        ranges = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
-        for i, ends in enumerate(ranges):
-            # Shortest decimals that are read as the same numbers; not all tools read exponents.
-            least, most = (np.format_float_positional(end, trim="0") for end in ends)
-            yield from (f"(assert (>= X_{i} {least}))", f"(assert (<= X_{i} {most}))")
-        yield "(assert (or"
-        yield from (f"    (and (>= Y_{i} Y_{label}))" for i in range(classes) if i != label)
-        yield "))"
 
-    return "\n".join(write_lines()) + "\n"
+def _write_decimal(value: float) -> str:
+    """Return the shortest decimal that is read as the same number, without an exponent."""
+    return np.format_float_positional(value, trim="0")
 
 
 @dataclass(frozen=True)
@@ -81,42 +84,88 @@ def read_property(path: Path) -> Property:
     Raises:
         InputError: the file is missing or has something else; the message has the line.
     """
-    names, clauses, line = set[str](), [list[Condition]()], 0
-    ends: tuple[dict[str, Fraction], dict[str, Fraction]] = ({}, {})
     with explain_failure(f"cannot read {path}", "Check the path; unzip a .gz.", OSError):
         text = path.read_text(encoding="utf-8", errors="replace")
+    reading = _Reading()
+    line = 0
     try:
         for line, command in _list_commands(text):  # noqa: B007
-            if command[0] == "declare-const" and command[2:] == ["Real"]:
-                names.add(command[1])
-                continue
-            added = _list_clauses(command)
-            if any(name.startswith("Y") for clause in added for each in clause for name in each):
-                clauses = [[*one, *other] for one in clauses for other in added]
-                continue
-            (conditions,) = added  # ranges are no alternatives
-            for condition in conditions:
-                (name,) = {*condition} - {""}
-                end, most = -condition[""] / condition[name], condition[name] > 0
-                ends[most][name] = (min if most else max)(ends[most].get(name, end), end)
-        counts = Counter(name[0] for name in names)
-        inputs, outputs = ([f"{kind}_{i}" for i in range(counts[kind])] for kind in "XY")
-        used = {name for clause in clauses for each in clause for name in each} - {""}
-        if any(ends[0][name] > ends[1][name] for name in inputs):
-            raise ValueError("the range of an input is empty")
-        if not used or used - {*outputs} or not all(clauses):
-            raise ValueError("no condition on declared outputs")
-        size = max(map(len, clauses))
-        full = [(clause * size)[:size] for clause in clauses]
-        values = (
-            [-_round_up(-ends[0][name]) for name in inputs],
-            [_round_up(ends[1][name]) for name in inputs],
-            [[[float(each.get(y, 0)) for y in outputs] for each in clause] for clause in full],
-            [[_round_up(-each[""]) for each in clause] for clause in full],
-        )
+            reading.add(command)
+        return reading.finish()
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{path}: line {line} is not read: {error}", READ) from error
-    return Property(*(torch.tensor(each, dtype=torch.float64) for each in values))
+
+
+class _Reading:
+    """What the commands of a file said so far."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+        self.clauses = [list[Condition]()]
+        self.least = dict[str, Fraction]()
+        self.most = dict[str, Fraction]()
+
+    def add(self, command: list[Any]) -> None:
+        """Take in one command.
+
+        Raises:
+            ValueError: it is none of those that are read; likewise LookupError, TypeError.
+        """
+        if command[0] == "declare-const" and command[2:] == ["Real"]:
+            self.names.add(command[1])
+            return
+        added = _list_clauses(command)
+        if any(map(_has_output, added)):
+            self.clauses = [[*one, *other] for one in self.clauses for other in added]
+            return
+        (conditions,) = added  # ranges are no alternatives
+        for condition in conditions:
+            (name,) = {*condition} - {""}
+            end = -condition[""] / condition[name]
+            if condition[name] > 0:
+                self.most[name] = min(end, self.most.get(name, end))
+            else:
+                self.least[name] = max(end, self.least.get(name, end))
+
+    def finish(self) -> Property:
+        """Return the property of all commands.
+
+        Raises:
+            ValueError: a range is empty, or no output has a condition; LookupError: an input has
+                no range.
+        """
+        counts = Counter(name[0] for name in self.names)
+        inputs = [f"X_{i}" for i in range(counts["X"])]
+        outputs = [f"Y_{i}" for i in range(counts["Y"])]
+        if any(self.least[name] > self.most[name] for name in inputs):
+            raise ValueError("the range of an input is empty")
+        used = set[str]()
+        for clause in self.clauses:
+            used.update(*clause)
+        used.discard("")
+        if not used or used - {*outputs} or not all(self.clauses):
+            raise ValueError("no condition on declared outputs")
+        size = max(map(len, self.clauses))
+        rows, limits = [], []
+        for clause in self.clauses:
+            full = (clause * size)[:size]
+            rows.append([[float(each.get(y, 0)) for y in outputs] for each in full])
+            limits.append([_round_up(-each[""]) for each in full])
+        return Property(
+            _make_tensor([-_round_up(-self.least[name]) for name in inputs]),
+            _make_tensor([_round_up(self.most[name]) for name in inputs]),
+            _make_tensor(rows),
+            _make_tensor(limits),
+        )
+
+
+def _has_output(clause: list[Condition]) -> bool:
+    """Say whether conditions are on outputs, not on inputs."""
+    return any(name.startswith("Y") for condition in clause for name in condition)
+
+
+def _make_tensor(values: list[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _round_up(value: Fraction) -> float:
@@ -127,8 +176,7 @@ def _round_up(value: Fraction) -> float:
 
 def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
     """Yield every command with its line: words, and lists of them for brackets."""
-    lines = enumerate((line.partition(";")[0] for line in text.splitlines()), 1)
-    words = ((i, word) for i, line in lines for word in re.findall(r"[()]|[^\s()]+", line))
+    words = _list_words(text)
 
     def read_list() -> list[Any]:
         parts = list[Any]()
@@ -142,6 +190,14 @@ def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
         yield number, read_list()
 
 
+def _list_words(text: str) -> Iterator[tuple[int, str]]:
+    """Yield every bracket and word with its line."""
+    for number, line in enumerate(text.splitlines(), 1):
+        code, _, _ = line.partition(";")
+        for word in re.findall(r"[()]|[^\s()]+", code):
+            yield number, word
+
+
 def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
     """Return alternatives of conditions."""
     name, *parts = expression
@@ -149,10 +205,12 @@ def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
         return [clause for part in parts for clause in _list_clauses(part)]
     if name in ("assert", "and"):
         chosen = product(*map(_list_clauses, parts))
-        return [[condition for clause in each for condition in clause] for each in chosen]
+        return [list(chain.from_iterable(each)) for each in chosen]
     less, more = {"<=": parts, ">=": parts[::-1]}[name]
     condition = {"": Fraction(0)}
     for term, sign in ((less, 1), (more, -1)):
-        key = term if term[:2] in ("X_", "Y_") else ""
-        condition[key] = condition.get(key, 0) + sign * (Fraction(1) if key else Fraction(term))
+        if term[:2] in ("X_", "Y_"):
+            condition[term] = condition.get(term, Fraction(0)) + sign
+        else:
+            condition[""] += sign * Fraction(term)
     return [[condition]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,9 +32,17 @@ LETTERS = 40
 
 def list_facts(report: Report) -> dict[str, str]:
     """Return facts on model, data and run, by name."""
-    run, model, data = report.run, report.run.model, report.run.data
-    sources = ("model", model), ("data", data)
-    commits = (f"{name} {s.commit[:12]} ({s.revision})" for name, s in sources if s.commit)
+    run = report.run
+    model = run.model
+    data = run.data
+    commits = []
+    if model.commit:
+        commits.append(f"model {model.commit[:12]} ({model.revision})")
+    if data.commit:
+        commits.append(f"data {data.commit[:12]} ({data.revision})")
+    status: str = report.status
+    if report.shard:
+        status += f", {report.shard.name}"
     versions = {"lipaudit": run.lipaudit} | run.versions
     normalising, resizing = list[str](), list[str]()
     for name, value in run.preprocess.items():
@@ -53,7 +62,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,
-        "status": ", ".join([report.status, *([report.shard.name] if report.shard else [])]),
+        "status": status,
         "reason": run.reason,
     }
     return {name: text for name, text in facts.items() if text}
@@ -61,7 +70,9 @@ def list_facts(report: Report) -> dict[str, str]:
 
 def format_setting(value: Any) -> str:
     """Write a setting; lists without brackets."""
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def describe_gaps(report: Report) -> str:
@@ -85,35 +96,55 @@ def describe_gaps(report: Report) -> str:
 
 def list_top_notes(report: Report) -> list[Note]:
     """Return every warning, then the notes that all measures share."""
-    common = list_common_notes(report)
-    return [*summary(report).warnings, *(note for note in common if note.level != "warning")]
+    notes = [*summary(report).warnings]
+    notes += [note for note in list_common_notes(report) if note.level != "warning"]
+    return notes
 
 
 def list_common_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share; of a single measure, its warnings."""
-    measures = [s for s in report.sections if "." not in s.measure]
-    return [n for n in list_shared_notes(report) if n.level == "warning" or len(measures) > 1]
+    notes = list_shared_notes(report)
+    measures = [section for section in report.sections if "." not in section.measure]
+    if len(measures) < 2:
+        notes = [note for note in notes if note.level == "warning"]
+    return notes
 
 
 def open_page(
     answer: Paragraph | None, gaps: str, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
 ) -> Chapter:
     """Return the opening of a page: the answer, what is missing, facts, warnings and notes."""
-    blocks: list[Block] = [answer] if answer else []
-    blocks += [Paragraph(f"Partial: {gaps}", "broken")] if gaps else []
+    blocks: list[Block] = []
+    if answer:
+        blocks.append(answer)
+    if gaps:
+        blocks.append(Paragraph(f"Partial: {gaps}", "broken"))
     rows = tuple(facts)
-    return Chapter("", "", (*blocks, *([Card(rows)] if rows else []), *list_notes(notes)))
+    if rows:
+        blocks.append(Card(rows))
+    blocks += list_notes(notes)
+    return Chapter("", "", tuple(blocks))
 
 
 def find_places(report: Report) -> dict[str, str]:
     """Return the place of each sample in the data, with the beginning of a text."""
-    begins = {name: f' "{text[:LETTERS]}"' for name, text in report.texts.items()}
-    return {name: place + begins.get(name, "") for name, place in report.places.items()}
+    places = {}
+    for name, place in report.places.items():
+        text = report.texts.get(name)
+        if text is not None:
+            place += f' "{text[:LETTERS]}"'
+        places[name] = place
+    return places
 
 
 def name_sample(sample: str, places: Mapping[str, str]) -> str:
     """Name a sample by the beginning of its id and its place."""
-    return ", ".join(filter(None, (sample[:CHARACTERS], places.get(sample))))
+    return join_texts([sample[:CHARACTERS], places.get(sample, "")])
+
+
+def join_texts(texts: Iterable[str]) -> str:
+    """Join the texts that are not empty by commas."""
+    return ", ".join(filter(None, texts))
 
 
 # The scorecard
@@ -144,39 +175,50 @@ class Line(NamedTuple):
 def list_figures(report: Report) -> list[Line]:
     """Return the first figures of a report; empty if no section has one."""
     known = summary(report)
-    tried = [(), *(accuracy.attacks for accuracy in known.accuracy)]
-    return [
-        *map(_write_accuracy, known.accuracy, tried),
-        *_list_norms(known, report),
-        *_list_heads(known, report),
-        *_list_bounds(known, report),
-    ]
+    lines = []
+    before: tuple[str, ...] = ()
+    for accuracy in known.accuracy:
+        lines.append(_write_accuracy(accuracy, before))
+        before = accuracy.attacks
+    lines += _list_norms(known, report)
+    lines += _list_heads(known, report)
+    lines += _list_bounds(known, report)
+    return lines
 
 
 def show_scorecard(report: Report) -> list[Chapter]:
     """Return the chapter of the first figures of a report; none if no section has one."""
     lines = list_figures(report)
+    if not lines:
+        return []
     marks, notes = cells.list_footnotes([line.column for line in lines])
-    labels = [cells.write_math(line.label) + mark for line, mark in zip(lines, marks, strict=True)]
-    figures = [cells.format_value(line.value, line.column) for line in lines]
-    texts = [cells.write_math(line.text) for line in lines]
-    rows = tuple(zip(labels, figures, texts, strict=True))
-    return [Chapter("scorecard", "Scorecard", (Card(rows, "; ".join(notes)),))] if rows else []
+    rows = []
+    for line, mark in zip(lines, marks, strict=True):
+        label = cells.write_math(line.label) + mark
+        figure = cells.format_value(line.value, line.column)
+        rows.append((label, figure, cells.write_math(line.text)))
+    card = Card(tuple(rows), "; ".join(notes))
+    return [Chapter("scorecard", "Scorecard", (card,))]
 
 
 def _write_accuracy(accuracy: Accuracy, before: tuple[str, ...]) -> Line:
     """Write an accuracy; attacks that the line before names are not repeated, over many radii."""
-    (name, measure, share), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
-    worst_of = "same attacks" if accuracy.attacks == before else f"worst of {tried}"
+    name, measure, share = KINDS[accuracy.kind]
     column = layouts()[measure].fixed[share]
-    texts = [
-        _write_limits(accuracy, column),
-        worst_of if len(accuracy.attacks) > 1 else tried,
-        "" if tried else f"{accuracy.samples} samples",
-        f"{accuracy.undecided} undecided" if accuracy.undecided else "",
-    ]
-    label = ", ".join(filter(None, (name, accuracy.ball)))
-    return Line(label, accuracy.share, column, ", ".join(filter(None, texts)))
+    texts = [_write_limits(accuracy, column)]
+    tried = ", ".join(accuracy.attacks)
+    if not tried:
+        texts.append(f"{accuracy.samples} samples")
+    elif len(accuracy.attacks) == 1:
+        texts.append(tried)
+    elif accuracy.attacks == before:
+        texts.append("same attacks")
+    else:
+        texts.append(f"worst of {tried}")
+    if accuracy.undecided:
+        texts.append(f"{accuracy.undecided} undecided")
+    label = join_texts([name, accuracy.ball])
+    return Line(label, accuracy.share, column, join_texts(texts))
 
 
 def _write_limits(figure: Accuracy | Radii, column: Column) -> str:
@@ -189,22 +231,23 @@ def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
     """Show certified radii, and the norms of the model."""
     if radii := known.radii:
         column = find_column("certify.radius.radius")
-        nearest = cells.format_value(radii.adversarial, column)
-        texts = [
-            _write_limits(radii, column),
-            f"median of {radii.samples} samples",
-            "" if radii.adversarial is None else f"nearest adversarial {nearest}",
-        ]
-        text = ", ".join(filter(None, texts))
-        yield Line(f"certified radius, {radii.norm}", radii.median, column, text)
+        texts = [_write_limits(radii, column), f"median of {radii.samples} samples"]
+        if radii.adversarial is not None:
+            nearest = cells.format_value(radii.adversarial, column)
+            texts.append(f"nearest adversarial {nearest}")
+        label = f"certified radius, {radii.norm}"
+        yield Line(label, radii.median, column, join_texts(texts))
     if norms := known.norms:
         column = find_column("jacobian.median")
-        kind = "" if norms.norm == "2" else f", norm {norms.norm}"
-        p95, most = (cells.format_value(each, column) for each in (norms.p95, norms.max))
-        tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
-        place = name_sample(norms.sample, find_places(report))
-        text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples; {tail}largest {most}"
-        text += f" (sample {place})" if norms.sample else ""
+        text = f"{norms.start} to {norms.end}"
+        if norms.norm != "2":
+            text += f", norm {norms.norm}"
+        text += f", {norms.samples} samples; "
+        if norms.samples >= FEWEST:
+            text += f"p95 {cells.format_value(norms.p95, column)}, "
+        text += f"largest {cells.format_value(norms.max, column)}"
+        if norms.sample:
+            text += f" (sample {name_sample(norms.sample, find_places(report))})"
         yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
 
 
@@ -255,41 +298,54 @@ def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
 def write_answer(report: Report) -> Paragraph | None:
     """Answer in a few sentences how robust a model is, and which head is steepest."""
     known = summary(report)
-    texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
-    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
+    clean = [each for each in known.accuracy if each.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
-    # The intervals do not overlap: chance does not explain the loss.
-    broken = [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
+    texts = []
     at_chance = CHANCE in {note.code for note in known.warnings}
     if at_chance:
-        texts.insert(0, NO_BASELINE[CHANCE])
+        texts.append(NO_BASELINE[CHANCE])
+    texts += [f"Clean accuracy {each.share:.0%}." for each in clean]
+    # The intervals do not overlap: chance does not explain the loss.
+    highest_low = max((order(each.low) for each in clean), default=-math.inf)
+    broken = [each for each in attacked if each.high is not None and each.high < highest_low]
     if attacked:
-        weakest = broken[0] if broken else attacked[-1]
-        verdict = "not robust there" if broken else _count_broken(known.accuracy, weakest)
+        if broken:
+            weakest = broken[0]
+            verdict = "not robust there"
+        else:
+            weakest = attacked[-1]
+            verdict = _count_broken(known.accuracy, weakest)
         texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
         grown = format_significant(known.norms.median)
         layer = find_layer(known.norms.start)
-        what = "the input" if layer is None else f"the residual stream after layer {layer}"
+        what = "the input"
+        if layer is not None:
+            what = f"the residual stream after layer {layer}"
         texts.append(f"A small change of {what} grows up to {grown}-fold (median sample).")
     certified = [each for each in known.accuracy if each.kind == "certified"]
     proven = [each for each in certified if each.share > 0] or certified
-    texts += [f"{each.share:.0%} are certified at {each.ball}." for each in proven[-1:]]
+    if proven:
+        largest = proven[-1]
+        texts.append(f"{largest.share:.0%} are certified at {largest.ball}.")
     if known.heads:
         first = known.heads.steepest[0]
         norm = format_significant(first.exact)
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
-    tone = "open" if attacked else "answer"
+    if not texts:
+        return None
+    text = " ".join(texts)
     if broken or at_chance:
-        tone = "broken"
-    return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]
+        return Paragraph(text, "broken")
+    return Paragraph(text, "open" if attacked else "answer")
 
 
 def _count_broken(known: Sequence[Accuracy], attacked: Accuracy) -> str:
     """Count the correct samples that attacks broke, too few to compare limits."""
-    clean = next((each for each in known if each.kind == "clean"), None)
-    if clean is None or clean.samples != attacked.samples:
+    measured = [each for each in known if each.kind == "clean"]
+    if not measured or measured[0].samples != attacked.samples:
         return "the limits of clean accuracy overlap"
+    clean = measured[0]
     correct = round(clean.share * clean.samples)
     if not correct:
         return "none was correct before"
@@ -325,12 +381,17 @@ def find_file(command: str) -> str | None:
     except ValueError:  # the command of a report may be anything
         return None
     # The -o of a gate or a comparison is its verdict.
-    flags = "--report" if words[1:2] in (["gate"], ["compare"]) else "--output|-q?o"
-    found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", "\0".join(words))
-    folder = re.search(r"\0--run-dir[\0=]([^\0]+)", "\0".join(words))  # of an audit
-    if found is None and folder is not None:
+    flags = "--output|-q?o"
+    if words[1:2] in (["gate"], ["compare"]):
+        flags = "--report"
+    joined = "\0".join(words)
+    found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
+    if found is not None:
+        return found[1]
+    folder = re.search(r"\0--run-dir[\0=]([^\0]+)", joined)  # of an audit
+    if folder is not None:
         return f"{folder[1].rstrip('/')}/{FILE}"
-    return found and found[1]
+    return None
 
 
 def list_obstacles(report: Report) -> dict[str, str]:
@@ -341,27 +402,27 @@ def list_obstacles(report: Report) -> dict[str, str]:
 
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
-    known, model = summary(report), report.run.model.spec
+    command = report.run.command
+    if report.status != "complete":
+        resume = f"{command.removesuffix(RESUME)}{RESUME}"
+        yield "", "Measure the missing results.", resume
+    model = report.run.model.spec
     how = spell_options(report.run.options)  # the gate reads them from the baseline
     obstacles = list_obstacles(report)
-    noise = [advice for code, advice in obstacles.items() if code in NOISE]
     steps: list[tuple[str, Sequence[str]]] = []
-    command, found = report.run.command, find_file(report.run.command)
-    # An audit saves its report in any case, and Python has no such option.
-    saved = found or re.match(r"lipaudit( audit|\.)", command)
-    file, save = found or FILE, "" if saved else f" (-o {FILE} saves the report)"
-    if report.status != "complete":
-        yield "", "Measure the missing results.", f"{command.removesuffix(RESUME)}{RESUME}"
+    noise = [advice for code, advice in obstacles.items() if code in NOISE]
     if noise:
         steps.append((" ".join(noise), ("audit", model, *how, "--data", "DATA")))
     elif CHANCE in obstacles:
         steps.append((obstacles[CHANCE], ("check", model, *how, *_spell_data(report))))
-    elif known.norms and known.norms.end == "logits" and not report.section("attack"):
-        text = "See what attacks achieve: no attack was run."
-        labelled = any(each.kind == "clean" for each in known.accuracy)
-        data = _spell_data(report) if labelled else ["--data", "LABELLED"]
-        radius = SMALL_BALL.get(known.norms.start, "0.1")
-        steps.append((text, ("attack", model, *how, *data, "--eps", radius)))
+    else:
+        steps += _suggest_attack(report, how)
+    saved = find_file(command)
+    file = saved or FILE
+    save = ""
+    # An audit saves its report in any case, and Python has no such option.
+    if saved is None and not re.match(r"lipaudit( audit|\.)", command):
+        save = f" (-o {FILE} saves the report)"
     for sample in worst(report)[:1]:
         first = name_sample(sample, find_places(report))
         text = f"Look at the worst samples, first {first}{save}."
@@ -370,7 +431,21 @@ def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     if report.status == "complete" and judged and not obstacles:
         text = f"Make CI fail if the next checkpoint is worse{save}."
         steps.append((text, ("gate", model, "--baseline", file)))
-    yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)
+    for text, words in steps:
+        yield "", text, shlex.join(["lipaudit", *words])
+
+
+def _suggest_attack(report: Report, options: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Suggest an attack on the logits, if there was none."""
+    known = summary(report)
+    if known.norms is None or known.norms.end != "logits" or report.section("attack"):
+        return
+    data = ["--data", "LABELLED"]
+    if any(each.kind == "clean" for each in known.accuracy):
+        data = _spell_data(report)
+    radius = SMALL_BALL.get(known.norms.start, "0.1")
+    words = ("attack", report.run.model.spec, *options, *data, "--eps", radius)
+    yield "See what attacks achieve: no attack was run.", words
 
 
 def _spell_data(report: Report) -> list[str]:

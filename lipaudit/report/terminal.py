@@ -47,14 +47,19 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
     )
     items: list[RenderableType] = [_heading(page.title, "═", console.width)]
     for chapter in page.chapters:
-        items.append(_heading(chapter.title, "─", console.width) if chapter.title else Text(""))
+        if chapter.title:
+            items.append(_heading(chapter.title, "─", console.width))
+        else:
+            items.append(Text(""))
         for block in chapter.blocks:
             items += _write_block(block, console.width)
     with console.capture() as capture:
         for item in items:
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
-    text = capture.get().strip("\n").split("\n")
-    return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
+    lines = capture.get().strip("\n").split("\n")
+    if colour is None:
+        lines = [line.rstrip() for line in lines]
+    return "\n".join([*lines, ""]).encode()
 
 
 def write(page: blocks.Document, stream: TextIO) -> None:
@@ -69,12 +74,14 @@ def write(page: blocks.Document, stream: TextIO) -> None:
 
 def _heading(title: str, rule: str, width: int) -> Text:
     lines = wrap(title, min(width, PROSE))
-    return Text("\n".join(["", *lines, rule * max(map(cell_len, lines))]), "bold")
+    longest = max(map(cell_len, lines))
+    return Text("\n".join(["", *lines, rule * longest]), "bold")
 
 
 def _prose(text: str, width: int, style: str = "", mark: str = "") -> Text:
     lines = wrap(text, min(width, PROSE) - len(mark))
-    return Text(mark + f"\n{' ' * len(mark)}".join(lines), style)
+    indent = " " * len(mark)
+    return Text(mark + f"\n{indent}".join(lines), style)
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -88,17 +95,19 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
         case Table(folded=True):
             formats = f"{records.JSON}, {MARKDOWN} and {HTML}"
             yield Text(f"\n{block.title}: in the {formats} formats", DIM)
-        case Table() | Card() | Heatmap(square=False):
-            room = min(width, PROSE) if isinstance(block, Card) else width
-            yield from _write_grid(_add_bars(block), room)
+        case Card():
+            yield from _write_grid(blocks.lay_out(block), min(width, PROSE))
+        case Table():
+            yield from _write_grid(blocks.lay_out(block), width)
+        case Heatmap(square=False):
+            yield from _write_grid(_add_bars(block), width)
+        case Paragraph(tone=""):
+            yield _prose(block.text, width, DIM)
         case Paragraph():
-            yield _prose(block.text, width, "bold" if block.tone else DIM)
-            yield from [Text("")] if block.tone else []
-        case Points():
+            yield _prose(block.text, width, "bold")
             yield Text("")
-            for mark, text, command in block.points:
-                yield _prose(text, width, mark=f"{mark}: " if mark else "• ")
-                yield from [_prose(command, width, mark="  ")] if command else []
+        case Points():
+            yield from _write_points(block, width)
         case Gallery():
             for item in block.items:
                 yield _prose(f"{item.title}: {'; '.join(item.lines)}", width, mark="• ")
@@ -115,15 +124,28 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             yield _prose(f"Chart, in the {HTML} format: {blocks.describe(block)}", width, DIM)
 
 
-def _add_bars(block: Table | Card | Heatmap) -> Grid:
-    """Lay a block out; a map has bars behind its numbers, in place of colours."""
+def _write_points(block: Points, width: int) -> Iterator[Text]:
+    yield Text("")
+    for mark, text, command in block.points:
+        yield _prose(text, width, mark=f"{mark}: " if mark else "• ")
+        if command:
+            yield _prose(command, width, mark="  ")
+
+
+def _add_bars(block: Heatmap) -> Grid:
+    """Lay a map out, with bars behind its numbers in place of colours."""
     grid = blocks.lay_out(block)
-    if not isinstance(block, Heatmap):
-        return grid
-    scale, rows = blocks.compute_scale(block), [list(row) for row in grid.rows]
-    for row, values in zip(rows, block.values, strict=True):
-        for j, share in enumerate(map(scale.share, values), start=1):
-            row[j] += LEVELS[0 if share is None else 1 + min(int(share * 8), 7)]
+    scale = blocks.compute_scale(block)
+    rows = []
+    for names_and_numbers, values in zip(grid.rows, block.values, strict=True):
+        row = list(names_and_numbers)
+        for j, value in enumerate(values, start=1):
+            share = scale.share(value)
+            if share is None:
+                row[j] += LEVELS[0]
+            else:
+                row[j] += LEVELS[1 + min(int(share * 8), 7)]
+        rows.append(row)
     return replace(grid, rows=rows)
 
 
@@ -145,40 +167,59 @@ def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
     """Write a table; if it is too wide, split it into pieces that repeat the keys."""
     if grid.heads:
         yield _title(grid.title, width) if grid.title else Text("")
-    rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
+    rows = [list(row) for row in grid.rows]
+    for i in grid.strong:
+        rows[i][0] = STRONG + rows[i][0]
     widths = _choose_widths(grid, rows, width)
-    heads = [wrap(h, w) for h, w in zip(grid.heads or [""] * len(widths), widths, strict=True)]
     for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
         if number:
             yield Text("")
-        piece = RichTable(
-            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
-            show_header=bool(grid.heads),
-        )  # fmt: skip
-        height = max(len(heads[i]) for i in group)
-        for i in group:
-            side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
-            head = Text("\n" * (height - len(heads[i])) + "\n".join(heads[i]))
-            piece.add_column(head, width=widths[i], justify=side, overflow="fold")
-        for i, row in enumerate(rows):
-            piece.add_row(*(Text(row[j]) for j in group), style="bold" if i in grid.strong else "")
-        yield piece
-    yield from (_prose(note, width, DIM) for note in grid.notes)
+        yield _write_piece(grid, rows, widths, group)
+    for note in grid.notes:
+        yield _prose(note, width, DIM)
+
+
+def _write_piece(
+    grid: Grid, rows: Sequence[Sequence[str]], widths: Sequence[int], group: Sequence[int]
+) -> RichTable:
+    """Return some columns of a table."""
+    piece = RichTable(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+        show_header=bool(grid.heads),
+    )  # fmt: skip
+    heads = {i: wrap(grid.heads[i] if grid.heads else "", widths[i]) for i in group}
+    height = max(map(len, heads.values()))
+    for i, lines in heads.items():
+        # Headings end at the same line.
+        above = "\n" * (height - len(lines))
+        side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
+        head = Text(above + "\n".join(lines))
+        piece.add_column(head, width=widths[i], justify=side, overflow="fold")
+    for i, row in enumerate(rows):
+        style = "bold" if i in grid.strong else ""
+        piece.add_row(*[Text(row[j]) for j in group], style=style)
+    return piece
 
 
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the width of each column: of its longest value or the longest word of its heading."""
-    # A heading may wrap at spaces, a value never does.
-    texts = [head.split() for head in grid.heads or [""] * len(grid.align)]
-    texts = [[*words, *(row[i] for row in rows)] for i, words in enumerate(texts)]
-    widths = [max(map(cell_len, each), default=0) for each in texts]
-    if sum(widths) + GAP * (len(widths) - 1) <= width:
+    widths = []
+    for i in range(len(grid.align)):
+        # A heading may wrap at spaces, a value never does.
+        texts = [row[i] for row in rows]
+        if grid.heads:
+            texts += grid.heads[i].split()
+        widths.append(max(map(cell_len, texts), default=0))
+    gaps = GAP * (len(widths) - 1)
+    if sum(widths) + gaps <= width:
         return widths
     if grid.align.endswith("p"):  # prose gets the remaining width
-        return [*widths[:-1], width - sum(widths[:-1]) - GAP * (len(widths) - 1)]
+        *names, _ = widths
+        return [*names, width - sum(names) - gaps]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
-            widths[i] = min(widths[i], width // (2 if i == 0 and grid.keys == 1 else 3))
+            parts = 2 if i == 0 and grid.keys == 1 else 3
+            widths[i] = min(widths[i], width // parts)
     # The repeated names must leave room for the widest column beside them.
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys

@@ -116,11 +116,20 @@ def list_literals(hint: object) -> set[object]:
     return set().union(*map(list_literals, parts))
 
 
+def import_shapes(node: ast.stmt) -> list[ast.stmt]:
+    """Return the body of `if TYPE_CHECKING` if it imports shapes: here they are needed to run."""
+    if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
+        return [node]
+    modules = {each.module for each in node.body if isinstance(each, ast.ImportFrom)}
+    return node.body if "jaxtyping" in modules else [node]
+
+
 class Decoration(ast.NodeTransformer):
     """Decorate each function that states a shape before its other decorators, classes after."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.shapes = {"Float", "Int", "Bool", "Shaped"}
+        tree.body = [each for node in tree.body for each in import_shapes(node)]
         for node in tree.body:  # names of the module for types with shapes
             if isinstance(node, ast.Assign) and self.has_shape(node.value):
                 self.shapes.update(each.id for each in node.targets if isinstance(each, ast.Name))

@@ -10,6 +10,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from lipaudit.certify.symbols import up
+from lipaudit.theory.ingredients import rounding
 from tests.shapes import checked
 
 
@@ -37,8 +38,9 @@ class Pair:
         lambda: twice(torch.ones(2, 3), 1),
         lambda: Pair(torch.ones(2), torch.ones(3)),
         lambda: up(np.ones(1)),
+        lambda: rounding(torch.ones(2)),
     ],
-    ids=["dimensions", "dtype", "type", "literal", "result", "dataclass", "room"],
+    ids=["dimensions", "dtype", "type", "literal", "result", "dataclass", "room", "theory"],
 )
 def test_what_no_annotation_allows_is_noticed(call):
     for _ in range(2):

@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -27,7 +26,10 @@ from lipaudit.theory.heads import Heads, Projection, are_affine, projections, un
 from lipaudit.theory.spectral import random_starts
 from lipaudit.theory.worst_tokens import affine_projections, duplicated_norm, move_heads
 
-Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
 
 _MEMORY = 12
 _FIRST = 0.1  # length of a step without a memory

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def logit_gradients(

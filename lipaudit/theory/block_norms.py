@@ -15,9 +15,9 @@ rounding is the unit roundoff, eps / 2.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
@@ -30,6 +30,11 @@ from lipaudit.theory.ingredients import (
     sum_spread,
     value_norms,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    Rows = Float[Tensor, "batch heads n"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,6 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
     error = (rounding(at.p) + 2 * channels) * terms
     return (squares + error).clamp_min(0.0).sqrt()
 
-
-Rows = Float[Tensor, "batch heads n"]
 
 CLEAR = 0.01
 """Below this ratio of a sum to its terms, cancellation has removed too many of its digits."""

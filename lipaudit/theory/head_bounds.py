@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
@@ -40,6 +40,9 @@ from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, squared_distances
 from lipaudit.theory.spectral import spectral_norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.

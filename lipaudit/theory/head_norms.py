@@ -44,16 +44,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
 from lipaudit.theory import LAYER_WITHIN, attend, products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
 from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_size
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""

@@ -8,14 +8,16 @@ scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.theory import POLICY, Policy
 from lipaudit.theory.spectral import shift_exponent, take_size
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Shaped
 
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the

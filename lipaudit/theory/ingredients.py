@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
@@ -27,6 +26,9 @@ from lipaudit.theory.heads import (
 )
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 T = TypeVar("T")
 

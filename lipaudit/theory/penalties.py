@@ -6,12 +6,14 @@ Specformer, ECCV 2024, as [Y25] states it. Everything is differentiable almost e
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 EPS = 1e-6
 """Smallest argument of the logarithms: a one-hot row has g_1 = 0."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -31,6 +31,9 @@ from lipaudit.theory.attend import (
 )
 from lipaudit.theory.heads import Heads, local_map, projections
 from lipaudit.theory.spectral import random_starts, spectral_norms
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 _DEAD = 1e-30
 """Heads with smaller gradients are zero: float32 ends at 1e-38."""

@@ -8,15 +8,17 @@ would have no correct digits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.theory import SHORT_ROW
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}

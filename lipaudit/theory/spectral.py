@@ -38,16 +38,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import POLICY, TOL, WITHIN, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 def shift_exponent(

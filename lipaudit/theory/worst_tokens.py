@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Projection, are_affine_everywhere, projections
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.theory.spectral import spectral_norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)

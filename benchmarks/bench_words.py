@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lipaudit
 from benchmarks.shared.timing import timed
 from lipaudit import ModelSpec
-from lipaudit.attacks.text import list_substitutes
+from lipaudit.attacks.rewriting import list_substitutes
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.measures.texts import make_reader, read_texts
 from lipaudit.models.net import LoadOptions

@@ -14,6 +14,12 @@ from lipaudit.attacks.kinds import CHUNK, Attack, Trial
 from lipaudit.errors import UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
+from lipaudit.measures.rating import (
+    FEWEST_OF_CLASS,
+    FEWEST_RATED,
+    calibration_error,
+    find_worst_classes,
+)
 from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Column, Display, Layout, Note, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES
@@ -92,11 +98,16 @@ class AttackOptions(MeasureOptions):
         rare=True,
     )
     restarts: int | None = option(
-        None, "Random starts.", need=_attack("steps", "queries"), gt=0, rare=True
+        None,
+        "Random starts (default 1; patch: 64).",
+        need=_attack("steps", "queries"),
+        gt=0,
+        rare=True,
     )
     queries: int | None = option(
         None,
-        "Largest number of queries: of Square in all, of words and characters for each change.",
+        "Largest number of queries. Of Square: in all (default 5000). Of words and characters: "
+        f"for each change (default {kinds.SINGLE_CHANGES}); smaller sets are tried whole.",
         need=_attack("queries", "edits"),
         gt=0,
         rare=True,
@@ -191,11 +202,14 @@ class AttackOptions(MeasureOptions):
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",
                 f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
             )
+        # Reports say how many changes of a text were tried at most.
+        tried = {attack.queries for trial in rewritten for attack in trial.attacks}
+        queries = tried.pop() if len(tried) == 1 else self.queries
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
         norm = self.norm or (usual if len(whole) < len(trials) else None)
         radii = eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in whole)
-        return named.model_copy(update={"norm": norm, "eps": radii})
+        return named.model_copy(update={"norm": norm, "eps": radii, "queries": queries})
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -246,13 +260,6 @@ eps_column = partial(Column, "eps", format=".4g", domain="", needed=True)
 seconds_column = partial(Column, "seconds", format=".1f", unit="s", domain="")
 
 ece_column = partial(Column, format=".1%", better="lower", status="empirical")
-# Number of bins of the calibration error in Guo et al. (arXiv 1706.04599).
-BINS = 15
-# Number of samples from which it is shown: of fewer, a bin has less than two samples on average,
-# and a sample alone in its bin counts with its own distance from 0 or 1, however well calibrated.
-FEWEST_RATED = 2 * BINS
-# Number of samples from which a class can be the worst: of 1 or 2, one is often all wrong.
-FEWEST_OF_CLASS = 5
 
 ATTACK_TABLE = Layout(
     name="attack",
@@ -262,7 +269,7 @@ ATTACK_TABLE = Layout(
         "stronger attack can only lower it.",
         columns=(
             *("attack", "norm", "eps_text", "clean", "robust", "samples"),
-            *("robust_class", "class", "ece_clean", "ece", *COSTS),
+            *("untried", "robust_class", "class", "ece_clean", "ece", *COSTS),
         ),
         drawings=("accuracies", "classes"),
         folded=False,
@@ -300,6 +307,16 @@ ATTACK_TABLE = Layout(
             "Radius, for pixels in [0, 1] or token embeddings; or the number of changes."
         ),
         **ACCURACY,
+        "untried": Column(
+            "untried",
+            "Of the single changes of the surviving texts, the share that was not tried.",
+            better="lower",
+            status="empirical",
+            domain="ball",
+            format=".1%",
+            reading="0: a step of the search tried every replacement or typing error. Two or more "
+            "changes are found one by one, so their combinations are never all tried.",
+        ),
         "robust_class": Column.share(
             "worst class",
             f"Lowest accuracy under attack of a class with at least {FEWEST_OF_CLASS} samples.",
@@ -495,8 +512,9 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         tried = zip((None, *order), (columns["correct"][once], *flags.T), strict=True)
         errors = [calibration_error(sure[key][once], hits) for key, hits in tried]
         rated = {"ece_clean": errors[0], "ece": errors[1:]} if once.sum() >= FEWEST_RATED else {}
-        rated |= _find_worst_classes(columns["label"][once], flags, known)
+        rated |= find_worst_classes(columns["label"][once], flags, known)
     costs = np.array([cost[key] for key in order])
+    left = {trial.key: texts.share_untried(parts, trial) for trial in options.trials()}
     rows = base.make_rows(
         ATTACK_TABLE,
         attack=[key.attack for key in order],
@@ -506,6 +524,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         samples=int(once.sum()),
         clean=columns["correct"][once].mean(),
         **base.share_columns("robust", flags),
+        untried=[left.get(key, np.nan) for key in order],
         **rated,
         seconds=costs[:, 0].round(3),
         forwards=costs[:, 1].astype(int),
@@ -515,39 +534,6 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     remarks += (texts.note_losses(raised),) if raised else ()
     columns |= raised
     return [base.make_section(ATTACK_TABLE, parts, options, rows, remarks, samples=columns)]
-
-
-def calibration_error(confidence: Values, correct: Values) -> float:
-    """Return the expected calibration error of samples with these confidences in [0, 1].
-
-    Bin m of 15 holds confidences in ((m - 1) / 15, m / 15]; the error is the sum over bins of
-    |number of correct samples - sum of confidences| / samples (Guo et al., arXiv 1706.04599).
-    """
-    import numpy as np
-
-    bins = np.ceil(confidence * BINS).astype(int).clip(1, BINS)
-    gaps = np.bincount(bins, correct - confidence.astype(float))
-    return float(np.abs(gaps).sum() / len(correct))
-
-
-def _find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
-    """Return columns of the class with the lowest accuracy under each trial; none without one.
-
-    Args:
-        label: true classes, (samples,).
-        robust: whether samples are right under attack, (samples, trials).
-        known: names of classes by number.
-    """
-    import numpy as np
-
-    numbers, where, counts = np.unique(label, return_inverse=True, return_counts=True)
-    # The class with the most samples first: of equal shares, its share is the best known.
-    order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
-    if not order:
-        return {}
-    share = np.stack([np.bincount(where, each) for each in robust.T])[:, order] / counts[order]
-    texts = [f"{known.get(str(numbers[i]), numbers[i])} (n = {counts[i]})" for i in order]
-    return {"robust_class": share.min(1), "class": [texts[i] for i in share.argmin(1)]}
 
 
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:

@@ -347,7 +347,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     if 2 * short > counted:
         text = (
             f"{short} of {counted} rows have at most {SHORT_ROW} keys, too few for fragile rows "
-            "to differ from the others: the shares of regimes leave them out"
+            "to differ. The shares of regimes leave them out"
         )
         notes += (Note.info("short-rows", text),)
     section = base.make_section(

@@ -237,7 +237,7 @@ class CertifyOptions(MeasureOptions):
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
         """Return the number of pixels that change at once, or of near words; 0 for balls."""
-        from lipaudit.attacks.text import NEIGHBOURS
+        from lipaudit.attacks.rewriting import NEIGHBOURS
 
         if self.counted == "words":
             return NEIGHBOURS * sample.x.shape[1]

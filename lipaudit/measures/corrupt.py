@@ -184,7 +184,8 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
 
 def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
     """Yield the predicted classes of every mistyped copy of texts, cut to what the model takes."""
-    from lipaudit.attacks.text import TextOracle, mistype
+    from lipaudit.attacks.rewriting import mistype
+    from lipaudit.attacks.text import TextOracle
     from lipaudit.measures import texts
 
     read = texts.read_texts(texts.make_reader(net), batch, characters=True)

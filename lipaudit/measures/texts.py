@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median_low
@@ -122,6 +123,8 @@ def describe_changes(
             **dict(zip(COLUMNS, _texts(new), strict=False)),
             "original": BETWEEN.join(_texts(old)),
             "changes": len(new.changed),
+            "tried": new.tried,
+            "possible": new.possible,
             "robust": bool(stands),
         }
         for outcome in outcomes
@@ -155,6 +158,38 @@ def table(parts: Sequence[Part]) -> bytes:
     return "".join(lines).encode()
 
 
+def list_survivors(parts: Sequence[Part], trial: Trial) -> list[dict[str, Any]]:
+    """Return what is stored of each text that a trial did not break, from `describe_changes`."""
+    lines = [line for part in parts for line in part.facts.get("texts", ())]
+    return [line for line in lines if line["trial"] == str(trial.key) and line["robust"]]
+
+
+def share_untried(parts: Sequence[Part], trial: Trial) -> float:
+    """Return the share of the single changes of surviving texts that a trial did not try.
+
+    NaN if no text survived, or none can change.
+    """
+    survivors = list_survivors(parts, trial)
+    possible = sum(line["possible"] for line in survivors)
+    tried = sum(line["tried"] for line in survivors)
+    return 1 - tried / possible if possible else math.nan
+
+
+def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
+    """Note whether the search of a trial tried every single change of the surviving texts."""
+    share = share_untried(parts, trial)
+    if share == 0:
+        counts = [line["possible"] for line in list_survivors(parts, trial)]
+        text = f"{trial.key.ball}: all single changes of the surviving texts were tried"
+        text += f" ({median_low(counts)} of the median text, over all steps)"
+        yield Note.info("all-tried", text)
+    elif share > 0:
+        queries = trial.attacks[0].queries
+        text = f"{trial.key.ball}: {share:.1%} of the single changes of the surviving texts were "
+        text += f"not tried, with at most {queries} for each change. Raise --queries to try more"
+        yield Note.warn("untried-changes", text)
+
+
 def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     """Note what changed texts keep of the original and what they do not."""
     counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
@@ -166,6 +201,8 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
         "text keeps its meaning and label is not checked: read some (--save-adv "
         "adv.jsonl). A search without success proves nothing",
     )
+    for trial in counted:
+        yield from note_untried(parts, trial)
     # Budgets with which an attack can rewrite most texts from end to end; the smallest come first.
     for norm, budget in {trial.norm: int(trial.radius.value) for trial in counted}.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]

@@ -26,7 +26,7 @@ from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
 from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import margins as worst_margins
 from lipaudit.attacks.oracle import pull
-from lipaudit.attacks.text import list_substitutes
+from lipaudit.attacks.rewriting import list_substitutes
 from lipaudit.certify.branch import Nodes, decide
 from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, bound_margins, hull, run

@@ -8,6 +8,7 @@ import torch
 from lipaudit.attacks.evaluate import Chunk, Texts, evaluate_chunk
 from lipaudit.attacks.kinds import Attack, Trial
 from lipaudit.attacks.oracle import ByRow, margins
+from lipaudit.attacks.rewriting import neighbours
 from lipaudit.attacks.text import (
     BEGINS,
     FIXED,
@@ -17,7 +18,6 @@ from lipaudit.attacks.text import (
     Reader,
     TextOracle,
     check_drafts,
-    neighbours,
 )
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables.trials import parse_radius
@@ -114,11 +114,13 @@ def margin(reader, ids, label) -> float:
 
 
 def substitutions(ids):
-    """Yield every text that has one token of a word replaced by one of its kind."""
-    for place, old in enumerate(ids):
-        for new in range(VOCABULARY):
-            if KINDS[old] != FIXED and KINDS[new] == KINDS[old] and new != old:
-                yield (*ids[:place], new, *ids[place + 1 :])
+    """Yield every text that has a word of one token replaced by another one."""
+    words = Lexicon(torch.tensor(KINDS)).words(ids)
+    for place, old in enumerate(words):
+        for new in range(FIRST, FURTHER):
+            if len(old) == 1 and KINDS[old[0]] == BEGINS and new != old[0]:
+                changed = (*words[:place], (new,), *words[place + 1 :])
+                yield tuple(i for each in changed for i in each)
 
 
 def errors(ids):
@@ -195,7 +197,7 @@ def test_neither_the_device_batch_nor_neighbours_change_a_text(name, queries):
 def test_queries_bound_the_evaluations():
     _, _, outcome = attacked("words", 1, queries=2)
     standing = len(TEXTS) - 1  # evaluated before, with a slope, at two changes, and at the end
-    changeable = sum(bool(words) for words in TEXTS[:-1])
+    changeable = sum(1 in map(len, words.split()) for words in TEXTS[:-1])
     assert outcome.forwards == 3 * standing + 2 * changeable
 
 

@@ -15,8 +15,9 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import AttackOptions, calibration_error, encode_files, measure
+from lipaudit.measures.attack import AttackOptions, encode_files, measure
 from lipaudit.measures.base import Part, listening
+from lipaudit.measures.rating import calibration_error
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.sections import list_classes
 from lipaudit.tables.columns import wilson

@@ -11,7 +11,7 @@ from scipy import stats
 import lipaudit
 from lipaudit.attacks.corruptions import corrupt_image
 from lipaudit.attacks.kinds import TYPING
-from lipaudit.attacks.text import mistype
+from lipaudit.attacks.rewriting import mistype
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate.comparison import compare

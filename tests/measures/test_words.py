@@ -9,7 +9,8 @@ from torch import nn
 
 import lipaudit
 from lipaudit import ModelSpec
-from lipaudit.attacks.text import BEGINS, FIXED, Lexicon, Reader, list_substitutes
+from lipaudit.attacks.rewriting import list_substitutes
+from lipaudit.attacks.text import BEGINS, FIXED, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.texts import make_reader, read_texts

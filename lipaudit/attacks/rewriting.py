@@ -1,0 +1,454 @@
+"""Attacks on words and characters: a greedy search among the single changes of a text.
+
+*Words* are replaced by near words: words of the vocabulary whose embeddings are the nearest. The
+first-order choice of substitutes follows HotFlip (Ebrahimi et al., 2018, arXiv 1712.06751). The 50
+nearest neighbours among word embeddings follow Alzantot et al., 2018 (arXiv 1804.07998) and
+TextFooler (Jin et al., 2020, arXiv 1907.11932), which use other embeddings and check meaning and
+grammar; we check neither. A word of several tokens has no near words: nothing says which rows of
+tokens are words.
+
+*Characters* get typing errors: letters are swapped, removed, inserted or replaced, and the word is
+tokenized again. The kinds of errors follow Gao et al., 2018 (DeepWordBug, arXiv 1801.04354)
+and TextBugger (Li et al., 2019, arXiv 1812.05271).
+
+A step of the search tries all single changes if these are few. Among more it takes turns between
+three orders, so that it does not depend on a gradient that may be flat: that of the attack (the
+gradient), evenly over the places, and the places by one exact evaluation each, as TextFooler ranks
+words by their deletion.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import chain, combinations, islice, pairwise, product, zip_longest
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.attacks.oracle import Turn, margins
+from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
+from lipaudit.errors import UsageError
+
+# Margins are compared to this many decimal places; further digits are rounding noise.
+DIGITS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A single change of a text.
+
+    Attributes:
+        place: the number of the word that it changes.
+        make: returns the changed text; None if the result is no word.
+    """
+
+    place: int
+    make: Callable[[], Draft | None]
+
+
+# (text, gradient of its margin) -> all single changes, the most promising first.
+Propose = Callable[[Draft, Tensor], Sequence[Change]]
+
+
+@dataclass(eq=False)
+class _Step:
+    """One step of the search on one text.
+
+    Attributes:
+        text: position of the text.
+        changes: all single changes, the most promising first.
+        queries: largest number of changes to try.
+        read: returns the token ids of a changed text; empty if the model cannot read it.
+        best: the changed text with the lowest margin; the text itself before the first.
+        lowest: that margin.
+        tried: number of changes evaluated.
+        by_place: the lowest margin of the changes of each word.
+        left: the changes that `choose_first` left out.
+    """
+
+    text: int
+    changes: Sequence[Change]
+    queries: int
+    read: Callable[[Draft], Ids]
+    best: Draft
+    lowest: float = math.inf
+    tried: int = 0
+    by_place: dict[int, float] = field(default_factory=dict)
+    left: Sequence[Change] = ()
+
+    @property
+    def possible(self) -> int:
+        """The number of changes; those that make no text do not count if all were tried."""
+        return len(self.changes) if self.left else self.tried
+
+    def choose_first(self) -> list[tuple[Change, Draft]]:
+        """Return all changes if these are few, else the most promising one of each word."""
+        if len(self.changes) <= self.queries:
+            return self._make(self.changes, len(self.changes))
+        probes: dict[int, Change] = {}
+        for change in self.changes:
+            probes.setdefault(change.place, change)
+        chosen = list(probes.values())[: max(1, self.queries // 2)]
+        first = set(chosen)
+        self.left = [change for change in self.changes if change not in first]
+        return self._make(chosen, len(chosen))
+
+    def choose_others(self) -> list[tuple[Change, Draft]]:
+        """Return further changes up to the number of queries, by three orders in turn."""
+        places = defaultdict(list)
+        for change in self.left:
+            places[change.place].append(change)
+        evenly = chain.from_iterable(zip_longest(*places.values()))
+        ranked = sorted(self.left, key=lambda change: self.by_place.get(change.place, math.inf))
+        turns = chain.from_iterable(zip_longest(self.left, ranked, evenly))
+        ordered = dict.fromkeys(change for change in turns if change is not None)
+        return self._make(ordered, self.queries - self.tried)
+
+    def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
+        """Return changed texts that the model can read, up to a number."""
+        made: list[tuple[Change, Draft]] = []
+        for change in changes:
+            if len(made) == most:
+                break
+            draft = change.make()
+            if draft is not None and self.read(draft):
+                made.append((change, draft))
+        return made
+
+    def note_margins(self, chosen: Sequence[tuple[Change, Draft]], values: list[float]) -> None:
+        """Record the margins of changed texts; of equal margins the first one counts."""
+        self.tried += len(chosen)
+        for (change, draft), value in zip(chosen, values, strict=True):
+            self.by_place[change.place] = min(value, self.by_place.get(change.place, math.inf))
+            if round(value, DIGITS) < round(self.lowest, DIGITS):
+                self.lowest, self.best = value, draft
+
+
+def search(
+    oracle: TextOracle,
+    drafts: Sequence[Draft],
+    y: Tensor,
+    budget: int,
+    propose: Propose,
+    queries: int,
+) -> list[Draft]:
+    """Change texts one by one, each time by the change that lowers the margin most.
+
+    The search ends when the margin is negative. Every proposal is evaluated from its characters,
+    if known. The search is greedy: k changes are the first k of k + 1. If no proposal lowers the
+    margin, the text keeps its changes so far. Each draft counts its single changes, and those
+    tried.
+
+    Args:
+        oracle: the model.
+        drafts: the texts.
+        y: their labels.
+        budget: largest number of changes of a text.
+        propose: lists all single changes of a text.
+        queries: largest number of single changes tried in a step.
+    """
+    best = list(drafts)
+    read = oracle.reader.read
+    margin = margins(oracle([read(draft) for draft in best]), y).tolist()
+    going = [i for i, value in enumerate(margin) if value >= 0]
+    for _ in range(budget):
+        if not going:
+            break
+        slopes = oracle.slopes([best[i].ids for i in going], y[going])
+        proposed = [propose(best[i], slope) for i, slope in zip(going, slopes, strict=True)]
+        pairs = zip(going, proposed, strict=True)
+        steps = [_Step(i, changes, queries, read, best[i]) for i, changes in pairs]
+        _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
+        _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.left])
+        going = []
+        for step in steps:
+            i = step.text
+            before, after = best[i], best[i]
+            if step.lowest < margin[i]:
+                after, margin[i] = step.best, step.lowest
+                if step.lowest >= 0:
+                    going.append(i)
+            tried = before.tried + step.tried
+            best[i] = replace(after, tried=tried, possible=before.possible + step.possible)
+    return best
+
+
+def _try_changes(
+    oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
+) -> None:
+    """Evaluate changed texts of several steps together, and record their margins."""
+    texts = [oracle.reader.read(draft) for _, made in chosen for _, draft in made]
+    if not texts:
+        return
+    owners = torch.tensor([step.text for step, made in chosen for _ in made], device=y.device)
+    values = iter(margins(oracle(texts), y[owners]).tolist())
+    for step, made in chosen:
+        step.note_margins(made, list(islice(values, len(made))))
+
+
+# Words
+
+
+# Number of substitutes considered for a word.
+NEIGHBOURS = 50
+# Number of tokens whose neighbours are searched at a time.
+BLOCK = 256
+# Largest number of combinations of adjacent words that are read one by one; two words have 2,500.
+COMBINATIONS = 10_000
+
+
+def rewrite_words(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Replace at most `budget` words of each text by near words; the search is not random.
+
+    A step tries up to `queries` substitutions in words not changed yet, all of them if these are
+    no more. The most promising ones lower the margin most to first order, slope . (e(substitute) -
+    e(word)).
+    """
+    reader = oracle.reader
+    near = neighbours(reader, (token for draft in drafts for token in draft.ids))
+
+    def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
+        rises, changes = [], []
+        position = 0
+        for i, word in enumerate(draft.words):
+            substitutes = find_substitutes(near, draft, i, reader.lexicon)
+            if substitutes:
+                # To first order, slope . (e(substitute) - e(word)).
+                step = reader.table[substitutes] - reader.table[word[0]]
+                rises.append(step @ slope[position])
+                for new in substitutes:
+                    make = partial(_replace_word, draft, i, new, reader.lexicon)
+                    changes.append(Change(i, make))
+            position += len(word)
+        if not changes:
+            return []
+        order = torch.cat(rises).argsort(stable=True)
+        return [changes[k] for k in order.tolist()]
+
+    return search(oracle, drafts, y, budget, propose, turn.attack.queries)
+
+
+def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lexicon) -> list[int]:
+    """Return the near words of word i, as token ids; none if it is changed or not one token."""
+    first, *others = draft.words[i]
+    if i in draft.changed or others or int(lexicon.kinds[first]) != BEGINS:
+        return []
+    substitutes: list[int] = near[first].tolist()
+    return substitutes
+
+
+def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
+    """Return the nearest token ids of the same kind, by the cosine of their embeddings.
+
+    First tokens of words have first tokens as neighbours; fixed tokens have none. The reader
+    caches the neighbours.
+    """
+    kinds, table = reader.lexicon.kinds, reader.table
+    own = sorted({t for t in tokens if int(kinds[t]) != FIXED} - reader.near.keys())
+    lengths = table[: len(kinds)].norm(dim=1).clamp_min(torch.finfo(table.dtype).tiny)
+    there, alike = kinds.to(table.device), kinds.bincount(minlength=FIXED + 1).tolist()
+    for start in range(0, len(own), BLOCK):
+        ids = torch.tensor(own[start : start + BLOCK], device=table.device)
+        cosine = table[ids] @ table[: len(kinds)].T / lengths  # up to a factor of each row
+        cosine[there[ids][:, None] != there] = -torch.inf
+        cosine.scatter_(1, ids[:, None], -torch.inf)
+        nearest = cosine.topk(min(NEIGHBOURS, len(kinds)), dim=1).indices
+        for token, index in zip(own[start:], nearest, strict=False):
+            reader.near[token] = index[: alike[int(kinds[token])] - 1]
+    return reader.near
+
+
+def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
+    """Return the word and the text's token ids of every change that `rewrite_words` may try first.
+
+    None if one of them changes the number of tokens, or tokens of another word, or if up to k of
+    them together are read in another way than one by one.
+    """
+    near = neighbours(reader, draft.ids)
+    before = reader.read(draft)
+    word_of = [i for i, word in enumerate(draft.words) for _ in word]
+    found: list[tuple[int, Ids, Draft]] = []
+    for i in range(len(draft.words)):
+        for new in find_substitutes(near, draft, i, reader.lexicon):
+            changed = _replace_word(draft, i, new, reader.lexicon)
+            if changed is None:
+                continue
+            ids = reader.read(changed)
+            if len(ids) != len(before):
+                return None
+            moved = {w for w, a, b in zip(word_of, ids, before, strict=True) if a != b}
+            if moved - {i}:
+                return None
+            if moved:
+                found.append((i, ids, changed))
+    number = 0
+    for adjacent in _chain(draft.source.spans) if draft.source else ():
+        for changes in _combine(found, adjacent, k):
+            if number == COMBINATIONS or not _reads_alike(reader, draft, changes, word_of):
+                return None
+            number += 1
+    return [(i, ids) for i, ids, _ in found]
+
+
+def _reads_alike(
+    reader: Reader,
+    draft: Draft,
+    changes: Sequence[tuple[int, Ids, Draft]],
+    word_of: Sequence[int],
+) -> bool:
+    """Say whether the tokens of several changes together are those of each change alone."""
+    alone = list(reader.read(draft))
+    spelled: list[tuple[int, str]] = []
+    for i, ids, changed in changes:
+        spelled.extend(changed.spelled)
+        for at, owner in enumerate(word_of):
+            if owner == i:
+                alone[at] = ids[at]
+    return reader.read(replace(draft, spelled=tuple(spelled))) == tuple(alone)
+
+
+def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
+    """Group words with nothing between them, by number: a tokenizer may read these as one."""
+    chains = [[0]]
+    for i, (before, after) in enumerate(pairwise(spans), 1):
+        piece, _, end = before[-1]
+        other, start, _ = after[0]
+        if piece != other or start > end:
+            chains.append([])
+        chains[-1].append(i)
+    return chains
+
+
+def _combine(
+    found: Sequence[tuple[int, Ids, Draft]], chain: Sequence[int], k: int
+) -> Iterator[tuple[tuple[int, Ids, Draft], ...]]:
+    """Yield the changes of two to k words of a chain at once."""
+    each = [[change for change in found if change[0] == i] for i in chain]
+    each = [changes for changes in each if changes]
+    for size in range(2, min(k, len(each)) + 1):
+        for chosen in combinations(each, size):
+            yield from product(*chosen)
+
+
+def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
+    """Replace word i, which is one token, by another token; None if the result is not a word."""
+    if draft.source is None:
+        return draft.with_word(i, (token,))
+    new = lexicon.write(token)
+    old = draft.source.word(i)
+    if len(new.split()) != 1 or len(old.split()) != 1 or new == old:
+        return None
+    return draft.with_word(i, (token,), new)
+
+
+# Characters
+
+
+def rewrite_characters(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Make at most `budget` typing errors in each text; the search is not random.
+
+    A step tries up to `queries` errors, all of them if these are no more. The errors of each word
+    come in a fixed order, words taking turns, beginning with the words on which the margin depends
+    most (the norm of its gradient over the word's tokens). Words of a single letter are not
+    changed.
+
+    Raises:
+        UsageError: the model has no tokenizer that can spell.
+    """
+    lexicon = oracle.reader.lexicon
+    tokenize = lexicon.encode
+    if lexicon.read is None or tokenize is None:
+        text = "the attack characters needs a tokenizer that spells tokens; this model has none"
+        advice = "Put the tokenizer's files beside config.json, or leave characters out."
+        raise UsageError(text, advice)
+    encode = cache(lambda text: tuple(tokenize(text)))
+
+    def make(draft: Draft, i: int, error: str) -> Draft:
+        """Return the text with an error, its word tokenized with the space before it."""
+        assert draft.source is not None
+        piece, start, _ = draft.source.spans[i][0]
+        before = draft.source.texts[piece][max(start - 1, 0) : start]
+        space = before if before.isspace() else ""
+        return draft.with_word(i, encode(space + error), error)
+
+    def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
+        """List every possible error, words taking turns."""
+        if draft.source is None:
+            return []
+        lengths = iter(slope.norm(dim=1).tolist())
+        steep = [sum(islice(lengths, len(word))) for word in draft.words]
+        known, letters = _spell_words(draft, lexicon)
+        of_words = []
+        for i in sorted(known, key=lambda i: -steep[i]):
+            errors = _errors(known[i], letters)
+            of_words.append([Change(i, partial(make, draft, i, error)) for error in errors])
+        turns = chain.from_iterable(zip_longest(*of_words))
+        return [change for change in turns if change is not None]
+
+    return search(oracle, drafts, y, budget, propose, turn.attack.queries)
+
+
+def _spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
+    """Return the words in which errors are possible, by number, and the letters to insert."""
+    source, known = draft.source, dict(draft.spelled)
+    some = [i for i, word in enumerate(draft.words) if source and not lexicon.is_fixed(word)]
+    spelled = {i: known.get(i) or source.word(i) for i in some if source}
+    words = {i: text for i, text in spelled.items() if len(text) > 1}
+    # The text's own letters, and all Latin ones if it has any.
+    letters = {c for text in words.values() for c in text.lower() if c.isalnum()}
+    latin = set(string.ascii_lowercase)
+    return words, sorted(letters | (latin if letters & latin else set()))
+
+
+def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, count: int) -> Draft:
+    """Return a text with random typing errors of one kind.
+
+    The word of an error is drawn by its length, and the error among all of its kind there.
+
+    Args:
+        draft: the text, with its characters.
+        draw: source of random numbers.
+        lexicon: the vocabulary.
+        kind: one of `kinds.TYPING`.
+        count: number of errors; fewer if the text has no room for them.
+    """
+    for _ in range(count):
+        words, letters = _spell_words(draft, lexicon)
+        kinds = {i: _list_errors(text, letters)[kind] - {text} for i, text in words.items()}
+        if possible := [i for i in words if kinds[i]]:
+            i = draw.choices(possible, [len(words[i]) for i in possible])[0]
+            draft = draft.with_word(i, draft.words[i], draw.choice(sorted(kinds[i])))
+    return draft
+
+
+def _list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
+    """Return every word with one error, by kind of error."""
+    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    return {
+        "swap": {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1},
+        "remove": {a + b[1:] for a, b in cuts if b},
+        "replace": {a + c + b[1:] for a, b in cuts if b for c in letters},
+        "insert": {a + c + b for a, b in cuts for c in letters},
+    }
+
+
+def _errors(word: str, letters: Sequence[str]) -> list[str]:
+    """Return every word with one error, in an order derived from the word.
+
+    The order mixes kinds and places of errors, and is the same on every machine.
+    """
+    # The order of a set differs between processes: sort, then mix by the word.
+    order = sorted(set[str]().union(*_list_errors(word, letters).values()) - {word})
+    random.Random(word).shuffle(order)
+    return order

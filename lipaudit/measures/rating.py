@@ -1,0 +1,48 @@
+"""Figures of a classifier beside its accuracy: calibration, and its worst class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipaudit.measures.base import Values
+
+# Number of bins of the calibration error in Guo et al. (arXiv 1706.04599).
+BINS = 15
+# Number of samples from which it is shown: of fewer, a bin has less than two samples on average,
+# and a sample alone in its bin counts with its own distance from 0 or 1, however well calibrated.
+FEWEST_RATED = 2 * BINS
+# Number of samples from which a class can be the worst: of 1 or 2, one is often all wrong.
+FEWEST_OF_CLASS = 5
+
+
+def calibration_error(confidence: Values, correct: Values) -> float:
+    """Return the expected calibration error of samples with these confidences in [0, 1].
+
+    Bin m of 15 holds confidences in ((m - 1) / 15, m / 15]; the error is the sum over bins of
+    |number of correct samples - sum of confidences| / samples (Guo et al., arXiv 1706.04599).
+    """
+    import numpy as np
+
+    bins = np.ceil(confidence * BINS).astype(int).clip(1, BINS)
+    gaps = np.bincount(bins, correct - confidence.astype(float))
+    return float(np.abs(gaps).sum() / len(correct))
+
+
+def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
+    """Return columns of the class with the lowest accuracy under each trial; none without one.
+
+    Args:
+        label: true classes, (samples,).
+        robust: whether samples are right under attack, (samples, trials).
+        known: names of classes by number.
+    """
+    import numpy as np
+
+    numbers, where, counts = np.unique(label, return_inverse=True, return_counts=True)
+    # The class with the most samples first: of equal shares, its share is the best known.
+    order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
+    if not order:
+        return {}
+    share = np.stack([np.bincount(where, each) for each in robust.T])[:, order] / counts[order]
+    texts = [f"{known.get(str(numbers[i]), numbers[i])} (n = {counts[i]})" for i in order]
+    return {"robust_class": share.min(1), "class": [texts[i] for i in share.argmin(1)]}

@@ -115,56 +115,80 @@ class WorstHead:
 
     def rows(self) -> Iterator[Cells]:
         """Yield the rows of every mode but `real`, which is measured on data."""
-        options, lengths = self.options, self.options.lengths
-        if options.radius is not None:
-            radii = [self.own, options.radius]
-        else:  # with n_max amid the lengths, norms rise and fall: R, where that is below the own R
-            small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
-            radii = [self.own, small] if small < self.own else [self.own]
-        # From n_max = 3 to n_max = n^2, evenly in R^2: norms grow until n_max = n.
-        first, last = self.worst.radius(3.0), min(self.own, self.worst.radius(lengths[-1] ** 2.0))
-        squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
-        steps = squares.double().sqrt().tolist()
         # Radii with the lengths at which each is measured.
+        lengths = self.options.lengths
+        radii = self._choose_radii()
         points = {
             "adversarial": [(radius, lengths) for radius in radii],
-            "radius": [(radius, lengths[-1:]) for radius in steps],
+            "radius": [(radius, lengths[-1:]) for radius in self._spread_radii()],
             "ascent": [(radius, lengths) for radius in radii],
         }
-        for mode in (mode for mode in points if mode in options.modes):
+        for mode, pairs in points.items():
+            if mode not in self.options.modes:
+                continue
             measure = self._search if mode == "ascent" else self._measure_worst
             for masked in self.masks:
-                for radius, each in points[mode]:
-                    where = {"mode": mode, "masked": masked, "radius": radius}
+                for radius, chosen in pairs:
+                    where: Cells = {"mode": mode, "masked": masked, "radius": radius}
                     where["n_max"] = self.worst.n_max(radius)
-                    for n, norms in measure(radius, each, masked=masked):
+                    for n, norms in measure(radius, chosen, masked=masked):
                         yield self.name | where | {"n": n} | norms
+
+    def _choose_radii(self) -> list[float]:
+        """Return R, and the given radius or one at which norms rise and fall over the lengths."""
+        if self.options.radius is not None:
+            return [self.own, self.options.radius]
+        lengths = self.options.lengths
+        # n_max amid the lengths
+        small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
+        if small < self.own:
+            return [self.own, small]
+        return [self.own]
+
+    def _spread_radii(self) -> list[float]:
+        """Return radii from n_max = 3 to n^2, evenly in R^2: norms grow until n_max = n."""
+        first = self.worst.radius(3.0)
+        last = min(self.own, self.worst.radius(self.options.lengths[-1] ** 2.0))
+        count = RADII if first < last else 1
+        squares = torch.linspace(first**2, last**2, count)
+        radii: list[float] = squares.double().sqrt().tolist()
+        return radii
 
     def _measure_worst(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
         """Yield ||J|| at n worst-case tokens, for each length n."""
+        if masked:
+            # Behind a mask the copies of a token see different keys: all n tokens are needed.
+            for n in lengths:
+                tokens = self.worst.tokens(n, radius)
+                at = worst_tokens.move_heads(self.head, tokens, causal=True)
+                norms = head_norms(at, seeds=[self.options.seed], tol=self.options.tol)
+                yield n, {"norm": float(norms.norm), "mean_field": None}
+            return
         at = worst_tokens.move_heads(self.head, self.worst.points(radius), causal=False)
-        top = None if masked else worst_tokens.mean_field_norm(self.head, self.worst, radius)[0]
+        limit, _ = worst_tokens.mean_field_norm(self.head, self.worst, radius)
         for n in lengths:
-            if masked:
-                at = worst_tokens.move_heads(self.head, self.worst.tokens(n, radius), causal=True)
-                norm = head_norms(at, seeds=[self.options.seed], tol=self.options.tol).norm
-            else:
-                norm = worst_tokens.duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0]))
-            yield n, {"norm": float(norm), "mean_field": top}
+            # The n tokens are the first point once and the second n - 1 times.
+            copies = at.x.new_tensor([1.0, n - 1.0])
+            norm = worst_tokens.duplicated_norm(at, copies)
+            yield n, {"norm": float(norm), "mean_field": limit}
 
     def _search(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
         """Run independent searches for the tokens with the largest norm, and keep the best."""
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
-        lengths = [n for n in lengths if not masked or n <= SEARCHED]
+        if masked:
+            lengths = [n for n in lengths if n <= SEARCHED]
         ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
         for n, end in zip(lengths, ends, strict=True):
             # The upper end is as far above the best search as the worst is below it.
-            worst, best = float(end.norm.min()), float(end.norm.max())
-            apart = (best / worst if worst else 1.0) * (1 + REPEATS)
+            worst = float(end.norm.min())
+            best = float(end.norm.max())
+            apart = 1 + REPEATS
+            if worst:
+                apart *= best / worst
             yield n, {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
 
 
@@ -194,7 +218,8 @@ def worst_case(
     without: dict[str, list[str]] = {}  # heads and layers by the reason why they have no rows
 
     def measure_layer(layer: Layer) -> None:
-        index, heads = layer.site.index, _fit_heads(layer)
+        index = layer.site.index
+        heads = _fit_heads(layer)
         if isinstance(heads, str):
             without.setdefault(heads, []).append(f"layer {index}")
             return
@@ -215,8 +240,11 @@ def worst_case(
             rows.extend(WorstHead(name, head, worst, own, mask, options).rows())
 
     capture(net, every, sample, measure_layer, layers={site.index for site in sites})
-    each = (f"{', '.join(who)}: no worst case was computed, {why}" for why, who in without.items())
-    return rows, tuple(Note.info("no-worst-case", text) for text in each)
+    notes = []
+    for reason, names in without.items():
+        text = f"{', '.join(names)}: no worst case was computed, {reason}"
+        notes.append(Note.info("no-worst-case", text))
+    return rows, tuple(notes)
 
 
 def _fit_heads(layer: Layer) -> Heads | str:

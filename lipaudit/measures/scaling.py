@@ -273,30 +273,40 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
 
     values = base.join_arrays(parts)
     facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
-    rows, fits, apart = [], [], []
-    for curve in _make_curves(values, facts, options) if values else ():
+    rows: list[Row] = []
+    fits: list[Row] = []
+    apart: list[list[Row]] = []
+    curves = _make_curves(values, facts, options) if values else ()
+    for curve in curves:
         law, fit = _fit_law(curve.name, curve.n, curve.norm)
-        rows += list(_make_rows(curve, law))
-        of_bounds = {name: _fit_law({}, curve.n, each)[1] for name, each in curve.bounds.items()}
-        exponents = {f"{name}_exponent": each.exponent for name, each in of_bounds.items()}
+        rows += _make_rows(curve, law)
+        exponents = {}
+        for name, bound in curve.bounds.items():
+            _, of_bound = _fit_law({}, curve.n, bound)
+            exponents[f"{name}_exponent"] = of_bound.exponent
         fits.append(fit.replace(**exponents))
     # A fit for each head, mode, mask and radius; in mode radius it is the radius that varies.
     groups: dict[tuple[Any, ...], list[Row]] = {}
     keys = ("mode", "layer", "head", "masked")
-    for row in (SCALING_TABLE.row(**cells) for cells in facts["rows"]):
+    for row in (SCALING_TABLE.row(**each) for each in facts["rows"]):
         radius = None if row.mode == "radius" else row.radius
         groups.setdefault((*(row[key] for key in keys), radius), []).append(row)
     for key, group in groups.items():
         in_law = [row for row in group if _is_in_law(row)]
-        columns = [[row[name] for row in in_law] for name in ("n", "norm")]
-        name = dict(zip((*keys, "radius"), key, strict=True))
-        law, fit = _fit_law(name, *np.array(columns, dtype=np.float64))
+        lengths = np.array([row.n for row in in_law], dtype=np.float64)
+        norms = np.array([row.norm for row in in_law], dtype=np.float64)
+        cells = dict(zip((*keys, "radius"), key, strict=True))
+        law, fit = _fit_law(cells, lengths, norms)
         rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
-        kept = _widen(fit, group) if name["mode"] == "ascent" else fit
-        fits += [] if kept is None else [kept]
-        apart += [group] if kept is None else []
+        kept: Row | None = fit
+        if cells["mode"] == "ascent":
+            kept = _widen(fit, group)
+        if kept is None:
+            apart.append(group)
+        else:
+            fits.append(kept)
     sections = [
         SCALING_TABLE.section(
             settings=options.model_dump(),
@@ -315,27 +325,37 @@ def _make_curves(
     import numpy as np
 
     names = facts["heads"]
+    followed = _list_followed()
     layer_of = np.array([layer for layer, _, _ in names])
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = np.flatnonzero(layer_of == layer)
         # After W_O if the layer has one, else its heads side by side.
-        out, concat = values["layer_exact_out"][:, :, i], values["layer_exact"][:, :, i]
-        has_out = ~np.isnan(out)
-        factor = np.where(has_out, values["out_norm"][:, :, i], 1.0)
+        after_out = values["layer_exact_out"][:, :, i]
+        has_out = ~np.isnan(after_out)
+        norm = np.where(has_out, after_out, values["layer_exact"][:, :, i])
+        out_norm = np.where(has_out, values["out_norm"][:, :, i], 1.0)
+        bounds = {}
+        for name in followed:
+            # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
+            squares = values[name][:, :, heads] ** 2
+            bounds[name] = out_norm * np.sqrt(squares.sum(2))
         yield NormCurve(
             {"mode": "real", "layer": layer, "module": module},
-            values["tokens"][:, :, heads[0]],
-            np.where(has_out, out, concat),
-            values["radius"][:, :, heads[0]],
-            {n: factor * np.sqrt((values[n][:, :, heads] ** 2).sum(2)) for n in _list_followed()},
+            n=values["tokens"][:, :, heads[0]],
+            norm=norm,
+            radius=values["radius"][:, :, heads[0]],
+            bounds=bounds,
         )
     wanted = set(options.heads or ())
     for i, (layer, head, module) in enumerate(names):
         if wanted & {"all", f"{layer}.{head}"}:
-            n, norm, radius = (values[name][:, :, i] for name in ("tokens", "exact", "radius"))
-            of_head = {"mode": "real", "layer": layer, "head": head, "module": module}
-            limits = {name: values[name][:, :, i] for name in _list_followed()}
-            yield NormCurve(of_head, n, norm, radius, limits)
+            yield NormCurve(
+                {"mode": "real", "layer": layer, "head": head, "module": module},
+                n=values["tokens"][:, :, i],
+                norm=values["exact"][:, :, i],
+                radius=values["radius"][:, :, i],
+                bounds={name: values[name][:, :, i] for name in followed},
+            )
     model = values["model"][:, :, 0]
     n = np.nanmax(values["tokens"], 2, initial=0)
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
@@ -383,11 +403,12 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
 
     known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
-    row = FITS_TABLE.row(
-        **{key: value for key, value in name.items() if key != "module"},
-        **{key: float(v) for key, v in vars(law).items() if key != "constant" and v == v},
-    )
-    return law, row
+    cells = {key: value for key, value in name.items() if key != "module"}
+    for key in ("exponent", "exponent_se", "r2"):
+        value = getattr(law, key)
+        if not math.isnan(value):
+            cells[key] = float(value)
+    return law, FITS_TABLE.row(**cells)
 
 
 def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
@@ -400,7 +421,8 @@ def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
     if fit.exponent_se is None:
         return fit
     logs = np.log([row.n for row in rows])
-    shares = (logs - logs.mean()) / ((logs - logs.mean()) ** 2).sum()
+    apart = logs - logs.mean()
+    shares = apart / (apart**2).sum()
     reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
     return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
 

@@ -350,6 +350,7 @@ def linearize_attention(heads: Heads) -> Attend:
     v = heads.v.flatten(0, 1)
     sink = heads.sink_share()
     if sink is None:  # else P_i sums to less than 1, and o_i would change by less than v_j
+        # Any rows of P will do: the first.
         some, _, keys = next(map_rows(heads, p))
         v = v - mean_value(some, v[:, keys])
     else:
@@ -387,6 +388,7 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, tuple[Tensor,
     extra = {}
     for name, term in terms.items():
         vectors = term.flatten(0, 1)
+        # Which of the vectors are those of each problem: batch rows and heads may share one.
         numbers = torch.arange(len(vectors), device=term.device).view(term.shape[:2])
         extra[name] = vectors, numbers.expand(shape).flatten()
     return slope, extra

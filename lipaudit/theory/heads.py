@@ -414,14 +414,14 @@ def rows_in_reach(
         if rows.shape[-2] > 1:
             rows = rows[..., start:stop, :]
         seen = rows.flatten(0, 2).any(0).nonzero()
-        keys = slice(0, 1)
+        keys = slice(0, 1)  # if no key is seen: one of them, where P is 0, too
         if len(seen):
             keys = slice(int(seen[0]), int(seen[-1]) + 1)
         bias = bias[..., keys]
     reached = replace(
         heads,
         k=heads.k[:, :, keys],
-        v=heads.v[:, :, keys, :0],
+        v=heads.v[:, :, keys, :0],  # P does not depend on values
         bias=bias,
         x_kv=None,
         to_k=None,

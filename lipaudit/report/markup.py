@@ -148,7 +148,8 @@ def render_markdown(page: blocks.Document) -> bytes:
     """Write a page as Markdown."""
     lines = [f"# {escape_markdown(page.title)}", ""]
     for chapter in page.chapters:
-        lines += [f"## {escape_markdown(chapter.title)}", ""] if chapter.title else []
+        if chapter.title:
+            lines += [f"## {escape_markdown(chapter.title)}", ""]
         for block in chapter.blocks:
             lines += [*_write_markdown(block), ""]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
@@ -176,8 +177,10 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
                 yield f"- {escape_markdown(item.title)}: {escape_markdown('; '.join(item.lines))}"
             yield from ["", escape_markdown(block.text)]
         case Passage():
-            tokens = ((escape_markdown(t.text), t.top) for t in blocks.shade_tokens(block))
-            words = (f"**{text}**" if top else text for text, top in tokens)
+            words = []
+            for token in blocks.shade_tokens(block):
+                text = escape_markdown(token.text)
+                words.append(f"**{text}**" if token.top else text)
             yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
             yield _small(blocks.explain_shades(block))
         case _:
@@ -190,19 +193,29 @@ def _small(text: str) -> str:
 
 def _write_markdown_table(block: Table | Heatmap | Card) -> Iterator[str]:
     grid = blocks.lay_out(block)
-    folded, title = isinstance(block, Table) and block.folded, escape_markdown(grid.title)
+    folded = isinstance(block, Table) and block.folded
+    title = escape_markdown(grid.title)
     if title:
-        yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
-    yield _write_markdown_row(grid.heads or [""] * len(grid.align))
-    yield f"| {' | '.join('--:' if side == 'r' else ':--' for side in grid.align)} |"
+        yield f"<details><summary>{title}</summary>" if folded else f"**{title}**"
+        yield ""
+    columns = len(grid.align)
+    yield _join_cells([escape_markdown(head) for head in grid.heads or [""] * columns])
+    yield _join_cells(["--:" if side == "r" else ":--" for side in grid.align])
     for index, row in enumerate(grid.rows):
-        yield _write_markdown_row(row, "**%s**" if index in grid.strong else "%s")
-    yield from ["", _small("; ".join(grid.notes))] if any(grid.notes) else []
-    yield from ["", "</details>"] if folded else []
+        texts = [escape_markdown(text) for text in row]
+        if index in grid.strong:
+            texts = [f"**{text}**" for text in texts]
+        yield _join_cells(texts)
+    if any(grid.notes):
+        yield ""
+        yield _small("; ".join(grid.notes))
+    if folded:
+        yield ""
+        yield "</details>"
 
 
-def _write_markdown_row(texts: Sequence[str], style: str = "%s") -> str:
-    return f"| {' | '.join(style % escape_markdown(text) for text in texts)} |"
+def _join_cells(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 # LaTeX, with booktabs, for a paper

@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.certify.affine import add, as_pair, make_move, neg, scale, sub
+from lipaudit.certify.affine import add, as_pair, make_move, neg, read_axes, scale, sub
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.symbols import DOUBLE, LIBRARY, Unit, cast_up, gamma, tiny, up
 
@@ -373,13 +373,19 @@ def hardswish(input: Form, inplace: bool = False) -> Form:
 
 def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     """Return the largest value over axes."""
-    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes means all
-    axes = [axis % input.ndim for axis in axes]
+    axes = read_axes(dim, input.ndim)
     others = [axis for axis in range(input.ndim) if axis not in axes]
-    flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]
-    result = largest(flat)  # type: ignore[arg-type]
-    kept = [1 if axis in axes else size for axis, size in enumerate(input.shape)]
-    return result.reshape(kept) if keepdim else result  # type: ignore[return-value]
+    if axes:
+        rows: Any = input.permute(*others, *axes).flatten(len(others))
+    else:
+        rows = input[..., None]
+    result: Any = largest(rows)
+    if not keepdim:
+        return cast("Form", result)
+    shape = list(input.shape)
+    for axis in axes:
+        shape[axis] = 1
+    return cast("Form", result.reshape(shape))
 
 
 def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:

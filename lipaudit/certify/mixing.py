@@ -48,8 +48,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.certify import affine, curves
-from lipaudit.certify.bilinear import lengths
 from lipaudit.certify.form import Form, NoRuleError, Quotient, UnboundedError
+from lipaudit.certify.lengths import lengths
 from lipaudit.certify.symbols import DOUBLE, LIBRARY, gamma, tiny, up
 
 _NEGLIGIBLE = 1000.0

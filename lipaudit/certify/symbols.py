@@ -49,7 +49,9 @@ def gamma(n: int, dtype: torch.dtype) -> float:
     True
     """
     share = n * torch.finfo(dtype).eps / 2
-    return share / (1 - share) * (1 + 2.0**-50) if share < 1 else float("inf")
+    if share >= 1:
+        return float("inf")
+    return share / (1 - share) * (1 + 2.0**-50)
 
 
 def tiny(dtype: torch.dtype) -> float:
@@ -76,9 +78,8 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
     tensor(True)
     """
     cast = x.to(dtype)
-    return torch.where(
-        cast.to(x) < x, torch.nextafter(cast, torch.full_like(cast, torch.inf)), cast
-    )
+    above = torch.nextafter(cast, torch.full_like(cast, torch.inf))
+    return torch.where(cast.to(x) < x, above, cast)
 
 
 def summed_up(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
@@ -106,21 +107,23 @@ class ErrorBlock:
     @property
     def end(self) -> int:
         """One more than the largest number."""
-        return int(self.numbers.max()) + 1 if self.numbers.numel() else 0
+        if not self.numbers.numel():
+            return 0
+        return int(self.numbers.max()) + 1
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
         """Apply an operation to the rows of the last axis, or to entries."""
         rows = op(self.rows)
-        same = rows.shape == self.rows.shape
-        group = self.group if same else self.group[..., :1].expand(rows.shape[1:])
+        if rows.shape == self.rows.shape:
+            return replace(self, rows=rows)
+        group = self.group[..., :1].expand(rows.shape[1:])
         return replace(self, rows=rows, group=group)
 
-    def move(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
+    def move(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[ErrorBlock]:
         """Rearrange entries; the operation may have several results."""
-        rows, group = move_stack(move, self.rows), move(self.group)
-        if isinstance(group, Tensor):
-            return [replace(self, rows=rows, group=group)]
-        return [replace(self, rows=r, group=g) for r, g in zip(rows, group, strict=True)]
+        stacks = move_stack(move, self.rows)
+        groups = move(self.group)
+        return [replace(self, rows=r, group=g) for r, g in zip(stacks, groups, strict=True)]
 
     def like(self, other: ErrorBlock) -> bool:
         """Say whether layers of both can be added."""
@@ -132,30 +135,31 @@ class ErrorBlock:
             return self
         # Several groups share a row: give each a layer of its own. That works if all rows have
         # equally many groups, and no group reaches over two rows.
-        ids = self.group.reshape(-1, self.group.shape[-1])
-        per_row = [torch.unique(row) for row in ids]
-        if len({len(each) for each in per_row}) > 1:
+        shape = self.group.shape
+        groups = self.group.reshape(-1, shape[-1])
+        groups_by_row = [torch.unique(row) for row in groups]
+        if len({len(row) for row in groups_by_row}) > 1:
             return None
-        kept = torch.stack(per_row)  # (rows, m)
-        if len(torch.unique(kept)) < kept.numel():
+        distinct = torch.stack(groups_by_row)  # (rows, m)
+        if len(torch.unique(distinct)) < distinct.numel():
             return None
-        place = (ids[..., None] == kept[:, None]).long().argmax(-1).view(self.group.shape)
-        at = torch.arange(kept.shape[1], device=ids.device)
-        at = (place == at.view(-1, *[1] * place.ndim))[:, None]
-        group = torch.arange(len(kept), device=ids.device)
-        return replace(
-            self,
-            rows=(self.rows * at).flatten(0, 1),
-            group=group.view(*place.shape[:-1], 1).expand(place.shape),
-            numbers=self.numbers[:, kept].permute(2, 0, 1).flatten(0, 1),
-        )
+        row_count, m = distinct.shape
+        place = (groups[..., None] == distinct[:, None]).long().argmax(-1).view(shape)
+        places = torch.arange(m, device=groups.device).view(-1, *[1] * place.ndim)
+        in_layer = (place == places)[:, None]  # (m, 1, *shape)
+        rows = (self.rows * in_layer).flatten(0, 1)
+        numbers = self.numbers[:, distinct].permute(2, 0, 1).flatten(0, 1)
+        group = torch.arange(row_count, device=groups.device)
+        group = group.view(*shape[:-1], 1).expand(shape)
+        return replace(self, rows=rows, group=group, numbers=numbers)
 
     def add_to(self, stack: Tensor) -> None:
         """Add the block to a stack (rows, *shape) with a row for every symbol."""
+        numbers = self.numbers[:, self.group.flatten()]  # (layers, entries)
+        entries = numbers.shape[1]
+        flat = stack.view(len(stack), entries)
         # Entries without a symbol (-1) are zero: adding them to row 0 changes nothing.
-        at = self.numbers[:, self.group.flatten()]
-        flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
-        stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
+        flat.scatter_add_(0, numbers.clamp_min(0), self.rows.reshape(len(self.rows), entries))
 
     def columns(self, mask: Tensor) -> ErrorBlock:
         """Return the entries of a mask, along one axis."""
@@ -169,9 +173,10 @@ def join_blocks(
     joined = {block.key: block for block in x}
     for block in y:
         shared = joined.get(block.key)
-        joined[block.key] = (
-            block if shared is None else replace(shared, rows=both(shared.rows, block.rows))
-        )
+        if shared is None:
+            joined[block.key] = block
+        else:
+            joined[block.key] = replace(shared, rows=both(shared.rows, block.rows))
     return list(joined.values())
 
 
@@ -191,21 +196,21 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
 
     Its group is the entry's row along the last axis.
     """
-    last = radius.shape[-1] if radius.ndim else 1
-    flat = radius.reshape(-1, last)
-    positive = flat > 0
+    device = radius.device
+    shape = radius.shape
+    width = shape[-1] if radius.ndim else 1
+    radius = radius.reshape(-1, width)
+    positive = radius > 0
     row, column = positive.nonzero(as_tuple=True)
     # The r-th positive entry of a row goes to layer r: as many layers as the fullest row needs.
     layer = (positive.cumsum(1) - 1)[row, column]
     layers = int(positive.sum(1).max()) if len(row) else 0
-    rows = torch.zeros(layers, *flat.shape, dtype=dtype, device=radius.device)
-    rows[layer, row, column] = flat[row, column].to(dtype)
-    numbers = torch.full((layers, len(flat)), -1, device=radius.device)
-    numbers[layer, row] = first + torch.arange(len(row), device=radius.device)
-    group = torch.arange(len(flat), device=radius.device)[:, None].expand(flat.shape)
-    return ErrorBlock(
-        rows.view(layers, *radius.shape), group.reshape(radius.shape), numbers, first
-    )
+    rows = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
+    rows[layer, row, column] = radius[row, column].to(dtype)
+    numbers = torch.full((layers, len(radius)), -1, device=device)
+    numbers[layer, row] = first + torch.arange(len(row), device=device)
+    group = torch.arange(len(radius), device=device)[:, None].expand(radius.shape)
+    return ErrorBlock(rows.view(layers, *shape), group.reshape(shape), numbers, first)
 
 
 Norm = Literal["linf", "l2", "words"]
@@ -298,18 +303,26 @@ class Symbols:
         groups: Sequence[int] = (),
         most: int = 1,
     ) -> None:
-        self.groups, self.most = groups, most
-        self.n, self.norm, self.order, self.dtype = n, norm, order, dtype
-        self.rules, self.shown, self.settle = rules, shown, settle
-        self.pairs = (
-            torch.triu_indices(n, n) if order == 2 else torch.empty(2, 0, dtype=torch.long)
-        )
+        self.n = n
+        self.norm = norm
+        self.order = order
+        self.dtype = dtype
+        self.rules = rules
+        self.shown = shown
+        self.settle = settle
+        self.groups = groups
+        self.most = most
+        self.pairs = torch.empty(2, 0, dtype=torch.long)
+        if order == 2:
+            self.pairs = torch.triu_indices(n, n)
         self.first_error = n + self.pairs.shape[1]
         self.restart(rich=True)
 
     def restart(self, *, rich: bool) -> None:
         """Forget all errors, for another pass over the ball."""
-        self.rich, self.spared, self.count = rich, False, self.first_error
+        self.rich = rich
+        self.spared = False
+        self.count = self.first_error
         self.units: list[Unit] = []
         self.dissolved: set[int] = set()
 
@@ -320,18 +333,15 @@ class Symbols:
         of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
         """
         linear, quadratic, errors = g.tensor_split((self.n, self.first_error))
-        moved = _one_norm(errors)
+        # Errors stay in a box, whatever the norm of the input.
+        error_size = _one_norm(errors)
         for block in blocks:
-            moved = up(moved + _one_norm(block.rows))
+            error_size = up(error_size + _one_norm(block.rows))
+        if self.norm == "l2":
+            return Sizes(_two_norm(linear), _two_norm(quadratic), error_size)
         if self.norm == "words":
-            return Sizes(self.sum_groups(linear.abs()), _one_norm(quadratic), moved)
-        if self.norm == "linf":
-            return Sizes(_one_norm(linear), _one_norm(quadratic), moved)
-        # Errors stay in a box, whatever the norm of the input: only these two have 2-norms.
-        linear, quadratic = (
-            up(_sum_rows(rows, torch.square).sqrt()) for rows in (linear, quadratic)
-        )
-        return Sizes(linear, quadratic, moved)
+            return Sizes(self.sum_groups(linear.abs()), _one_norm(quadratic), error_size)
+        return Sizes(_one_norm(linear), _one_norm(quadratic), error_size)
 
     def sum_groups(self, g: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
         """Return the largest value of a linear part, or 0, if only `most` groups move.
@@ -341,19 +351,27 @@ class Symbols:
         """
         if not len(g):  # a constant
             return torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
-        parts = g.split([*self.groups])  # type: ignore[no-untyped-call]
-        best = torch.stack([part.amax(0) for part in parts]).clamp_min(0)
-        most = min(self.most, len(best))
-        return summed_up(best.topk(most, 0).values.sum(0), most)
+        _, largest = self._split_groups(g)
+        most = min(self.most, len(largest))
+        return summed_up(largest.topk(most, 0).values.sum(0), most)
 
     def find_ends(self, g: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """Return the words, as 0 or 1, at which linear parts are as large as `sum_groups` says."""
-        parts = g.split([*self.groups])  # type: ignore[no-untyped-call]
-        best = torch.stack([part.amax(0) for part in parts]).clamp_min(0)
-        largest = best.topk(min(self.most, len(best)), 0).indices
-        chosen = torch.zeros_like(best).scatter_(0, largest, 1.0) * best.sign()
-        ends = [F.one_hot(part.argmax(0), len(part)).mT for part in parts]
-        return torch.cat([end * row for end, row in zip(ends, chosen, strict=True)])
+        groups, largest = self._split_groups(g)
+        most = min(self.most, len(largest))
+        moving = largest.topk(most, 0).indices
+        moves = torch.zeros_like(largest).scatter_(0, moving, 1.0) * largest.sign()
+        ends = []
+        for rows, move in zip(groups, moves, strict=True):
+            word = F.one_hot(rows.argmax(0), len(rows)).mT
+            ends.append(word * move)
+        return torch.cat(ends)
+
+    def _split_groups(self, g: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the coefficients of each group, and the largest of each that is positive or 0."""
+        groups = g.split([*self.groups])  # type: ignore[no-untyped-call]
+        largest = torch.stack([rows.amax(0) for rows in groups])
+        return groups, largest.clamp_min(0)
 
     def quadratic_range(
         self, g: Float[Tensor, "rows ..."]
@@ -372,40 +390,50 @@ class Symbols:
             return zero, zero
         squares = (self.pairs[0] == self.pairs[1]).to(q.device)
         # Of a pair, each of its two entries of the matrix has half of the coefficient.
-        halves, parts = torch.where(squares, 1.0, 0.5).to(q)[:, None], []
+        halves = torch.where(squares, 1.0, 0.5).to(q)[:, None]
+        places = self._full.to(q.device)
+        ends = []
         # A few entries at a time, so that they stay in the cache.
         some = max(1, _AT_ONCE // self.n**2)
         for part in q.reshape(len(q), -1).split(some, 1):  # type: ignore[no-untyped-call]
-            full = (part * halves).mT.contiguous().index_select(1, self._full.to(q.device))
-            parts.append(self._bound_ends(full.view(-1, self.n, self.n)))
-        high, low = torch.cat(parts, 1).view(2, *q.shape[1:])
+            halved = (part * halves).mT.contiguous()
+            matrices = halved.index_select(1, places).view(-1, self.n, self.n)
+            ends.append(self._bound_ends(matrices))
+        high, low = torch.cat(ends, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -low, high
-        mixed, diagonal = _one_norm(q[~squares]), q[squares]
+        # e_i^2 lies in [0, 1], and e_i e_j in [-1, 1].
+        mixed = _one_norm(q[~squares])
+        diagonal = q[squares]
         high = torch.minimum(mixed + _one_norm(diagonal.clamp_min(0)), high)
         low = torch.minimum(mixed + _one_norm(diagonal.clamp_max(0)), low)
         return -low, high
 
     def _bound_ends(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Bound the largest and minus the least value of e^T Q e, from above."""
-        dtype, total = q.dtype, torch.ones(len(q), dtype=DOUBLE, device=q.device)
+        dtype = q.dtype
+        total = torch.ones(len(q), dtype=DOUBLE, device=q.device)
         if self.norm != "l2":
+            # Q_ij / (w_i w_j), and total = sum w_i^2.
             gain = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
             q = q * gain[:, :, None] * gain[:, None, :]
-            total = up(gain.to(DOUBLE).square().reciprocal().sum(1), self.n + 8)
+            weights = gain.to(DOUBLE).square().reciprocal()
+            total = up(weights.sum(1), self.n + 8)
+        # The largest eigenvalues of Q and -Q are at most ||Q + m|| - m and ||m - Q|| - m.
         m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
-        move = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
-        ends = bound_norms(torch.cat((q + move, move - q)), _SQUARINGS).view(2, -1)
+        shift = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
+        m = m.to(DOUBLE)
+        norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
+        largest = (norms - m).clamp_min(0)
         # What gains and shifts are rounded by is a share of the Frobenius norm, m / _SHIFT.
-        lost = gamma(8 + self.n, dtype) * 8 * m.to(DOUBLE) + self.n * tiny(dtype) ** 0.5
-        return up(((ends - m.to(DOUBLE)).clamp_min(0) + lost) * total)
+        lost = gamma(8 + self.n, dtype) * 8 * m + self.n * tiny(dtype) ** 0.5
+        return up((largest + lost) * total)
 
     def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
         """Return the coefficients of e_i e_j, i <= j, of sum_ij form_ij e_i e_j."""
         i, j = self.pairs.to(form.device)
-        return torch.where(
-            (i == j).view(-1, *[1] * (form.ndim - 2)), form[i, j], form[i, j] + form[j, i]
-        )
+        squares = (i == j).view(-1, *[1] * (form.ndim - 2))
+        return torch.where(squares, form[i, j], form[i, j] + form[j, i])
 
     def add_products(
         self, rows: Float[Tensor, "rows ..."], x: Tensor, y: Tensor, f: Callable[..., Tensor]
@@ -413,18 +441,22 @@ class Symbols:
         """Add sum_ij f(x_i, y_j) e_i e_j of two linear parts to a stack, in place."""
         first = self.n
         for i in range(self.n):
-            part = rows[first : first + self.n - i]
+            count = self.n - i
+            part = rows[first : first + count]
             part += f(x[i : i + 1], y[i:])
             part[1:] += f(x[i + 1 :], y[i : i + 1])
-            first += self.n - i
+            first += count
 
     def add_squares(self, rows: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
         """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack: in half of the products."""
-        first, double = self.n, 2 * weight * x
+        first = self.n
+        double = 2 * weight * x
         for i in range(self.n):
-            rows[first].addcmul_(double[i], x[i], value=0.5)
-            rows[first + 1 : first + self.n - i].addcmul_(double[i], x[i + 1 :])
-            first += self.n - i
+            count = self.n - i
+            part = rows[first : first + count]
+            part[0].addcmul_(double[i], x[i], value=0.5)
+            part[1:].addcmul_(double[i], x[i + 1 :])
+            first += count
 
     def birth(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
         """Add an error symbol of the given radius to every entry with a positive radius."""
@@ -434,18 +466,22 @@ class Symbols:
 
     def birth_shared(self, rows: Float[Tensor, "layers ..."]) -> ErrorBlock:
         """Add a symbol for every row of the last axis of a stack, which acts on all of the row."""
-        first, groups = self.count, rows[0, ..., 0].numel()
-        at = torch.arange(len(rows) * groups, device=rows.device).view(len(rows), groups)
-        self.count += at.numel()
-        group = at[0].view(*rows.shape[1:-1], 1).expand(rows.shape[1:])
-        return ErrorBlock(rows, group, first + at, first)
+        first = self.count
+        layers, *lead, width = rows.shape
+        groups = torch.Size(lead).numel()
+        self.count += layers * groups
+        numbers = torch.arange(first, self.count, device=rows.device).view(layers, groups)
+        group = torch.arange(groups, device=rows.device).view(*lead, 1)
+        return ErrorBlock(rows, group.expand(*lead, width), numbers, first)
 
     @cached_property
     def _full(self) -> Tensor:
         """Return the index among the pairs of each entry of a symmetric matrix, (n^2,)."""
-        places = torch.zeros(self.n, self.n, dtype=torch.long)
         i, j = self.pairs
-        places[i, j] = places[j, i] = torch.arange(len(i))
+        numbers = torch.arange(len(i))
+        places = torch.zeros(self.n, self.n, dtype=torch.long)
+        places[i, j] = numbers
+        places[j, i] = numbers
         return places.flatten()
 
 
@@ -455,36 +491,46 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
     Q is divided by about its norm first. That of a power is raised by what rounding can take:
     (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
     """
-    n, dtype = matrices.shape[-1], matrices.dtype
+    n = matrices.shape[-1]
+    dtype = matrices.dtype
     small = n * n * tiny(dtype)
     size = _norm(matrices.flatten(1))
     # Divided by about its norm, no power of Q overflows or underflows.
-    scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
-    power = matrices / scale[:, None, None]
-    size = up(size / scale.to(DOUBLE))
+    divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
+    power = matrices / divisor[:, None, None]
+    size = up(size / divisor.to(DOUBLE))
     error = gamma(4, dtype) * size + small
     for _ in range(squarings):
+        # ||A E + E A + E^2||, and the rounding of A A.
         error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
-        error, power = up(error), torch.bmm(power, power)
+        error = up(error)
+        power = torch.bmm(power, power)
         size = _norm(power.flatten(1))
-    root = up(size + error, 8) ** (0.5**squarings) * scale.to(DOUBLE)
-    return up(root, 64) + small
+    root = up(size + error, 8) ** (0.5**squarings)
+    return up(root * divisor.to(DOUBLE), 64) + small
 
 
 def _one_norm(g: Tensor) -> Tensor:
     return _sum_rows(g, torch.abs)
 
 
+def _two_norm(g: Tensor) -> Tensor:
+    return up(_sum_rows(g, torch.square).sqrt())
+
+
 def _norm(rows: Tensor) -> Tensor:
     """Return upper bounds of the 2-norms of rows; squares may underflow to zero."""
-    terms, dtype = rows.shape[1], rows.dtype
-    size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE) * (1 + gamma(terms + 8, dtype))
+    terms = rows.shape[1]
+    dtype = rows.dtype
+    size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
+    size = size * (1 + gamma(terms + 8, dtype))
     return up(size + (terms * tiny(dtype)) ** 0.5)
 
 
 def _sum_rows(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:
     """Sum absolute values over rows, a few at a time: faster in cache, and with less rounding."""
-    some = max(1, _AT_ONCE // max(1, g[:1].numel()))
+    entries = max(1, g.shape[1:].numel())
+    some = max(1, _AT_ONCE // entries)
     total = torch.zeros(g.shape[1:], dtype=g.dtype, device=g.device)
     for part in g.split(some):  # type: ignore[no-untyped-call]
         total += size(part).sum(0)

@@ -100,64 +100,105 @@ def relax(
         UnboundedError: the range of z is not finite, or leaves the domain of f.
     """
     low, high = z.range()
-    low, high = low.clamp(*within), high.clamp(*within)
-    if not (torch.isfinite(low) & torch.isfinite(high)).all() or (
-        positive and not (low > 0).all()
-    ):
+    low = low.clamp(*within)
+    high = high.clamp(*within)
+    if not (torch.isfinite(low) & torch.isfinite(high)).all():
         raise UnboundedError
-    # The parabola; its coefficients are rounded to the precision of the generators.
-    c, m, w = z.middle, (low + high) / 2, (high - low) / 2
-    wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
-    slope, curve = f.slopes(m)
-    chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
-    if z.symbols.order == 1:
-        a, b = chord, torch.zeros_like(slope)
-    else:
-        second = (f.value(high) - 2 * f.value(m) + f.value(low)) / (2 * w.square())
-        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, curve / 2) * worth_squaring(z)
-        part = torch.where(b == 0, 1.0, 0.75)
-        a = slope + part * (chord - slope) - 2 * b * (m - c)  # at c, as b is
-    a, b = (each.to(z.symbols.dtype).to(DOUBLE) for each in (a, b))
+    if positive and not (low > 0).all():
+        raise UnboundedError
+    slopes = f.slopes((low + high) / 2)
+    a, b = _choose_parabola(z, f, low, high, slopes)
     if not (torch.isfinite(a) & torch.isfinite(b)).all():
         raise UnboundedError
-    # The extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, rounded outwards.
-    least, largest = torch.full_like(low, torch.inf), torch.full_like(low, -torch.inf)
-    # One node at a time: 65 tensors at once would leave the cache.
-    for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
-        x = torch.lerp(low, high, share).clamp(low, high) if share < 1 else high
-        value, step = f.value(x), x - c
-        d = value - a * step - b * step.square()
-        terms = value.abs() + (a * step).abs() + (b * step.square()).abs()
-        loss = gamma(4 * LIBRARY, DOUBLE) * (terms + f.offset(x).abs())
-        least, largest = torch.minimum(least, d - loss), torch.maximum(largest, d + loss)
+
+    least, largest = _bound_nodes(z.middle, f, low, high, (a, b))
     # Between the nodes: d has a second derivative of at most that of f and 2 |b|, and of at most
     # its own at m and the third derivative of f times the distance from m.
-    h = up((high - low) / (NODES - 1) + gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs()))
     most = f.second(low, high)
-    off = (curve - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * most
-    bend = torch.minimum(most + 2 * b.abs(), off + f.third(low, high) * (high - low) * 0.51)
+    own = (slopes[1] - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * most
+    own = own + f.third(low, high) * (high - low) * 0.51
+    bend = torch.minimum(most + 2 * b.abs(), own)
+    rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
+    h = up((high - low) / (NODES - 1) + rounding)
     widening = up(h.square() / 8 * bend)
-    least, largest = least - widening, largest + widening
+    least = least - widening
+    largest = largest + widening
     middle = (least + largest) / 2
-    return _assemble(z, (a, b), middle, up(torch.maximum(largest - middle, middle - least)))
+    radius = up(torch.maximum(largest - middle, middle - least))
+    return _assemble(z, (a, b), middle, radius)
+
+
+def _choose_parabola(
+    z: Form, f: Smooth, low: Tensor, high: Tensor, slopes: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return a and b, rounded to the precision of the generators; `slopes` are f' and f'' at m."""
+    dtype = z.symbols.dtype
+    slope, curve = slopes
+    c = z.middle
+    m = (low + high) / 2
+    w = (high - low) / 2
+    at_low = f.value(low)
+    at_high = f.value(high)
+    wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
+    chord = torch.where(wide, (at_high - at_low) / (2 * w), slope)
+    if z.symbols.order == 1:
+        a = chord.to(dtype).to(DOUBLE)
+        return a, torch.zeros_like(a)
+    second = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
+    wide = w > 1e-4 * m.abs() + 1e-6
+    b = torch.where(wide, second, curve / 2) * worth_squaring(z)
+    # 3/4 of the way from f'(m) to the chord, and all of it without a square.
+    part = torch.where(b == 0, 1.0, 0.75)
+    a = slope + part * (chord - slope)
+    a = a - 2 * b * (m - c)  # at c, as b is
+    return a.to(dtype).to(DOUBLE), b.to(dtype).to(DOUBLE)
+
+
+def _bound_nodes(
+    c: Tensor, f: Smooth, low: Tensor, high: Tensor, parabola: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, outwards."""
+    a, b = parabola
+    least = torch.full_like(low, torch.inf)
+    largest = torch.full_like(low, -torch.inf)
+    # One node at a time: 65 tensors at once would leave the cache.
+    for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
+        x = high
+        if share < 1:
+            x = torch.lerp(low, high, share).clamp(low, high)
+        value = f.value(x)
+        step = x - c
+        linear = a * step
+        square = b * step.square()
+        d = value - linear - square
+        size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
+        loss = gamma(4 * LIBRARY, DOUBLE) * size
+        least = torch.minimum(least, d - loss)
+        largest = torch.maximum(largest, d + loss)
+    return least, largest
 
 
 def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
     """Return a (z - c) + b (z - c)^2 + middle +- radius, c being the middle of z."""
-    (a, b), symbols = parabola, z.symbols
-    dense, blocks = z.map_rows(lambda t: t * a.to(symbols.dtype))
-    slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
-    slack = radius + slack + z.count * tiny(symbols.dtype)
+    a, b = parabola
+    symbols = z.symbols
+    dtype = symbols.dtype
+    slope = a.abs()
+    dense, blocks = z.map_rows(lambda t: t * a.to(dtype))
+    slack = slope * z.slack + gamma(2, dtype) * slope * z.mass
+    slack = radius + slack + z.count * tiny(dtype)
     if symbols.order == 2:
+        symbols.add_squares(dense, z.dense[: symbols.n], b.to(dtype))
+        # b (2 L R + R^2).
         first, second = square_remainder(z.sizes.linear, z.rest)
         aside = a * z.aside  # what the linear part, which is around the centre, has too much
         middle = middle + b * second / 2 - aside
         slack = slack + b.abs() * (first + second / 2)
+        # What rounding and underflow take from all of these.
         slack = slack + gamma(8, DOUBLE) * (middle.abs() + aside.abs())
-        symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
-        slack = slack + gamma(8, symbols.dtype) * b.abs() * z.sizes.linear.square()
-        slack = slack + gamma(1, symbols.dtype) * a.abs() * z.sizes.quadratic
-        slack = slack + 4 * symbols.first_error * tiny(symbols.dtype) * (1 + b.abs())
+        slack = slack + gamma(8, dtype) * b.abs() * z.sizes.linear.square()
+        slack = slack + gamma(1, dtype) * slope * z.sizes.quadratic
+        slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
     return Form(middle, dense, up(slack, 16), symbols, blocks=blocks)
 
 
@@ -220,14 +261,18 @@ def silu(input: Form, inplace: bool = False) -> Form:
 
 def square(input: Form) -> Form:
     """x^2 = c^2 + 2 c (x - c) + (x - c)^2, the last of which order 2 keeps."""
-    symbols, c = input.symbols, input.middle
+    symbols = input.symbols
+    c = input.middle
     a = (2 * c).to(symbols.dtype).to(DOUBLE)
-    b = torch.full_like(c, float(symbols.order == 2))
     move = up(input.mass + input.slack)
     if symbols.order == 2:
-        middle, radius = c.square(), torch.zeros_like(c)
-    else:
-        middle, radius = c.square() + move.square() / 2, up(move.square() / 2)
+        b = torch.ones_like(c)
+        middle = c.square()
+        radius = torch.zeros_like(c)
+    else:  # (x - c)^2 lies in [0, move^2]
+        b = torch.zeros_like(c)
+        middle = c.square() + move.square() / 2
+        radius = up(move.square() / 2)
     # a is 2c up to its rounding, which acts on x - c.
     lost = (2 * c - a).abs() * (move + input.aside.abs())
     lost = lost + gamma(4, DOUBLE) * (middle.abs() + c.square())
@@ -257,9 +302,12 @@ def monomial(n: int) -> Smooth:
 
     def derivative(k: int) -> Callable[[Tensor, Tensor], Tensor]:
         factor = float(math.perm(n, k))
-        return lambda low, high: up(
-            factor * torch.maximum(low.abs(), high.abs()) ** (n - k), 2 * n + 8
-        )
+
+        def bound(low: Tensor, high: Tensor) -> Tensor:
+            largest = torch.maximum(low.abs(), high.abs())
+            return up(factor * largest ** (n - k), 2 * n + 8)
+
+        return bound
 
     return Smooth(lambda x: x**n, derivative(2), derivative(3))
 
@@ -268,8 +316,10 @@ def raise_power(input: Any, exponent: Any) -> Form:
     """Raise to a power: whole powers of any number, some others of positive numbers."""
     if not isinstance(input, Form) or not isinstance(exponent, int | float):
         raise NoRuleError("pow with an exponent for every entry")
-    if exponent in (1, 2):
-        return input.copy() if exponent == 1 else square(input)
+    if exponent == 1:
+        return input.copy()
+    if exponent == 2:
+        return square(input)
     if exponent > 2 and exponent == int(exponent):
         return relax(input, monomial(int(exponent)))
     known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
@@ -282,9 +332,13 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
-    beyond = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
-    result.slack = up(result.slack + beyond * (z.range()[1] > threshold))
-    return result if beta == 1 else scale(result, 1 / beta, roundings=2)
+    # There log(1 + e^x) is x to within e^-threshold.
+    off = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
+    _, high = z.range()
+    result.slack = up(result.slack + off * (high > threshold))
+    if beta == 1:
+        return result
+    return scale(result, 1 / beta, roundings=2)
 
 
 def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
@@ -303,29 +357,32 @@ def glu(input: Form, dim: int = -1) -> Form:
 
 def relu(input: Form, inplace: bool = False) -> Form:
     """max(x, 0), with one symbol for every entry that may have both signs."""
-    symbols, dtype = input.symbols, input.symbols.dtype
+    symbols = input.symbols
+    dtype = symbols.dtype
     low, high = input.range()
     if not (torch.isfinite(low) & torch.isfinite(high)).all():
         raise UnboundedError
     mixed = (low < 0) & (high > 0)
-    share = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
-    a = torch.where(mixed, share, (low >= 0).to(DOUBLE))
-    m = cast_up(up(torch.maximum(-a * low, (1 - a) * high) / 2) * mixed, dtype)
-    mixed, share = m > 0, a.to(dtype)
-    dense, blocks = input.map_rows(lambda t: t * share)
+    # a = u / (u - l), or 0 or 1; 2 m = max(-a l, (1 - a) u).
+    chord = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
+    a = torch.where(mixed, chord, (low >= 0).to(DOUBLE))
+    m = up(torch.maximum(-a * low, (1 - a) * high) / 2)
+    m = cast_up(m * mixed, dtype)
+    mixed = m > 0
+    slope = a.to(dtype)
+    dense, blocks = input.map_rows(lambda t: t * slope)
     if mixed.any():  # an empty block of errors would share its key with the next one
         errors = symbols.birth(m)
         blocks = [*blocks, errors]
-        symbols.units.append(
-            Unit(
-                input.centre[mixed],
-                input.columns(mixed),
-                input.slack[mixed],
-                a[mixed],
-                m[mixed].to(DOUBLE),
-                errors.key,
-            )
+        unit = Unit(
+            centre=input.centre[mixed],
+            generators=input.columns(mixed),
+            slack=input.slack[mixed],
+            slope=a[mixed],
+            offset=m[mixed].to(DOUBLE),
+            first=errors.key,
         )
+        symbols.units.append(unit)
     centre = a * input.centre + m
     lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
     slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
@@ -341,8 +398,8 @@ def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -
 
 def prelu(input: Form, weight: Tensor) -> Form:
     """Return a leaky ReLU with a slope per channel (axis 1)."""
-    shape = [1] * (input.ndim - 2) if input.ndim > 1 and weight.numel() > 1 else []
-    return leaky_relu(input, weight.view(-1, *shape))
+    behind = input.ndim - 2 if weight.numel() > 1 else 0
+    return leaky_relu(input, weight.view(-1, *[1] * behind))
 
 
 def maximum(input: Any, other: Any) -> Form:
@@ -357,8 +414,11 @@ def minimum(input: Any, other: Any) -> Form:
 
 def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
     """Return x clamped to [min, max]; as in torch, max if max < min."""
-    held = input if min is None else maximum(input, min)
-    return held if max is None else minimum(held, max)
+    if min is not None:
+        input = maximum(input, min)
+    if max is not None:
+        input = minimum(input, max)
+    return input
 
 
 def hardsigmoid(input: Form, inplace: bool = False) -> Form:
@@ -403,7 +463,9 @@ def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callab
     def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
         if isinstance(dim, Tensor):
             return pair(input, dim)
-        return over(input) if dim is None else Extreme(over(input, dim, keepdim), None)
+        if dim is None:
+            return over(input)
+        return Extreme(over(input, dim, keepdim), None)
 
     return rule
 
@@ -415,12 +477,12 @@ def largest(x: Form) -> Form:
     chosen = make_move("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
     never = (x.centre == -torch.inf).scatter(-1, top, True)
-    above = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
+    half = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = make_move("select")(chosen, -1, 0)
-    # x_i + [0, 2 above].
-    slack = up(chosen.slack + above)
-    centred = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
-    return add(centred, above)
+    # x_i + [0, h].
+    slack = up(chosen.slack + half)
+    wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
+    return add(wide, half)
 
 
 def max_pool2d(
@@ -436,11 +498,16 @@ def max_pool2d(
     if input.ndim != 4 or ceil_mode or return_indices:
         raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
     # The places of every window, counted from 1: padding is 0, and becomes another place.
-    places = torch.arange(1.0, input[0, 0].numel() + 1, dtype=torch.float64, device=input.device)
-    places = places.view(1, 1, *input.shape[-2:])
-    steps = kernel_size if stride in (None, []) else stride
-    size, pad, gap, step = (as_pair(v) for v in (kernel_size, padding, dilation, steps))
+    height, width = input.shape[-2:]
+    places = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
+    places = places.view(1, 1, height, width)
+    size = as_pair(kernel_size)
+    step = size if stride in (None, []) else as_pair(stride)
+    pad = as_pair(padding)
+    gap = as_pair(dilation)
     windows = F.unfold(places, size, gap, pad, step)[0].mT.long()
-    windows = torch.where(windows > 0, windows, windows.amax(-1, keepdim=True)) - 1
-    pooled: Any = largest(make_move("__getitem__")(input.flatten(2), (..., windows)))
+    another = windows.amax(-1, keepdim=True)
+    windows = torch.where(windows > 0, windows, another) - 1
+    flat: Any = input.flatten(2)
+    pooled: Any = largest(flat[..., windows])
     return pooled.unflatten(-1, F.max_pool2d(places, size, step, pad, gap).shape[-2:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -92,13 +92,18 @@ class TrialRun:
 
     def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
         """Run a call on numbers."""
-        numbers, named = tree_map_only(Form, lambda f: f.centre, (args, kwargs))
-        nodes, keyed = tree_map_only(Form, lambda f: f.node, (args, kwargs))
-        out = func(*numbers, **named)
-        out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
-        constant = name.endswith("_like") or name.startswith("new_")
-        result = out if constant else tree_map_only(Tensor, self.start, out)
-        self.calls.append(Call(func, name, nodes, keyed, [f.node for f in forms_of(result)]))
+        numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
+        result = func(*numbers, **options)
+        if result is None:  # a write into the first argument
+            result = numbers[0]
+        elif isinstance(result, Iterator):
+            result = list(result)
+        is_constant = name.endswith("_like") or name.startswith("new_")
+        if not is_constant:
+            result = tree_map_only(Tensor, self.start, result)
+        nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
+        results = [form.node for form in forms_of(result)]
+        self.calls.append(Call(func, name, nodes, options, results))
         return iter(result) if name == "iter" else result
 
 
@@ -119,21 +124,29 @@ class Plan:
             raise DeviationError
         if cut is None:
             return rule(*args, **kwargs)
-        axis, parts, reach = cut[0], list(args), len(args) if name in ENTRIES else 1
+        axis, _ = cut
+        reach = len(args) if name in ENTRIES else 1
         size = max(_size(value, axis) for value in args[:reach])
+        parts = list(args)
         for i, value in enumerate(args[:reach]):
-            if _size(value, axis) == size and isinstance(value, Form):
-                # All readers share the part of a form, and so its symbols.
-                held = value.__dict__.setdefault("parts", {})
-                if cut not in held:
-                    held[cut] = value.narrow(*cut, 1)
-                    if value.weights and axis != -1:
-                        low, high = (end.narrow(*cut, 1) for end in value.weights)
-                        held[cut].weights = low, high
-                parts[i] = held[cut]
-            elif _size(value, axis) == size:
-                parts[i] = value.narrow(*cut, 1)
+            if _size(value, axis) == size:
+                parts[i] = _narrow(value, cut)
         return _repeat_form(rule(*parts, **kwargs), cut, size)
+
+
+def _narrow(value: Tensor, cut: Cut) -> Tensor:
+    """Return the only used place; all readers share that of a form, and so its symbols."""
+    axis, place = cut
+    if not isinstance(value, Form):
+        return value.narrow(axis, place, 1)
+    known: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
+    if cut not in known:
+        part = cast("Form", value.narrow(axis, place, 1))
+        if value.weights and axis != -1:
+            low, high = value.weights
+            part.weights = (low.narrow(axis, place, 1), high.narrow(axis, place, 1))
+        known[cut] = part
+    return known[cut]
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
@@ -143,38 +156,54 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
         results = forms_of(model(trial.start(x.centre.clone())))
         for form in results:
             form.node.read[...] = True
+        # From the results backwards: a call is read where later ones read its results.
         cuts = [(call.name, _demand(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
         if of_machine(error):
             raise
         return None
-    return Plan(cuts[::-1]) if results else None
+    if not results:
+        return None
+    return Plan(cuts[::-1])
 
 
 def _demand(call: Call) -> Cut | None:
     """Record which entries a call reads; return the axis along which it can be reduced."""
     if call.name in PLACES and isinstance(call.args[0], Node):
-        # The rearrangement of the entries' indices tells which of them are read.
-        node = call.args[0]
-        at = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
-        args = tree_map_only(Node, lambda other: other.read, call.args[1:])
-        out = call.func(at, *args, **call.kwargs)
-        outs = [out] if len(call.results) == 1 else out
-        for result, places in zip(call.results, outs, strict=True):
-            node.read.view(-1)[places[result.read]] = True
+        _demand_places(call, call.args[0])
         return None
     cut = _cut(call)
-    inner = call.args if cut and call.name in ENTRIES else call.args[:1] if cut else ()
-    for node in inner:
-        if isinstance(node, Node) and cut and node.read.ndim >= -cut[0]:
+    if cut is None:
+        _demand_all((call.args, call.kwargs))
+        return None
+    reach = len(call.args) if call.name in ENTRIES else 1
+    axis, place = cut
+    for node in call.args[:reach]:
+        if isinstance(node, Node) and node.read.ndim >= -axis:
             # An argument of size 1 along the axis is broadcast: all of it is read.
-            place = 0 if node.read.shape[cut[0]] == 1 else cut[1]
-            node.read.narrow(cut[0], place, 1)[...] = True
-        elif isinstance(node, Node):
-            node.read[...] = True
-    for node in _nodes((call.args[len(inner) :], call.kwargs)):
-        node.read[...] = True
+            is_broadcast = node.read.shape[axis] == 1
+            node.read.narrow(axis, 0 if is_broadcast else place, 1)[...] = True
+        else:
+            _demand_all(node)
+    _demand_all((call.args[reach:], call.kwargs))
     return cut
+
+
+def _demand_places(call: Call, node: Node) -> None:
+    """Record what a rearrangement reads: that of the entries' indices tells which of them."""
+    indices = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
+    args = tree_map_only(Node, lambda other: other.read, call.args[1:])
+    moved = call.func(indices, *args, **call.kwargs)
+    if len(call.results) == 1:
+        moved = [moved]
+    entries = node.read.view(-1)
+    for result, places in zip(call.results, moved, strict=True):
+        entries[places[result.read]] = True
+
+
+def _demand_all(values: Any) -> None:
+    for node in _nodes(values):
+        node.read[...] = True
 
 
 def _cut(call: Call) -> Cut | None:
@@ -187,9 +216,9 @@ def _cut(call: Call) -> Cut | None:
     if not read.numel():
         return None
     for axis in _axes(call, read):
-        others = [other for other in range(read.ndim) if other != axis % read.ndim]
-        places = (read.amax(others) if others else read).nonzero()[:, 0]
-        if len(places) == 1 < read.shape[axis]:
+        by_place = read.movedim(axis, 0).flatten(1) if read.ndim > 1 else read[:, None]
+        places = by_place.any(1).nonzero()[:, 0]
+        if len(places) == 1 and read.shape[axis] > 1:
             return axis, int(places)
     return None
 
@@ -210,37 +239,44 @@ def _axes(call: Call, read: Tensor) -> list[int]:
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention":
-        mask, causal = call.kwargs.get("attn_mask"), call.kwargs.get("is_causal")
-        if len(call.args) > 3 or mask is not None or causal:
+        has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
+        if has_mask or call.kwargs.get("is_causal"):
             return []
-    return [-2] if call.name in MIXING and read.ndim > 1 else axes[1:]
+    if call.name in MIXING and read.ndim > 1:
+        return [-2]
+    return axes[1:]
 
 
 def _argument(call: Call, name: str) -> Any:
-    return call.kwargs[name] if name in call.kwargs else call.args[1]
+    if name in call.kwargs:
+        return call.kwargs[name]
+    return call.args[1]
 
 
 def _size(value: Any, axis: int) -> int:
-    return value.shape[axis] if isinstance(value, Tensor) and value.ndim >= -axis else 0
+    if not isinstance(value, Tensor) or value.ndim < -axis:
+        return 0
+    return value.shape[axis]
 
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     """Repeat a form along the axis, and mark the entries that are not read."""
     if form.waits:
-        result = Form.from_quotient(form.waits.move(lambda part: _repeat_form(part, cut, size)))
+        parts = form.waits.move(lambda part: _repeat_form(part, cut, size))
+        result = Form.from_quotient(parts)
         result.__dict__["parts"] = {cut: form}
         return result
-    axis, at = cut
+    axis, place = cut
     shape = list(form.shape)
     shape[axis] = size
     wide: Form = rearrange(form, lambda t: t.expand(shape))
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
-    wide.slack.narrow(axis, at, 1).copy_(form.slack)
+    wide.slack.narrow(axis, place, 1).copy_(form.slack)
     wide.__dict__["parts"] = {cut: form}
     if form.weights:
-        low, high = (end.expand(shape) for end in form.weights)
-        wide.weights = low, high
+        low, high = form.weights
+        wide.weights = (low.expand(shape), high.expand(shape))
     return wide
 
 

@@ -50,11 +50,14 @@ VIEWS = frozenset(
 def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function, operator, method or attribute of tensors."""
     name = func.__name__
-    if name in ("__get__", "__set__"):
-        attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        return attribute if name == "__get__" else f"assignment to {attribute}"
+    if name == "__get__":
+        return str(func.__self__.__name__)  # type: ignore[attr-defined]
+    if name == "__set__":
+        return f"assignment to {func.__self__.__name__}"  # type: ignore[attr-defined]
     # float(x) reads the number of a tensor, x.float() casts it.
-    return name[2:-2] if name.startswith("__") and name != "__float__" else name
+    if name.startswith("__") and name != "__float__":
+        return name[2:-2]
+    return name
 
 
 class NoRuleError(InputError):
@@ -152,8 +155,12 @@ class Form(Tensor):
         blocks: Sequence[ErrorBlock] = (),
         weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.centre, self.dense, self.slack = centre, dense, slack
-        self.blocks, self.symbols, self.weights = tuple(blocks), symbols, weights
+        self.centre = centre
+        self.dense = dense
+        self.slack = slack
+        self.symbols = symbols
+        self.blocks = tuple(blocks)
+        self.weights = weights
         self.quotient: Quotient | None = None
 
     @classmethod
@@ -161,13 +168,17 @@ class Form(Tensor):
         """Return a form for a quotient, which is multiplied out on first use of its numbers."""
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
-        form.symbols, form.weights, form.quotient = like.symbols, None, quotient
+        form.symbols = like.symbols
+        form.weights = None
+        form.quotient = quotient
         return form
 
     @property
     def waits(self) -> Quotient | None:
         """Return its quotient, if that is not multiplied out."""
-        return None if "dense" in self.__dict__ else self.quotient
+        if "dense" in self.__dict__:
+            return None
+        return self.quotient
 
     def __getattr__(self, name: str) -> Any:
         """Multiply out the quotient."""
@@ -175,7 +186,8 @@ class Form(Tensor):
             raise AttributeError(name)
         parts: Quotient = self.__dict__["quotient"]
         rules = parts.numerator.symbols.rules
-        product = rules["add"](rules["mul"](parts.numerator, parts.inverse), parts.constant)
+        product = rules["mul"](parts.numerator, parts.inverse)
+        product = rules["add"](product, parts.constant)
         self.__dict__.update({part: product.__dict__[part] for part in PARTS})
         return self.__dict__[name]
 
@@ -198,19 +210,24 @@ class Form(Tensor):
             for block in self.blocks:
                 block.add_to(stack)
                 self.symbols.dissolved.add(block.key)
-            self.dense, self.blocks = stack, ()
+            self.dense = stack
+            self.blocks = ()
         return self.dense
 
     def whole(self) -> Form:
         """Dissolve the blocks, in place."""
-        return self if self.generators is self.dense else self
+        self.generators  # noqa: B018 - dissolves them
+        return self
 
     def by_row(self) -> Form:
         """Let every block act in rows of the last axis, in place; dissolve those that cannot."""
-        blocks = [block.by_row() for block in self.blocks]
-        if any(block is None for block in blocks):
-            return self.whole()
-        self.blocks = tuple(block for block in blocks if block is not None)
+        blocks = []
+        for block in self.blocks:
+            by_row = block.by_row()
+            if by_row is None:
+                return self.whole()
+            blocks.append(by_row)
+        self.blocks = tuple(blocks)
         return self
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
@@ -244,7 +261,8 @@ class Form(Tensor):
     def nonlinear(self) -> Tensor:
         """Return a radius of everything not linear in the input, with slack; float64."""
         low, high = self.quadratic_range
-        return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)
+        quadratic = torch.maximum(-low, high)
+        return up(quadratic + self.sizes.errors + self.slack)
 
     @property
     def middle(self) -> Tensor:
@@ -261,23 +279,31 @@ class Form(Tensor):
     def rest(self) -> Tensor:
         """Return a radius of everything not linear in the input, around the middle; float64."""
         low, high = self.quadratic_range
-        ends = torch.maximum(high - self.aside, self.aside - low)
-        return up(ends + self.sizes.errors + self.slack)
+        aside = self.aside
+        quadratic = torch.maximum(high - aside, aside - low)
+        return up(quadratic + self.sizes.errors + self.slack)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of a range that holds every value, (*shape) each, float64."""
         # The linear and the quadratic part share e, but their ranges add up to a valid one.
-        sizes, (low, high) = self.sizes, self.quadratic_range
-        radius = up(sizes.linear + sizes.errors + self.slack)
-        if self.symbols.norm == "words":  # coordinates are positive: the two ends differ
-            radius, linear = up(sizes.errors + self.slack), self.dense[: self.symbols.n]
-            low, high = -self.symbols.sum_groups(-linear), self.symbols.sum_groups(linear)
+        symbols = self.symbols
+        sizes = self.sizes
+        if symbols.norm == "words":  # coordinates are positive: the two ends differ
+            linear = self.dense[: symbols.n]
+            low = -symbols.sum_groups(-linear)
+            high = symbols.sum_groups(linear)
+            radius = up(sizes.errors + self.slack)
+        else:
+            low, high = self.quadratic_range
+            radius = up(sizes.linear + sizes.errors + self.slack)
         # The rounding of a few float64 sums of terms that are no larger than this size.
         loss = up(gamma(16, DOUBLE) * (self.centre.abs() + radius + high - low))
-        low, high = self.centre - radius + low - loss, self.centre + radius + high + loss
+        low = self.centre - radius + low - loss
+        high = self.centre + radius + high + loss
         if self.weights is None:
             return low, high
-        return torch.maximum(low, self.weights[0]), torch.minimum(high, self.weights[1])
+        least, most = self.weights
+        return torch.maximum(low, least), torch.minimum(high, most)
 
     @property
     def stale(self) -> bool:
@@ -296,7 +322,8 @@ class Form(Tensor):
         # Cached sizes and ranges belong to the old numbers: they go with them.
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
-        self.memory, self.seen = memory, memory.writes
+        self.memory = memory
+        self.seen = memory.writes
 
     def uncertain(self, roundings: int) -> Tensor:
         """Return by how much entries are off, seen by a map with weights of so many roundings.
@@ -316,9 +343,10 @@ class Form(Tensor):
         Slack that is mixed by weights adds up in size, symbols keep their signs. Entries whose
         slack is small against the largest radius of their row, the last axis, keep theirs.
         """
-        radius = self.mass + self.slack
-        limit = self.symbols.settle * (radius.amax(-1, keepdim=True) if self.ndim else radius)
-        large = self.slack > limit
+        largest = self.mass + self.slack
+        if self.ndim:
+            largest = largest.amax(-1, keepdim=True)
+        large = self.slack > self.symbols.settle * largest
         if not large.any():
             return self
         # A symbol may be larger than the slack that it replaces, never smaller.
@@ -338,20 +366,24 @@ class Form(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply the rule of a torch function."""
-        name, kwargs = name_of(func), dict(kwargs or {})
+        name = name_of(func)
+        kwargs = dict(kwargs or {})
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = forms_of((args, kwargs))
         # Forms of two passes, or a view of what was overwritten, have no common meaning.
-        if any(form.stale or form.symbols is not forms[0].symbols for form in forms):
+        first = forms[0]
+        if any(form.stale or form.symbols is not first.symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
         writes = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
-        result = _apply_rule(forms[0].symbols, func, name, args, kwargs)
+        result = _apply_rule(first.symbols, func, name, args, kwargs)
         if writes:
             return _write_back(name, args[0], result)
-        for view in forms_of(result) if name in VIEWS else ():
-            view.memory, view.seen = forms[0].memory, forms[0].seen
+        if name in VIEWS:
+            for view in forms_of(result):
+                view.memory = first.memory
+                view.seen = first.seen
         return result
 
     @classmethod
@@ -378,11 +410,12 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
         raise NoRuleError(f"{name} with these arguments") from None
     if symbols.intercept is None:
         return rule(*args, **kwargs)
-    call, symbols.intercept = symbols.intercept, None  # not for the calls that rules make
+    intercept = symbols.intercept
+    symbols.intercept = None  # not for the calls that rules make
     try:
-        return call(func, name, rule, args, kwargs)
+        return intercept(func, name, rule, args, kwargs)
     finally:
-        symbols.intercept = call
+        symbols.intercept = intercept
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:

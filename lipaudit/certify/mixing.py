@@ -74,9 +74,9 @@ def softmax(
             out.slack = out.slack + _LEFT * hidden
         # Below _LEFT exp may round up, or to zero.
         share = gamma(2 * LIBRARY + 2, DOUBLE)
-        low = (low.exp() * (1 - share) - _LEFT).clamp_min(0.0)
-        high = (high.exp() * (1 + share) + _LEFT).clamp_max(1.0)
-        out.weights = low.masked_fill(hidden, 0.0), high.masked_fill(hidden, _LEFT)
+        least = (low.exp() * (1 - share) - _LEFT).clamp_min(0.0)
+        most = (high.exp() * (1 + share) + _LEFT).clamp_max(1.0)
+        out.weights = (least.masked_fill(hidden, 0.0), most.masked_fill(hidden, _LEFT))
         return out
 
     return _apply_along(input, dim, rule)
@@ -99,11 +99,17 @@ def log_softmax(
 
 def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
     """Return log sum_j e^(s_j) over an axis."""
-    dim = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
+    if isinstance(dim, tuple) and len(dim) == 1:
+        dim = dim[0]
     if not isinstance(dim, int):
         raise NoRuleError("logsumexp over several axes")
-    result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
-    return result if keepdim else result.squeeze(dim)
+
+    def rule(rows: Form) -> Form:
+        log_p, _ = _log_softmax(rows)
+        return _log_sum(rows, log_p)
+
+    result: Any = _apply_along(input, dim, rule)
+    return cast("Form", result if keepdim else result.squeeze(dim))
 
 
 def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,23 +118,30 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
     high = high.clamp_max(0.0)
     if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE).any():
         return low, high
-    least, most = torch.zeros_like(low), torch.zeros_like(high)
+    # The ends of 1 / p_j = sum_k e^(s_k - s_j).
+    least = torch.zeros_like(low)
+    most = torch.zeros_like(high)
     for k in range(log_p.shape[-1]):
-        ends = affine.sub(cast("Form", log_p[..., k : k + 1]), log_p).range()
-        below, above = (end.exp().masked_fill(hidden[..., k : k + 1], 0.0) for end in ends)
-        least, most = least + below, most + above
+        key = cast("Form", log_p[..., k : k + 1])
+        below, above = affine.sub(key, log_p).range()
+        key_hidden = hidden[..., k : k + 1]
+        least = least + below.exp().masked_fill(key_hidden, 0.0)
+        most = most + above.exp().masked_fill(key_hidden, 0.0)
     # A sum that overflows is no less than the largest number: that of a key far below the others.
     least = least.clamp_max(torch.finfo(DOUBLE).max)
     # exp, a sum of so many, a logarithm.
     share = gamma(2 * LIBRARY + log_p.shape[-1] + 2, DOUBLE)
-    least, most = (least * (1 - share)).log(), (most * (1 + share)).log()
-    least, most = least - share * least.abs(), most + share * most.abs()
+    least = (least * (1 - share)).log()
+    most = (most * (1 + share)).log()
+    least = least - share * least.abs()
+    most = most + share * most.abs()
     return torch.maximum(low, -most), torch.minimum(high, -least)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
     """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
-    top, gather = rows.centre.argmax(-1, keepdim=True), affine.make_move("gather")
+    top = rows.centre.argmax(-1, keepdim=True)
+    gather = affine.make_move("gather")
     return affine.sub(gather(rows, -1, top), gather(log_p, -1, top))
 
 
@@ -143,90 +156,117 @@ def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> 
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     """Return s - LSE(s), and which keys have a negligible weight."""
-    z = input.settle()
-    # Keys with a weight of less than e^-1000 are removed with their generators and slack: e^-1000
-    # is more than the library tells from zero.
-    move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
-    move = move.masked_fill(z.centre == -torch.inf, 0.0)
-    hidden = z.centre + move < (z.centre - move).amax(-1, keepdim=True) - _NEGLIGIBLE
-    z = affine.masked_fill(z, hidden, -torch.inf) if hidden.any() else z
-    p, keys = z.centre.softmax(-1), z.shape[-1]
+    s, hidden = _hide_keys(input.settle())
+    symbols = s.symbols
+    keys = s.shape[-1]
+    p = s.centre.softmax(-1)
     # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
     share = gamma(4 * LIBRARY + 2 * keys, DOUBLE)
-    # d = ds - w . ds, a form of centre zero.
-    moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
-    moving.sizes = z.sizes
-    d = affine.linear_map(
-        moving,
-        lambda t, w: t - (t * w).sum(-1, keepdim=True),
-        p.to(z.symbols.dtype),
-        roundings=keys + 2,
-        bound=lambda t, w: t + (t * w).sum(-1, keepdim=True),
-        within="rows",
-    )
+    d = _subtract_mean(s, p)
     r = up(d.sizes.linear + d.nonlinear)
-    mean_moves = up(_total(p * (z.mass + z.slack)), keys)
-    lost = up(share * (_total(p * r) + mean_moves), keys)  # t
-    # T and Y, the bounds of C and of y.
-    longest = lengths(d, -1, p.sqrt())
-    moves, long = p * r.square(), up((longest[0] + longest[1]).square())
-    by_key, of_top = _total(_excess(r) * moves), _excess(r.amax(-1, keepdim=True)) * long
-    third = up(torch.minimum(by_key, of_top) / 2, 8 * LIBRARY + keys)
-    second = up(torch.minimum(_total(moves), long), 4 * LIBRARY + keys)
+    # t, which is rounding: |sum p d| <= t.
+    mean_moves = up(_total(p * (s.mass + s.slack)), keys)
+    lost = up(share * (_total(p * r) + mean_moves), keys)
+    # Q, T and Y: of sum p d^2, of C and of y.
+    linear, rest = lengths(d, -1, p.sqrt())
+    squared_length = up((linear + rest).square())
+    squares = p * r.square()
+    by_key = _total(_excess(r) * squares)
+    by_length = _excess(r.amax(-1, keepdim=True)) * squared_length
+    third = up(torch.minimum(by_key, by_length) / 2, 8 * LIBRARY + keys)
+    second = up(torch.minimum(_total(squares), squared_length), 4 * LIBRARY + keys)
     top = up(lost + second / 2 + third)
     rho = _first_order(d, p, r, lost, top)
-    if z.symbols.order == 2:
-        other = _second_order(d, p, longest, third + 2 * lost + top.square() / 2)
-        less = rho.slack < other.slack
-        centre = torch.where(less, rho.centre, other.centre)
+    if symbols.order == 2:
+        other = _second_order(d, p, (linear, rest), third + 2 * lost + top.square() / 2)
+        first_is_less = rho.slack < other.slack
+        centre = torch.where(first_is_less, rho.centre, other.centre)
         slack = torch.minimum(rho.slack, other.slack)
-        rho = Form(centre, other.dense * ~less, slack, z.symbols)
+        rho = Form(centre, other.dense * ~first_is_less, slack, symbols)
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
-    log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
-    still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
-    shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
+    # c - LSE(c) + d - rho.
+    log_p = s.centre.log_softmax(-1).masked_fill(hidden, 0.0)
+    size = 1 + log_p.abs() + s.centre.masked_fill(hidden, 0.0).abs()
+    shifted = Form(log_p, d.dense, up(d.slack + share * size), symbols, blocks=d.blocks)
     return affine.add(shifted, affine.neg(rho)), hidden
+
+
+def _hide_keys(s: Form) -> tuple[Form, Tensor]:
+    """Return scores without keys whose weight is less than e^-1000, and which keys these are.
+
+    They are removed with their generators and slack: e^-1000 is more than the library tells from
+    zero.
+    """
+    move = (s.mass + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
+    move = move.masked_fill(s.centre == -torch.inf, 0.0)
+    largest = (s.centre - move).amax(-1, keepdim=True)
+    hidden = s.centre + move < largest - _NEGLIGIBLE
+    if hidden.any():
+        s = affine.masked_fill(s, hidden, -torch.inf)
+    return s, hidden
+
+
+def _subtract_mean(s: Form, p: Tensor) -> Form:
+    """Return d = ds - w . ds, a form of centre zero; w are the weights p, rounded."""
+    moving = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
+    moving.sizes = s.sizes
+    return affine.linear_map(
+        moving,
+        lambda t, w: t - _total(t * w),
+        p.to(s.symbols.dtype),
+        roundings=p.shape[-1] + 2,
+        bound=lambda t, w: t + _total(t * w),
+        within="rows",
+    )
 
 
 def _excess(r: Tensor) -> Tensor:
     """Return no less than g(r) - 1 = r / 3 + r^2 / 12 + ..., for small r below r / 3 (1 + r)."""
-    small = r < 0.01
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
-    return torch.where(small, r / 3 * (1 + r), g - 1 + 1e-9 * g)
+    return torch.where(r < 0.01, r / 3 * (1 + r), g - 1 + 1e-9 * g)
 
 
 def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Form:
-    wide = r > 1e-6  # sinh(r) / r is 1 + r^2 / 6 there, to a last place
-    slope = p * torch.where(wide, torch.sinh(r) / r.clamp_min(1e-9), 1 + r.square() / 6)
-    level = up(_total(p * torch.cosh(r)), p.shape[-1])
-    tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + p.shape[-1], DOUBLE) * p
-    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), p.shape[-1])
+    """Return rho in [-t, high], the least of Y, Hoeffding's bound and that by the chord."""
+    keys = p.shape[-1]
+    # M_j = p_j sinh(r_j) / r_j, and sinh(r) / r is 1 + r^2 / 6 for small r, to a last place.
+    ratio = torch.sinh(r) / r.clamp_min(1e-9)
+    slope = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
+    # A = sum p cosh r, and log A + sum |M_j / A - p_j| r_j.
+    level = up(_total(p * torch.cosh(r)), keys)
+    tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + keys, DOUBLE) * p
+    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), keys)
     hoeffding = up(r.amax(-1, keepdim=True).square() / 2)
     high = torch.minimum(torch.minimum(chord, hoeffding), top)
-    none = d.dense.new_zeros(0, *high.shape)
-    return Form(high / 2, none, up(high / 2 + lost), d.symbols)
+    no_rows = d.dense.new_zeros(0, *high.shape)
+    return Form(high / 2, no_rows, up(high / 2 + lost), d.symbols)
 
 
 def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
-    symbols, keys = d.symbols, p.shape[-1]
+    """Return rho = q / 2 +- off, with the squares of linear parts as its quadratic part."""
+    symbols = d.symbols
+    n, dtype = symbols.n, symbols.dtype
+    keys = p.shape[-1]
+    # What q has beside the squares, in [-first, first + second]: by entries, or by lengths.
     first, second = curves.square_remainder(d.sizes.linear, d.nonlinear)
-    first, second = _total(p * first), _total(p * second)
-    others = curves.square_remainder(*longest)
-    less = others[0] + others[1] / 2 < first + second / 2
-    first = torch.where(less, others[0], first)
-    second = torch.where(less, others[1], second)
-    middle, slack = second / 4, first / 2 + second / 4 + off
-    moves = d.sizes.linear + d.nonlinear
+    first = _total(p * first)
+    second = _total(p * second)
+    of_lengths, squared_length = curves.square_remainder(*longest)
+    less = of_lengths + squared_length / 2 < first + second / 2
+    first = torch.where(less, of_lengths, first)
+    second = torch.where(less, squared_length, second)
+    slack = first / 2 + second / 4 + off
     # Products, sums and halves of the quadratic part, and p for the true softmax.
-    rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * moves.square())
-    e = d.dense[: symbols.n]
-    half = (p / 2).to(symbols.dtype)
-    squares = symbols.pack(torch.einsum("a...j,c...j->ac...", e * half, e))[..., None]
-    generators = d.dense.new_zeros(symbols.first_error, *middle.shape)
-    generators[symbols.n :] = squares
-    return Form(middle, generators, up(slack + 2 * rounding, keys + 32), symbols)
+    moves = d.sizes.linear + d.nonlinear
+    rounding = gamma(2 * keys + 4 * LIBRARY, dtype) * _total(p * moves.square())
+    linear = d.dense[:n]
+    half = (p / 2).to(dtype)
+    squares = torch.einsum("a...j,c...j->ac...", linear * half, linear)
+    generators = d.dense.new_zeros(symbols.first_error, *second.shape)
+    generators[n:] = symbols.pack(squares)[..., None]
+    return Form(second / 4, generators, up(slack + 2 * rounding, keys + 32), symbols)
 
 
 def _total(t: Tensor) -> Tensor:
@@ -247,20 +287,26 @@ def scaled_dot_product_attention(
     if dropout_p > 0:
         raise NoRuleError("scaled_dot_product_attention with dropout")
     if enable_gqa:
-        key, value = (
-            t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value)
-        )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     if is_causal:
-        size = query.shape[-2], key.shape[-2]
+        size = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
     # Constant q and k: their product is rounded, so one of them becomes a form with slack.
     query, key = affine.make_moving(value, query, key)
     # Multiply the constant with the form first: a product of constants would be rounded.
-    scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
-    if attn_mask is not None:  # a boolean mask selects visible keys, numbers are added
-        hides = attn_mask.dtype is torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask
+    query_moves = isinstance(query, Form)
+    if query_moves:
+        query = query * scale
+    scores: Any = query @ key.mT
+    if not query_moves:
+        scores = scores * scale
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # True for visible keys
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
     return cast("Form", scores.softmax(-1) @ value)
 
 
@@ -282,19 +328,24 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Form:
     """(x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
-    shape, rows = _read_axes(input, normalized_shape), input
+    shape = _read_axes(input, normalized_shape)
     if len(shape) > 1:
-        rows = cast("Form", input.flatten(-len(shape)))
-        weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
+        flat: Any = layer_norm(
+            cast("Form", input.flatten(-len(shape))),
+            math.prod(shape),
+            None if weight is None else weight.flatten(),
+            None if bias is None else bias.flatten(),
+            eps,
+        )
+        return cast("Form", flat.unflatten(-1, shape))
     centred = affine.linear_map(
-        rows.settle(),
-        lambda t: t - t.mean(-1, keepdim=True),
-        roundings=rows.shape[-1] + 2,
-        bound=lambda t: t + t.mean(-1, keepdim=True),
+        input.settle(),
+        lambda t: t - _mean(t),
+        roundings=shape[0] + 2,
+        bound=lambda t: t + _mean(t),
         within="rows",
     )
-    result: Any = _affine(_unit(centred, eps), weight, bias)
-    return cast("Form", result if len(shape) == 1 else result.unflatten(-1, shape))
+    return _affine(_divide_by_root(centred, eps), weight, bias)
 
 
 def rms_norm(
@@ -303,8 +354,10 @@ def rms_norm(
     """Return x / sqrt(mean x^2 + eps) weight."""
     if len(_read_axes(input, normalized_shape)) > 1:
         raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
-    eps = torch.finfo(input.dtype if weight is None else weight.dtype).eps if eps is None else eps
-    return _affine(_unit(input.settle(), eps), weight, None)
+    if eps is None:
+        dtype = input.dtype if weight is None else weight.dtype
+        eps = torch.finfo(dtype).eps
+    return _affine(_divide_by_root(input.settle(), eps), weight, None)
 
 
 def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
@@ -314,51 +367,62 @@ def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
     return shape
 
 
-def _unit(y: Form, eps: float) -> Form:
+def _divide_by_root(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps), a quotient."""
-    symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
-    # The derivative of mean(y^2) at the centre, 2 c / n: the linear part of the square.
-    weights = (y.centre * (2 / n)).to(dtype)
-    dense, blocks = y.by_row().map_rows(lambda t: (t * weights).sum(-1, keepdim=True))
-    moves, size = up(y.mass + y.slack), y.centre.abs()
-    middle, radius, kept = _square(y, moves)
+    square = affine.add(_mean_square(y), eps)
+    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf)).settle()
+    zero = torch.zeros_like(y.centre)
+    constant = Form(zero, y.dense[:0], zero, y.symbols)
+    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
+
+
+def _mean_square(y: Form) -> Form:
+    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2)."""
+    symbols = y.symbols
+    n, dtype = y.shape[-1], symbols.dtype
+    gradient = (y.centre * (2 / n)).to(dtype)
+    dense, blocks = y.by_row().map_rows(lambda t: _total(t * gradient))
+    moves = up(y.mass + y.slack)
+    size = y.centre.abs()
+    middle, radius, kept = _bound_squares(y, moves)
     if symbols.order == 2:
-        e = y.dense[: symbols.n] * kept
-        squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
+        linear = y.dense[: symbols.n] * kept
+        squares = symbols.pack(torch.einsum("a...k,c...k->ac...", linear / n, linear))
         dense[symbols.n : symbols.first_error] += squares[..., None]
     # Two sums of n products, their weights rounded, and the sum of both.
     centre = _mean(y.centre.square())
     moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
     still = gamma(n + 8, DOUBLE) * (centre + middle)
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
-    slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
-    square = affine.add(Form(centre + middle, dense, slack, symbols, blocks=blocks), eps)
-    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf)).settle()
-    nothing = torch.zeros_like(y.centre)
-    constant = Form(nothing, y.dense[:0], nothing, symbols)
-    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
+    slack = _mean(2 * size * y.slack) + radius
+    slack = up(slack + moving + still + under, n + 16)
+    return Form(centre + middle, dense, slack, symbols, blocks=blocks)
 
 
-def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _bound_squares(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return middle and radius of mean(dy^2) without squares that are kept, and which are."""
     n = y.shape[-1]
-    long, rest = lengths(y, -1)
+    linear, rest = lengths(y, -1)
     none = torch.zeros_like(moves, dtype=torch.bool)
-    wholes = (_mean(moves.square()), up((long + rest).square() / n))
-    choices = [(whole / 2, whole / 2, none) for whole in wholes]
+    # [0, sum r^2] by entries, or [0, (l + m)^2] by lengths, both over n.
+    middle = radius = _mean(moves.square()) / 2
+    choices = []
+    half = up((linear + rest).square() / n) / 2
+    choices.append((half, half, none))
     if y.symbols.order == 2:
         kept = curves.worth_squaring(y)
         first, second = curves.square_remainder(y.sizes.linear, y.nonlinear)
-        middle = torch.where(kept, second, moves.square()) / 2
-        radius = torch.where(kept, first + second / 2, moves.square() / 2)
-        choices.append((_mean(middle), _mean(radius), kept))
-        first, second = curves.square_remainder(long, rest)
+        middles = torch.where(kept, second, moves.square()) / 2
+        radii = torch.where(kept, first + second / 2, moves.square() / 2)
+        choices.append((_mean(middles), _mean(radii), kept))
+        first, second = curves.square_remainder(linear, rest)
         choices.append((second / n / 2, (first + second / 2) / n, ~none))
-    middle, radius, kept = choices[0]
-    for other, less, squares in choices[1:]:
-        better = less < radius
-        middle, radius = torch.where(better, other, middle), torch.where(better, less, radius)
-        kept = torch.where(better, squares, kept)
+    kept = none
+    for other_middle, other_radius, other_kept in choices:
+        better = other_radius < radius
+        middle = torch.where(better, other_middle, middle)
+        radius = torch.where(better, other_radius, radius)
+        kept = torch.where(better, other_kept, kept)
     return middle, up(radius), kept
 
 
@@ -367,8 +431,11 @@ def _mean(t: Tensor) -> Tensor:
 
 
 def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
-    x = x if weight is None else affine.scale(x, weight)
-    return x if bias is None else affine.add(x, bias)
+    if weight is not None:
+        x = affine.scale(x, weight)
+    if bias is not None:
+        x = affine.add(x, bias)
+    return x
 
 
 def batch_norm(
@@ -385,12 +452,15 @@ def batch_norm(
     if training or running_mean is None or running_var is None:
         raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
     gain = (running_var.to(DOUBLE) + eps).rsqrt()
-    gain = gain if weight is None else gain * weight.detach().to(DOUBLE)
+    if weight is not None:
+        gain = gain * weight.detach().to(DOUBLE)
     shape = (-1, *[1] * (input.ndim - 2))
     centred = affine.sub(input, running_mean.view(shape))
     # The gain takes a sum, a root of the library and a product, all in float64.
     scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY + 2)
-    return _affine(scaled, None, None if bias is None else bias.view(shape))
+    if bias is None:
+        return scaled
+    return affine.add(scaled, bias.view(shape))
 
 
 def group_norm(
@@ -404,7 +474,10 @@ def group_norm(
     groups: Any = input.reshape(input.shape[0], num_groups, -1)
     result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
     shape = (-1, *[1] * (input.ndim - 2))
-    weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+    if weight is not None:
+        weight = weight.view(shape)
+    if bias is not None:
+        bias = bias.view(shape)
     return _affine(result, weight, bias)
 
 

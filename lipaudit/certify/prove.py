@@ -137,26 +137,32 @@ def ball(
     Raises:
         UsageError: eps is negative, or the order is not 1 or 2.
     """
-    shown, x = x.dtype, x.detach().to(DOUBLE)
+    shown = x.dtype
+    x = x.detach().to(DOUBLE)
     reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
     if not (reach >= 0).all() or order not in (1, 2):
         raise UsageError(f"no ball of radius {eps} at order {order}")
-    low, high = x - up(reach), x + up(reach)
-    if box is not None and norm == "linf":
-        low, high = low.clamp(*box), high.clamp(*box)
-    # The box cuts the L-inf ball to a smaller box: its own centre needs the smaller radius.
-    centre = (low + high) / 2 if norm == "linf" else x
+    low = x - up(reach)
+    high = x + up(reach)
+    centre = x
+    if norm == "linf":
+        # The box cuts the ball to a smaller box: its own centre needs the smaller radius.
+        if box is not None:
+            low = low.clamp(*box)
+            high = high.clamp(*box)
+        centre = (low + high) / 2
     radius = torch.maximum(high - centre, centre - low)
     # The centre is rounded: the radius covers what that moved.
     radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
-    where = torch.ones_like(x, dtype=torch.bool) if moving is None else moving.expand_as(x)
-    places = where.flatten().nonzero()[:, 0]
-    symbols = Symbols(
-        len(places), norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle
-    )
+    if moving is None:
+        moving = torch.ones_like(x, dtype=torch.bool)
+    moving = moving.expand_as(x)
+    places = moving.flatten().nonzero()[:, 0]
+    n = len(places)
+    symbols = Symbols(n, norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle)
     rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
-    rows[torch.arange(len(places)), places] = cast_up(radius, dtype).flatten()[places]
-    centre = torch.where(where, centre, x)
+    rows[torch.arange(n), places] = cast_up(radius, dtype).flatten()[places]
+    centre = torch.where(moving, centre, x)
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
 
@@ -187,7 +193,8 @@ def hull(
         groups=groups,
         most=most,
     )
-    rows, x = moves.to(dtype), x.detach().to(DOUBLE)
+    rows = moves.to(dtype)
+    x = x.detach().to(DOUBLE)
     # What the differences and the coefficients were rounded by, of `most` moves at once.
     lost = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
     return Form(x, rows, up(most * lost.amax(0)), symbols)
@@ -248,20 +255,22 @@ def bound_margins(
 @contextmanager
 def name_paths(whole: Any) -> Iterator[None]:
     """Add the path of the module to a `NoRuleError`."""
-    paths: list[str] = []
+    paths: list[str] = []  # of the modules that run now
     hooks = []
 
     def leave(*_: Any) -> None:
         paths.pop()
 
-    for path, part in whole.named_modules() if isinstance(whole, nn.Module) else ():
-        hooks.append(part.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
+    parts = whole.named_modules() if isinstance(whole, nn.Module) else ()
+    for path, part in parts:
+        name = path or type(whole).__name__
+        hooks.append(part.register_forward_pre_hook(lambda *_, name=name: paths.append(name)))
         hooks.append(part.register_forward_hook(leave))
     try:
         yield
     except NoRuleError as error:
-        where = (paths[-1] or type(whole).__name__) if paths else ""
-        raise NoRuleError(error.operation, where) from error
+        innermost = paths[-1] if paths else ""
+        raise NoRuleError(error.operation, innermost) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -277,25 +286,29 @@ def margins(logits: Form, label: int) -> Form:
     plain = _differences(flat, label)
     if logits.quotient is None:
         return plain
-    whole = logits.shape
-    parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, whole).reshape(-1)))
+    shape = logits.shape
+    parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
     if not is_row(parts.square):
         return plain
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
+    times_root = add(_differences(parts.numerator, label), constant)
     # Both forms have the signs of the margins; the one that proves the larger share is taken.
-    times = add(_differences(parts.numerator, label), constant)
-    return times if _share(times) > _share(plain) else plain
+    if _proven_share(times_root) > _proven_share(plain):
+        return times_root
+    return plain
 
 
 def _differences(logits: Form, label: int) -> Form:
     classes = logits.shape[-1]
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     others = torch.arange(classes, device=logits.device) != label
-    difference = (identity[label] - identity)[others]
-    return linear_map(logits, lambda t, w: t @ w.mT, difference, roundings=2)
+    differences = (identity[label] - identity)[others]
+    return linear_map(logits, lambda t, w: t @ w.mT, differences, roundings=2)
 
 
-def _share(margins: Form) -> float:
-    """Return the proven share of the margins at the centre."""
-    return float((margins.range()[0] / margins.centre.abs()).nan_to_num(nan=-torch.inf).amin())
+def _proven_share(margins: Form) -> float:
+    """Return the least proven share of a margin at the centre."""
+    low, _ = margins.range()
+    shares = low / margins.centre.abs()
+    return float(shares.nan_to_num(nan=-torch.inf).amin())

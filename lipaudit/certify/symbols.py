@@ -119,10 +119,12 @@ class ErrorBlock:
         group = self.group[..., :1].expand(rows.shape[1:])
         return replace(self, rows=rows, group=group)
 
-    def move(self, move: Callable[[Tensor], Sequence[Tensor]]) -> list[ErrorBlock]:
+    def move(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
         """Rearrange entries; the operation may have several results."""
         stacks = move_stack(move, self.rows)
         groups = move(self.group)
+        if isinstance(groups, Tensor):
+            return [replace(self, rows=stacks, group=groups)]
         return [replace(self, rows=r, group=g) for r, g in zip(stacks, groups, strict=True)]
 
     def like(self, other: ErrorBlock) -> bool:

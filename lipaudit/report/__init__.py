@@ -102,7 +102,9 @@ class Subject:
             return self.page(short=short)
         if form == "rows":
             return records.list_rows(self.record, self.reports)
-        return self.lines if form == "lines" else self.record
+        if form == "lines":
+            return self.lines
+        return self.record
 
 
 def of_reports(*reports: Report, by: str | None = None) -> Subject:
@@ -137,11 +139,14 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     from lipaudit.report import document
     from lipaudit.tables.summary import worst
 
-    one = document.choose_sample(report, sample) if sample is not None else None
-    shown = [one] if one is not None else worst(report)
-    found = [document.record_sample(report, each) for each in shown]
-    page = document.inspect_samples(report, name, one)
-    return Subject(("page", "record"), found if one is None else found[0], sheet=page)
+    record: Any
+    if sample is None:
+        record = [document.record_sample(report, each) for each in worst(report)]
+    else:
+        sample = document.choose_sample(report, sample)
+        record = document.record_sample(report, sample)
+    page = document.inspect_samples(report, name, sample)
+    return Subject(("page", "record"), record, sheet=page)
 
 
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
@@ -167,8 +172,10 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     Raises:
         UsageError: the format is unknown, or cannot show the result.
     """
-    if not isinstance(shown, Subject):
-        shown = of_reports(*([shown] if isinstance(shown, Report) else shown))
+    if isinstance(shown, Report):
+        shown = of_reports(shown)
+    elif not isinstance(shown, Subject):
+        shown = of_reports(*shown)
     how = find_format(format, shown.forms)
     return how.render(shown.take(how.takes))
 
@@ -197,15 +204,19 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
     able = [known for known in RENDERERS.values() if known.takes in forms]
     if not wanted:
         return able[0]
-    file = isinstance(wanted, Path)
-    name = wanted.suffix.lower() if isinstance(wanted, Path) else wanted
     names: dict[str, Format] = {}
-    for known in able:  # of formats with one suffix, a file gets the first
-        for key in known.suffixes if file else (known.name,):
-            names.setdefault(key, known)
+    if isinstance(wanted, Path):
+        name = wanted.suffix.lower()
+        unknown = f"cannot tell the format of {wanted}"
+        for known in able:  # of formats with one suffix, a file gets the first
+            for suffix in known.suffixes:
+                names.setdefault(suffix, known)
+    else:
+        name = wanted
+        unknown = f"unknown format {wanted!r}"
+        names = {known.name: known for known in able}
     if name in names:
         return names[name]
     if any(name in (known.name, *known.suffixes) for known in RENDERERS.values()):
         raise UsageError(f"{name} is not possible here", suggestion("", names))
-    message = f"cannot tell the format of {wanted}" if file else f"unknown format {wanted!r}"
-    raise UsageError(message, suggestion(name, names))
+    raise UsageError(unknown, suggestion(name, names))

@@ -6,6 +6,7 @@ the model runs. Nothing here knows of closed forms.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -68,10 +69,15 @@ class Watch:
                 leave = part.register_forward_hook(self._leave, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
+            packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
             for owner, name, handler in PATCHES:
-                stack.enter_context(
-                    patch.object(owner, name, self._replaced(owner, name, handler))
-                )
+                places = [
+                    (owner, name),
+                    *_find_imports(getattr(owner, name), packages - {"torch"}),
+                ]
+                replaced = self._replaced(owner, name, handler)
+                for place, alias in places:
+                    stack.enter_context(patch.object(place, alias, replaced))
             yield
 
     def _enter(self, name: str) -> Callable[..., Any]:
@@ -163,6 +169,15 @@ class Watch:
         name = self.frames[-1].name if self.frames else ""
         self.calls.append(Attention(name, output, p, tuple(self.frames)))
         return output.clone()
+
+
+def _find_imports(function: Any, packages: set[str]) -> list[tuple[Any, str]]:
+    """Return where the packages of a model have a function under a name of their own."""
+    found: list[tuple[Any, str]] = []
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in packages:
+            found += [(module, alias) for alias, it in vars(module).items() if it is function]
+    return found
 
 
 def ancestors(t: Tensor, most: int | None = None) -> Iterator[Any]:

@@ -271,7 +271,8 @@ class _Softmax:
         if parts is None and folded:  # v has its heads joined to the samples
             a, b = (t.reshape(*lead, *t.shape[-2:]) for t in (a, b))
             parts = _broadcast(a, b.mT, v)
-        if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != b.shape[-1]:
+        # Keys may have been joined to the logits: zeros of a padding, say.
+        if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != p.shape[-1]:
             return output  # Longformer rearranges P in chunks: `uses` names it
         q, k, v = parts
         logits, ordered = _order_axes(self.logits, self.p, p)
@@ -363,13 +364,22 @@ class AttentionMode(TorchFunctionMode):
             self._awaited.remove(softmax)
             weights, values = (a, b) if made[0] else (b, a)
             return softmax.multiply(weights, values, out, transposed=made[1])
-        # A factor with two axes is a weight, or queries without samples. A state is neither.
-        constant = all(t.ndim > 2 or not t.requires_grad for t in operands)
-        if out.requires_grad and out.ndim > 2 and min(a.ndim, b.ndim) > 1 and constant:
+        if out.requires_grad and out.ndim > 2 and self._may_be_logits(a, b):
             # The edge, not the tensor: a model may scale or mask its logits in place.
             noted = [*self._products, _Product(get_gradient_edge(out), a, b)]
             self._products = noted[-_PRODUCTS:]
         return out
+
+    def _may_be_logits(self, a: Tensor, b: Tensor) -> bool:
+        """Say whether a product may be of queries and keys: not what mixes heads of logits."""
+        if min(a.ndim, b.ndim) > 2:
+            return True
+        # A factor with two axes is a weight, or queries without samples. A state is neither.
+        flat, other = (a, b) if a.ndim < b.ndim else (b, a)
+        if flat.ndim < 2 or flat.requires_grad:
+            return False
+        noted = [product.edge.node for product in self._products]
+        return not leaves(other, noted, self._past)[1]
 
     def _find_weights(self, *operands: Tensor) -> tuple[_Softmax | None, list[bool]]:
         """Return the awaited softmax behind one of two operands, and behind which."""
@@ -405,12 +415,16 @@ class AttentionMode(TorchFunctionMode):
         if contraction is None:
             return func(equation, *operands)
         a, first, b, second, out = contraction[:5]
+        softmax, made = self._find_weights(a, b)
+        other = b if made[:1] == [True] else a
+        mixed = softmax is not None and other.ndim == 2 and not other.requires_grad
+        if mixed or not self._may_be_logits(a, b):  # of heads
+            return func(equation, *operands)
         single = [c for c in out if (c in first) != (c in second)]
         # The last axis of logits is that of the keys.
         if single and single[-1] in first:
             a, first, b, second = b, second, a, first
         # The queries come last in the map, which is the result here, or an operand.
-        softmax, _ = self._find_weights(a, b)
         letters = single if softmax is None else first
         rows = [c for c in letters if c in first and c in single]
         columns = [c for c in single if c in second]
@@ -418,16 +432,20 @@ class AttentionMode(TorchFunctionMode):
         # Without rows, or with several sums, there is no map from queries to keys.
         if not rows or not columns or len(summed) != 1:
             return func(equation, *operands)
-        rows, columns = rows[-1:], columns[-1:]
+        rows = rows[-1:]
+        if softmax is None:  # values may have several axes
+            columns = columns[-1:]
         batch = [c for c in out if c not in rows + columns]
         a = _align(a, first, batch + rows + summed)
         b = _align(b, second, batch + summed + columns)
-        product, axes = self._handle_matmul(torch.matmul, a, b), batch + rows + columns
-        if axes == [*out]:
+        width = b.shape[-len(columns) :]
+        product = self._handle_matmul(torch.matmul, a, b.flatten(-len(columns)))
+        axes = batch + rows + columns
+        if axes == [*out] and len(width) == 1:
             return product
         order = [axes.index(c) for c in out]
         # A copy: in a view, autograd would miss what the model writes in place.
-        return _finish(product, lambda product: product.permute(order).clone())
+        return _finish(product, lambda t: t.reshape(*t.shape[:-1], *width).permute(order).clone())
 
     def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note a softmax whose logits contain a noted product, until its values come.

@@ -38,6 +38,8 @@ _FUSED = (
 )
 _NEW = ("new_", "empty")
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[1]))
+_EINSUMS = {"einops", "einx"}
+"""Packages that rearrange axes: the line of a model is the one that calls them."""
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -142,6 +144,11 @@ _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 def line_of_code() -> str:
     """Return the line of code that called torch, `file:line`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_library(file: str) -> bool:
+    """Say whether a file only carries out what a model asks for."""
+    return file.startswith(_LIBRARIES) or not _EINSUMS.isdisjoint(Path(file).parts)

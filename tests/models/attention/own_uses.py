@@ -403,6 +403,31 @@ def attend_written(a, x):
 own("the map as the transpose of k q^T")(
     lambda a, x: (lambda q, k, v: a.o(join((k @ q.mT).mT.softmax(-1) @ v)))(*qkv(a, x))
 )
+
+
+@own(
+    "logits padded for a key of ones",
+    "numerical",
+    heads=lambda a, x: attend(a, x, share=lambda s: softmax(F.pad(s, (1, 0))), v=pad_values(a, x)),
+)
+def padded_logits(a, x):
+    q, k, v = qkv(a, x)
+    p = F.pad(q @ k.mT, (1, 0)).softmax(-1)
+    return a.o(join(p @ F.pad(v, (0, 0, 1, 0), value=1.0)))
+
+
+def pad_values(a, x):
+    return F.pad(affine(a.v, x), (0, 0, 1, 0), value=1.0)
+
+
+@own("values of two axes in einsum")
+def values_of_two_axes(a, x):
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    o = torch.einsum("bhij,bhjcd->bhicd", p, v.unflatten(-1, (2, 2)))
+    return a.o(join(o.flatten(-2)))
+
+
 own("a loop over the samples", "left")(
     lambda a, x: torch.stack([attend_written(a, one) for one in x])
 )

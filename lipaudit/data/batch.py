@@ -168,7 +168,7 @@ class Taker(Protocol):
         """Returns the token ids of two texts."""
 
     @property
-    def pad_id(self) -> int:
+    def pad_id(self) -> int | None:
         """Id that fills shorter samples."""
 
     @property
@@ -178,6 +178,17 @@ class Taker(Protocol):
     @property
     def unknown_id(self) -> int | None:
         """Id of unknown tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the samples."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the samples."""
+
+    def output(self, batch: Batch) -> Tensor:
+        """Run the model."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +341,7 @@ def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) 
     samples = list(x)
     if net.kind != "text":
         return Batch(torch.stack(samples), labels, ids)
-    padded = pad_sequence(samples, batch_first=True, padding_value=net.pad_id)
+    padded = pad_sequence(samples, batch_first=True, padding_value=net.pad_id or 0)
     lengths = torch.as_tensor([len(tokens) for tokens in samples])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     if bool(mask.all()):

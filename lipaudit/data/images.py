@@ -8,7 +8,7 @@ import io
 import math
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lipaudit.data import batch
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, draw_indices, make_batch
-from lipaudit.errors import InputError, explain_failure
+from lipaudit.errors import InputError, explain_failure, of_machine
+from lipaudit.tables import Note
 
 # Longer side of a thumbnail, in pixels.
 SIDE = 64
@@ -55,8 +56,13 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
 
 
 ARRAY_FILES = (".npz", ".safetensors")
-INPUTS = ("x", "images", "inputs")
-LABELS = ("y", "labels")
+INPUTS = ("x", "images", "inputs", "input_ids")
+LABELS = ("y", "labels", "label")
+# Largest distance of a value from the box that rounding explains, as a share of its width.
+ROUNDING = 1e-6
+MASKS = ("attention_mask", "mask")
+# Stands for the id of a token that a mask leaves out.
+HIDDEN = torch.iinfo(torch.int64).min
 # Names of files in the IDX format, compressed or not.
 NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
 # Number types, by the third byte of an IDX file.
@@ -87,7 +93,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
                     if array.dtype.kind in "uifb":
-                        arrays[name] = torch.from_numpy(array)
+                        native = array.astype(array.dtype.newbyteorder("="), copy=False)
+                        arrays[name] = torch.from_numpy(native)
                     else:  # beside the numbers: a credit, or names of classes
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
@@ -105,6 +112,9 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}, or give "
             "the file of images: the labels beside it are read, too.",
         )
+    mask = next((arrays[name] for name in MASKS if name in arrays), None)
+    if mask is not None and mask.shape == x.shape and x.ndim == 2 and not x.is_floating_point():
+        x = x.long().masked_fill(mask == 0, HIDDEN)
     return x, y
 
 
@@ -155,9 +165,12 @@ def draw_arrays(
         )
     order = draw_indices(len(x), options.samples, options.seed)
     chosen = x[order]
-    read = _check_token_ids if net.kind == "text" else _read_values
-    samples = list(read(chosen, net, origin))
     places = [f"index {i}" for i in order]
+    notes: tuple[Note, ...] = ()
+    if net.kind == "text":
+        samples, notes = read_token_ids(chosen, net, origin, places)
+    else:
+        samples = list(_read_values(chosen, net, origin))
     labels = None
     if y is not None:
         labels = [int(label) for label in y[order]]
@@ -166,6 +179,7 @@ def draw_arrays(
             batch.require_classes(labels, labels, full, net)
     return Samples(
         make_batch(samples, net, labels),
+        notes,
         origins=tuple(map(SampleOrigin, places)),
         steps=tuple(_list_steps(chosen, net)),
     )
@@ -204,31 +218,100 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     low, high = net.box or (-math.inf, math.inf)
     least, most = x.min(), x.max()
-    if least < low or most > high:
+    slack = ROUNDING * (high - low)
+    if least < low - slack or most > high + slack:
         raise InputError(
-            f"{origin} holds values from {least:.4g} to {most:.4g}; the model takes "
+            f"{origin} holds values from {least:.7g} to {most:.7g}; the model takes "
             f"[{low:g}, {high:g}]",
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
-    return x
+    return x if net.box is None else x.clamp(low, high)
 
 
-def _check_token_ids(x: Tensor, net: Taker, origin: str) -> Tensor:
-    longest = net.input_shape[0]
-    if x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= longest:
-        raise InputError(
-            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
-            f"(samples, at most {longest})",
-            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
+def read_token_ids(
+    x: Tensor, net: Taker, origin: str, places: Sequence[str]
+) -> tuple[list[Tensor], tuple[Note, ...]]:
+    """Return the token ids of each text without its padding, and notes on the padding.
+
+    Padding are the pad ids of the model before the first and behind the last other token, and
+    the columns that a mask leaves out (`HIDDEN`). A model that takes only texts of the full length
+    gets them with their padding.
+
+    Args:
+        x: token ids (samples, tokens).
+        net: the model.
+        origin: name of the data in messages.
+        places: the place of each sample, for messages.
+
+    Raises:
+        InputError: x holds no token ids, or a text is empty.
+    """
+    text = f"{origin} holds {x.dtype} of shape {tuple(x.shape)}"
+    advice = "Give the text itself as .txt, .csv or .jsonl, or integer token ids."
+    if x.is_floating_point() or x.ndim != 2 or x.shape[1] == 0:
+        raise InputError(f"{text}; the model takes token ids (samples, tokens)", advice)
+    x = x.long()
+    real = x != HIDDEN
+    if net.pad_id is not None:
+        real &= x != net.pad_id
+    # Inside of a text a pad id is a token.
+    inside = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
+    for place, row in zip(places, inside, strict=True):
+        if not row.any():
+            advice = "Remove empty texts."
+            raise InputError(f"{origin}: {place} holds padding and no text", advice)
+    samples = [row[kept] for row, kept in zip(x, inside, strict=True)]
+    most, longest = net.input_shape[0], max(map(len, samples))
+    if longest > most:
+        text = f"{text}; the model takes token ids (samples, at most {most})"
+        raise InputError(text, advice)
+    ids = torch.cat(samples)
+    if ids.min() < 0 or (net.vocabulary is not None and ids.max() >= net.vocabulary):
+        text = f"{origin} holds token ids from {ids.min()} to {ids.max()}"
+        text = f"{text}; the vocabulary has {net.vocabulary}"
+        raise InputError(text, "Use the tokenizer of this model.")
+    count = int((~inside).any(1).sum())
+    if count == 0:
+        return samples, _note_unnamed_padding(x, net)
+    shortest = min(samples, key=len)
+    if not (x == HIDDEN).any() and not _is_accepted(shortest, net):
+        text = (
+            f"{count} texts of {origin} are padded (id {net.pad_id}), and the model takes only "
+            f"texts of {x.shape[1]} tokens. Padding counts as tokens"
         )
-    least, most = x.min(), x.max()
-    if least < 0 or (net.vocabulary is not None and most >= net.vocabulary):
-        raise InputError(
-            f"{origin} holds token ids from {least} to {most}; the vocabulary has "
-            f"{net.vocabulary}",
-            "Use the tokenizer of this model.",
-        )
-    return x.long()
+        return list(x), (Note.warn("padding-kept", text),)
+    text = f"{count} of {len(x)} texts of {origin} are padded; their padding was removed"
+    return samples, (Note.info("padding-removed", text),)
+
+
+def _is_accepted(ids: Tensor, net: Taker) -> bool:
+    """Whether a model runs on a text alone."""
+    one = make_batch([ids], net).to(net.device, net.dtype)
+    try:
+        with torch.no_grad():
+            net.output(one)
+    except Exception as error:  # the model's own code may raise anything
+        if of_machine(error):
+            raise
+        return False
+    return True
+
+
+def _note_unnamed_padding(x: Tensor, net: Taker) -> tuple[Note, ...]:
+    """Warn if texts seem to be padded with an id that the model does not name."""
+    for side in (x, x.flip(1)):
+        last = int(side[:, -1].mode().values)
+        ending = (side == last).flip(1).cumprod(1).sum(1)
+        # Padding is nowhere else, and of several lengths.
+        elsewhere = int((side == last).sum() - ending.sum())
+        if net.pad_id is None and not elsewhere and ending.max() > max(1, int(ending.min())):
+            text = (
+                f"texts end in up to {int(ending.max())} times the id {last}, which counts as a "
+                "token. If it is padding, name it: pad_token_id in config.json, or "
+                f"ModelSpec(..., pad_id={last})"
+            )
+            return (Note.warn("padding-unnamed", text),)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -249,6 +332,8 @@ class SampleForm:
         size = " x ".join(map(str, self.shape))
         if self.kind == "image":
             return f"an image of {size} (channels, height, width) in [0, 1]"
+        if len(self.shape) > 3:
+            return f"a volume or video of {size} without limits"
         return f"a sequence of {size} (tokens, width) without limits"
 
 
@@ -265,8 +350,12 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     (SampleForm(kind='tokens', shape=(7, 16)), SampleForm(kind='image', shape=(1, 7, 16)))
     >>> list_forms(torch.zeros(5, 12, dtype=torch.long))
     (SampleForm(kind='text', shape=(12,)),)
+    >>> list_forms(torch.zeros(5, 3, 4, 16, 16))
+    (SampleForm(kind='tokens', shape=(3, 4, 16, 16)),)
     """
     shape = tuple(x.shape[1:])
+    if len(shape) > 3:
+        return (SampleForm("tokens", shape),)
     if len(shape) == 3:
         first, *_, last = shape
         as_given = SampleForm("image", shape)

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,6 +124,8 @@ PAIRS = (
     ("text", "text_pair"),
 )
 LABELS = ("label", "labels", "y", "target", "class", "sentiment")
+# Largest length of a field of a table, in characters.
+LONGEST_FIELD = 2**31 - 1
 # Number of characters of an id shown in a place.
 LONGEST = 40
 
@@ -226,10 +229,21 @@ def read_table(path: Path) -> SampleTable:
 _Line = tuple[str, dict[str, Any], str]
 
 
+@contextmanager
+def _read_long_fields() -> Iterator[None]:
+    """Lift the limit of Python on the length of a field, inside the block."""
+    before = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
 def _read_separated(path: Path) -> Iterator[_Line]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
     # Spreadsheets write a byte order mark, which is not part of the first name.
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    # A text may be longer than the 131,072 characters that Python reads by default.
+    with _read_long_fields(), path.open(encoding="utf-8-sig", newline="") as lines:
         head = next((line for line in lines if line.strip()), "")
         # Spreadsheets of many countries write semicolons in a .csv.
         usual = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())

@@ -21,7 +21,7 @@ from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results
 from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
-from lipaudit.engine.prepare import Job, Request, load_options, prepare
+from lipaudit.engine.prepare import Job, Request, leave_out_layers, load_options, prepare
 from lipaudit.errors import (
     BaselineError,
     EvaluationError,
@@ -110,30 +110,10 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         observer.note(note)
     journals: list[Journal] = []
     sections: list[Section] = []
-    errors: list[Exception] = []
     finished: dict[str, list[Part]] = {}
     with nullcontext() if place is None else join_processes(place):
         try:
-            for name, options in request.measures.items():
-                # The map is drawn of the head that `bounds` found; a shard does not know it.
-                if request.draws_steepest and not request.run.shard:
-                    options = options.draw_steepest(sections)
-                try:
-                    parts, left = run_measure(job, name, options, journals, observer)
-                    finished[name] = parts
-                    sections += results.summarise(name, parts, options, job.notes, left)
-                except Exception as error:
-                    if not request.partial:
-                        raise
-                    observer.fails(name, error)
-                    errors.append(error)
-                    failed = results.make_failed(name, options.model_dump(), error, job.notes)
-                    sections.append(failed)
-            # A report without any figures is useless: raise the first error.
-            if len(errors) == len(request.measures):
-                raise errors[0]
-            # A traceback holds the frames of its measure, and with them the model.
-            errors.clear()
+            job = _measure_each(job, sections, finished, journals, observer)
             shard = results.make_shard(job, finished) if request.run.shard else None
             finished.clear()
             origins = results.list_origins(job.samples)
@@ -158,6 +138,60 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     # All processes arrive here once rank 0 has written the report.
     for journal in journals if complete else ():
         journal.clear()
+
+
+def _measure_each(
+    job: Job,
+    sections: list[Section],
+    finished: dict[str, list[Part]],
+    journals: list[Journal],
+    observer: Observer,
+) -> Job:
+    """Run the measures of a job one after the other.
+
+    Args:
+        job: the job.
+        sections: receives the sections of the report, with those of measures that fail.
+        finished: receives the parts of each measure that does not fail.
+        journals: receives the journals.
+        observer: receives progress and notes.
+
+    Returns:
+        The job, without measures that turned out to be left out.
+
+    Raises:
+        Exception: the first failure, if no partial report is wanted or nothing else has figures.
+    """
+    request = job.request
+    errors: list[Exception] = []
+    for name, options in request.measures.items():
+        if name not in job.request.measures:
+            continue
+        # The map is drawn of the head that `bounds` found; a shard does not know it.
+        if request.draws_steepest and not request.run.shard:
+            options = options.draw_steepest(sections)
+        try:
+            parts, left = run_measure(job, name, options, journals, observer)
+            finished[name] = parts
+            sections += results.summarise(name, parts, options, job.notes, left)
+        except Exception as error:
+            if not request.partial:
+                raise
+            smaller = leave_out_layers(job, error)
+            if smaller is not None:
+                job = smaller
+                observer.note(job.notes[-1])
+                continue
+            observer.fails(name, error)
+            errors.append(error)
+            failed = results.make_failed(name, options.model_dump(), error, job.notes)
+            sections.append(failed)
+    # A report without any figures is useless: raise the first error.
+    if len(errors) == len(job.request.measures):
+        raise errors[0]
+    # A traceback holds the frames of its measure, and with them the model.
+    errors.clear()
+    return job
 
 
 def run_measure(

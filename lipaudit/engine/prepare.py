@@ -25,6 +25,7 @@ from lipaudit.measures.layers import note_unread
 from lipaudit.models import requirements
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.net import NEEDED, LoadOptions, Net
+from lipaudit.models.outputs import settle_output
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources import classifiers
 from lipaudit.models.sources.loader import load_net
@@ -147,7 +148,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     )
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(wanted.values()))
-    ready = net
+    net = ready = settle_output(net, samples.batch)
     if run.score is not None:
         if samples.task is None:
             text = f"{samples.spec} has no continuations, choices or labels to score"
@@ -188,6 +189,28 @@ def _leave_out_refused(
             text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
             notes.append(Note.warn(LEFT_OUT, text))
     return replace(request, measures=kept), tuple(notes)
+
+
+def leave_out_layers(job: Job, error: Exception) -> Job | None:
+    """Return a job without its optional measures of attention, with a note, if there is none.
+
+    Args:
+        job: the job.
+        error: the failure of one of its measures.
+
+    Returns:
+        The job; None after another failure, if such a measure is required, or none is left.
+    """
+    request = job.request
+    read = {name for name, options in request.measures.items() if options.reads_layers}
+    others = {name: options for name, options in request.measures.items() if name not in read}
+    if not isinstance(error, NoHeadsError) or not others or not read <= {*request.optional}:
+        return None
+    counts = {name: count for name, count in job.counts.items() if name in others}
+    names = " and ".join(name for name in request.measures if name in read)
+    note = Note.info(LEFT_OUT, f"{names} were left out: {error.message}")
+    smaller = replace(request, measures=others)
+    return replace(job, request=smaller, counts=counts, notes=(*job.notes, note))
 
 
 def _suit_measure(
@@ -305,7 +328,12 @@ def preview(request: Request) -> dict[str, Any]:
             notes += [note.text for note in note_unread(net, sites)]
         except NoHeadsError as error:
             sites = ()
-            notes.append(f"{error.message}. {error.advice}")
+            smaller = leave_out_layers(job, error)
+            if smaller is None:
+                notes.append(f"{error.message}. {error.advice}")
+            else:
+                job = smaller
+                notes.append(job.notes[-1].text)
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
     # Places and labels of the first samples: wrong labels are a common mistake.

@@ -43,6 +43,7 @@ class AttentionOptions(MeasureOptions):
       lipaudit attention ./my-bert --data reviews.csv --map 3.1
     """
 
+    reads_layers: ClassVar[bool] = True
     samples: ClassVar[int] = 32
 
     layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")

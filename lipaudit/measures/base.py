@@ -48,6 +48,8 @@ class MeasureOptions(Settings):
     samples: ClassVar[int] = 8
     # Values of newer options for older reports that do not have them.
     once: ClassVar[Mapping[str, Any]] = {}
+    # Whether the measure reads attention layers, and has no figures without one.
+    reads_layers: ClassVar[bool] = False
     # Whether the measure needs labels.
     labelled: ClassVar[bool] = False
     # When it has a language model score continuations: it may read texts alone, do so where

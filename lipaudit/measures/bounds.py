@@ -45,6 +45,8 @@ class BoundsOptions(NormOptions):
       lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json
     """
 
+    reads_layers: ClassVar[bool] = True
+
     once: ClassVar[Mapping[str, Any]] = {
         "concat": True,
         "layer_within": PROVEN_WITHIN,

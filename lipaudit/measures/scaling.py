@@ -276,6 +276,8 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     rows: list[Row] = []
     fits: list[Row] = []
     apart: list[list[Row]] = []
+    if values:
+        values, facts["shorter"] = _keep_longest(values)
     curves = _make_curves(values, facts, options) if values else ()
     for curve in curves:
         law, fit = _fit_law(curve.name, curve.n, curve.norm)
@@ -316,6 +318,19 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         FITS_TABLE.section(rows=tuple(fits)),
     ]
     return [section for section in sections if section.rows or section.measure == "scaling"]
+
+
+def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
+    """Return the windows that reach the largest measured length, and the number of the others.
+
+    A law is fitted through the same windows at every length.
+    """
+    import numpy as np
+
+    short = np.asarray(np.isnan(values["tokens"]).all(2))  # (samples, lengths)
+    last = np.flatnonzero(~short.all(0))[-1]
+    whole = ~short[:, last]
+    return {name: array[whole] for name, array in values.items()}, int((~whole).sum())
 
 
 def _make_curves(
@@ -448,6 +463,13 @@ def _write_notes(
             )
         yield Note.info("what-is-measured", text)
         yield from base.lower_estimates(facts["within"])
+    if shorter := facts.get("shorter", 0):
+        longest = max(row.n for row in rows if row.mode == "real")
+        text = (
+            f"{shorter} texts have fewer than {longest} tokens and were left out: every length "
+            "has the same windows. End --lengths lower to keep them"
+        )
+        yield Note.warn("shorter-windows", text)
     if 0 < reached < len(options.lengths):
         image = facts["kind"] == "image"
         why = "several lengths give the same number of patches" if image else "samples are shorter"

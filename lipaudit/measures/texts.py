@@ -49,7 +49,7 @@ def make_reader(net: Net) -> Reader:
         raise InputError(text, "Attack its embeddings: --attack fgsm,pgd --eps 0.1.")
     if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
         kinds = torch.full((net.vocabulary,), BEGINS)
-        for special in {net.pad_id, net.end_id} - {None}:
+        for special in {net.pad_id or 0, net.end_id} - {None}:
             kinds[special] = FIXED
         lexicon = Lexicon(kinds)
     else:
@@ -61,7 +61,7 @@ def make_reader(net: Net) -> Reader:
         table=table.detach(),
         lexicon=lexicon,
         most=net.input_shape[0],
-        pad_id=net.pad_id,
+        pad_id=net.pad_id or 0,
     )
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, of_machine
+from lipaudit.errors import EvaluationError, InputError, of_machine
 from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken, watch_modules
+from lipaudit.models.outputs import is_saturated
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.tables.trials import PLACED, Target
@@ -117,7 +118,8 @@ class SampleFunction:
         f: (z, index) -> output, on any samples of the batch.
         x: the points, (batch, *in).
         start: their space: pixels, tokens or embeddings.
-        target: the output of f in typed form, such as `logits` or `logits:last`; or `scores`.
+        target: the output of f in typed form, such as `logits` or `logits:last`; `scores`, or
+            `log-probabilities` of a model that returns probabilities.
     """
 
     f: Function
@@ -210,6 +212,13 @@ def make_sample_function(
                 return net.call(part.x if embedded else z, part.mask)
 
         output = _read_output(net, end.what, part, forward, scorer, column)
+        cut = end.what == "logits" and net.form == "probabilities" and is_saturated(output)
+        if cut:
+            raise EvaluationError(
+                f"a probability of {net.architecture} is 0 in {output.dtype}: log p has no "
+                "derivative there",
+                "Use --dtype float64, or let the model return its scores before the softmax.",
+            )
         # Tensors inside a model that is spread over devices may be on any of them.
         return output.to(z.device)
 
@@ -220,9 +229,12 @@ def make_sample_function(
     else:  # the model has to run, but its head on one column only
         with _replace_head_input(scorer, lambda states: states[:, :1]):
             x = net.embedding(batch)
-    return SampleFunction(
-        f, x, name, "scores" if net.scored and end.what == "logits" else end.text
-    )
+    name_of_target = end.text
+    if end.what == "logits" and net.scored:
+        name_of_target = "scores"
+    elif end.what == "logits" and net.form == "probabilities":
+        name_of_target = end.text.replace("logits", "log-probabilities")
+    return SampleFunction(f, x, name, name_of_target)
 
 
 def _read_output(

@@ -53,6 +53,7 @@ def watch_modules(
 
 
 Kind = Literal["image", "tokens", "text"]
+OutputForm = Literal["logits", "log-probabilities", "probabilities", "sigmoids"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class ModelSpec:
         module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
             another device or dtype: build a fresh one if you need it elsewhere.
         input_shape: shape of one sample: (channels, height, width), (tokens, width) or
-            (samples,) of a waveform, or (most tokens,) for text. A number n stands for
+            (samples,) of a waveform, or (most tokens,) for text. Floats of the kind tokens may
+            have more axes: (channels, frames, height, width). A number n stands for
             (3, n, n) of an image, else for (n,).
         kind: image, tokens (a float sequence) or text (token ids).
         mean: subtracted from the pixels, per channel or one for all; images only.
@@ -90,11 +92,12 @@ class ModelSpec:
         next_token: how the model scores the next token; causal language models only.
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
         tokenize_pair: two texts -> token ids of both, likewise; text only.
-        pad_id: the id that fills shorter samples; text only.
+        pad_id: the id that fills shorter samples, and no token of a text; None: 0 fills them, and
+            may be a token. Text only.
         end_id: the id that every text must end with, if the model needs one; text only.
         unknown_id: the id of unknown tokens, if the vocabulary has one; text only.
         lexicon: returns the words of the token ids, for attacks that change texts; by default
-            every id except pad_id and end_id is a word.
+            every id except pad_id (or 0) and end_id is a word.
         next_logits: scores continuations with a causal language model: (embeddings, first) ->
             logits of the token behind each position from `first` on; text only.
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
@@ -125,7 +128,7 @@ class ModelSpec:
     next_token: NextToken | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     tokenize_pair: Callable[[str, str, int], list[int]] | None = None
-    pad_id: int = 0
+    pad_id: int | None = None
     end_id: int | None = None
     unknown_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
@@ -260,6 +263,11 @@ class Net(ModelSpec):
         scored: the kind of its classes if they are scored continuations, else empty. A sample is
             then a prompt with continuations, packed by `data.continuations.pack`, and only the
             prompt can change.
+        form: what the module itself returns for each class. `read` returns logits of every form:
+            for probabilities p, log p.
+        undefined: whether its output was not finite on the samples that loading makes: the first
+            sample of the run decides (see `outputs.settle_output`).
+        tokens_first: whether the output of `entry` is (tokens, batch, width), as with `ids.T`.
         surveys: results of `attention.survey.find_layers` on this model; a changed copy starts
             without any.
     """
@@ -273,6 +281,9 @@ class Net(ModelSpec):
     classes: int | None
     device_map: Mapping[str, str] = field(default_factory=dict)
     scored: Literal["", "continuation", "choices", "labels"] = ""
+    form: OutputForm = "logits"
+    undefined: bool = False
+    tokens_first: bool = False
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
 
     @property
@@ -348,12 +359,16 @@ class Net(ModelSpec):
         # A copy: some models scale their embeddings in place.
         with torch.no_grad(), self._watch_entry(lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
-        return seen[0]
+        return self._turn(seen[0])
 
     def replace_embedding(self, z: Tensor) -> RemovableHandle:
         """Replace the first output of `entry` by z; the handle ends this, as a context."""
-        pending = [z.clone()]
+        pending = [self._turn(z).clone()]
         return self._watch_entry(lambda out: pending.pop() if pending else out)
+
+    def _turn(self, states: Tensor) -> Tensor:
+        """Exchange the first two axes if the embedding has tokens first."""
+        return states.transpose(0, 1) if self.tokens_first else states
 
     def _watch_entry(self, change: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Pass each output of `entry` through `change` (None keeps it)."""

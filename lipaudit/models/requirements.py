@@ -199,9 +199,10 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
 #
 # A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
 # rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
-# falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at
-# all. The middle one comes first: it is enough for most models, and the others cost four passes.
-STEPS = (1e-4, 1e-3, 1e-5)
+# falls with h. Of these steps one is free of all three in float64; a wrong gradient is wrong at
+# all. One in the middle comes first: it is enough for most models, and each other one costs two
+# passes. The smallest are for networks with kinks everywhere.
+STEPS = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 # Smallest difference, relative to the derivative, that rounding does not explain.
 DIFFERS = 0.01
 # Largest number of parameters of a model that is compared in float64 (the copy takes 2 GB).
@@ -285,14 +286,14 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
     # Rounding of g, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
-    rounding = eps * (output.detach() * w).abs().flatten(1).sum(1) / min(STEPS)
+    rounding = eps * (output.detach() * w).abs().flatten(1).sum(1)
     shares = torch.full_like(slope, torch.inf)
     for h in STEPS:
         with torch.no_grad():
             ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
         found = ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
         scale = torch.stack([slope.abs(), usual, found.abs()]).amax(0)
-        apart = ((found - slope).abs() - rounding).clamp_min(0)
+        apart = ((found - slope).abs() - rounding / h).clamp_min(0)
         shares = torch.minimum(shares, apart / scale.clamp_min(1e-300))
         if bool((shares <= DIFFERS).all()):
             break

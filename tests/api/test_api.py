@@ -203,7 +203,7 @@ X = torch.ones(4, 3, 4, 4)
         (lambda m: lipaudit.audit("demo", "bounds", eps="0.1"), "--eps needs a measure attack or"),
         (lambda m: lipaudit.measure("demo", "bounds", samples=0), "--samples"),
         (lambda m: lipaudit.measure(m, "bounds"), "the input shape of Classifier is unknown"),
-        (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4)), "input_shape"),
+        (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4, 5)), "input_shape"),
         (lambda m: lipaudit.measure(3, "bounds"), "int is not a model"),
         (lambda m: lipaudit.audit("demo", ["bounds"], samples=1, tol=1e-3), "no option 'tol'"),
         (lambda m: lipaudit.audit("demo", []), "no measure was given"),

@@ -46,6 +46,9 @@ def test_what_is_left_out_has_no_closed_form_or_is_no_softmax_has_a_reason():
     assert note.startswith("attention that was not measured (0 at own.py:")
     seen, text = check("py:tests.cli.own:convolution")
     assert (seen["layers"], "no attention was found" in text) == (0, True)
+    (note,) = [note for note in seen["notes"] if "attention" in note]
+    assert note.startswith("bounds and attention were left out: no attention was found")
+    assert not {"bounds", "attention"} & {*seen["measures"]}
 
 
 def test_a_forward_pass_is_timed_and_the_places_of_weights_fit_the_terminal():

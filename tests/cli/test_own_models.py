@@ -1,5 +1,6 @@
 """Models of one's own: what they take is read off the data, and every hint can be followed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -195,3 +196,16 @@ def test_sparse_weights_and_constant_outputs_are_refused(model, measure, says, a
 def test_a_state_that_is_no_weight_is_left_alone():
     report = lipaudit.measure(Weighted(torch.eye(4)), "jacobian", data=torch.randn(2, 3, 4))
     assert report.status == "complete"
+
+
+def test_an_audit_of_a_model_without_attention_is_complete_and_says_so_once(tmp_path):
+    file = tmp_path / "r.json"
+    done = invoke(
+        "audit", "py:tests.cli.own:convolution", "-n", "4", "-o", str(file), "--data", "random"
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["status"] == "complete"
+    assert [section["measure"] for section in report["sections"]] == ["jacobian"]
+    assert " ".join(done.stderr.split()).count("no attention was found") == 1
+    refuse(4, "no attention was found", "bounds", "py:tests.cli.own:convolution", "-n", "4")

@@ -23,7 +23,7 @@ class Taker:
     vocabulary: int | None = None
     tokenize: object = None
     tokenize_pair: object = None
-    pad_id: int = 0
+    pad_id: int | None = None
     end_id: int | None = None
     unknown_id: int | None = None
     prepare: object = None

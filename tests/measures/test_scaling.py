@@ -210,6 +210,21 @@ def test_samples_that_are_too_short_are_left_out():
     assert "patch" not in said
 
 
+def test_every_length_has_the_same_windows():
+    net, batch = reader(), words(3)
+    mask = torch.arange(12) < torch.tensor([[12], [7], [12]])
+    padded = Batch(batch.x * mask, None, batch.ids, mask)
+    section, fits = measured(net, padded, modes=("real",), lengths=(3, 6, 10))
+    longest = batch.rows(torch.tensor([0, 2]))
+    truth, of_truth = measured(net, longest, modes=("real",), lengths=(3, 6, 10))
+    assert [row.norm for row in section.rows] == pytest.approx([row.norm for row in truth.rows])
+    assert [row.exponent for row in fits.rows] == pytest.approx(
+        [r.exponent for r in of_truth.rows]
+    )
+    said = " ".join(note.text for note in section.notes)
+    assert "1 texts have fewer than 10 tokens and were left out" in said
+
+
 def test_texts_keep_their_closing_token_and_images_are_resized():
     net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
     batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))

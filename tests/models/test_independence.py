@@ -119,7 +119,19 @@ def add_rounded(x):
     return x + ((255 * x).round() / 255 - x).detach()
 
 
+def surround(gap):
+    """Return ReLUs whose kinks are all around the samples, at about a distance."""
+    flat = X["x"].flatten(1)
+    first = nn.Linear(flat.shape[1], 300)
+    side = (torch.rand(300) - 0.5).sign() * (0.3 + torch.rand(300))
+    with torch.no_grad():
+        first.bias.copy_(gap * side - (first.weight * flat[torch.arange(300) % 3]).sum(1))
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU())
+
+
 HONEST = {
+    "kinks nearby": lambda: surround(3e-4),
+    "kinks everywhere": lambda: surround(1e-6),
     "relu and maxima": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
     "gelu": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.BatchNorm2d(8)),
     "constant": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.Threshold(1e9, 0.5)),
@@ -128,6 +140,9 @@ HONEST = {
 DISHONEST = {
     "rounded input, straight through": lambda: nn.Sequential(
         Calls(add_rounded), nn.Conv2d(3, 8, 3)
+    ),
+    "kinks everywhere, straight through": lambda: nn.Sequential(
+        surround(1e-5), Calls(add_rounded)
     ),
     "a part under no_grad": lambda: Calls(hide, nn.Conv2d(3, 3, 3, padding=1)),
 }

@@ -205,6 +205,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
+        form="logits",
     )
 
 

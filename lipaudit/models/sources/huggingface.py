@@ -46,6 +46,7 @@ POOLING = "1_Pooling/config.json"
 LOADERS = HEADS | {"EncoderModel": "AutoModelForTextEncoding"}
 SEQUENCES = CLASSIFIERS["ForSequenceClassification"]
 WINDOWS = "relative_position_index"
+EXPERTS = "_experts_implementation"
 POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -90,8 +91,6 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     from transformers import AutoConfig
 
     overrides = options.building
-    if options.dtype == "float64":  # grouped products of experts do not support float64
-        overrides = {"experts_implementation": "eager"} | overrides
     with silence_transformers():
         with explain_failure(
             f"{path} is not a model that transformers knows",
@@ -126,6 +125,18 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         spec = describe_transformers(module, options, path=path)
     spec = replace(spec, quantised=quantised)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
+
+
+def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
+    """Return the configurations in a module that choose how experts multiply, and the choices.
+
+    "grouped_mm" does not support float64, "eager" does.
+    """
+    configs = {
+        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
+    }
+    settings = [(each, getattr(each, EXPERTS, None)) for each in configs.values()]
+    return [(config, choice) for config, choice in settings if isinstance(choice, str)]
 
 
 def describe_transformers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
@@ -27,16 +27,24 @@ from lipaudit.errors import (
     neighbours,
     similar,
 )
-from lipaudit.models.net import OWN, Net, watch_modules
+from lipaudit.models.net import OWN, Net
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.precision import devices, exact_arithmetic, precision, seed_device
+from lipaudit.models.outputs import Call, convert_outputs, find_main_output, note_form, probe_model
+from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import HALF, SUFFIXES, hash_weights, read_json, read_weights
+from lipaudit.models.sources.weights import (
+    SUFFIXES,
+    hash_weights,
+    holds_weights,
+    read_json,
+    read_weights,
+    require_fetched,
+)
 from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
@@ -105,7 +113,7 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     if model and path.is_dir():
         return _load_directory(path, options)
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if not holds_weights(path):
             raise InputError(
                 f"{path} is not a file of weights for PyTorch",
                 f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX and "
@@ -138,6 +146,9 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a directory in the format of timm or transformers, by the keys of its config.json."""
+    for each in path.iterdir():
+        if each.is_file():
+            require_fetched(each)
     if (path / "adapter_config.json").is_file():
         raise InputError(
             f"{path} holds an adapter, such as LoRA, and no whole model",
@@ -158,16 +169,11 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     return source, load.load_directory(path, options)
 
 
-Call = Callable[[Tensor, Tensor | None], Any]
-
-PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
-
-
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
     """Make a model ready to be measured.
 
     Put the module in eval mode, freeze its parameters, and move it to the requested device and
-    dtype. One blank sample runs through it, so a model that cannot run is refused here.
+    dtype. One sample of our own runs through it, so a model that cannot run is refused here.
 
     Raises:
         InputError: weights are not finite, or the model cannot run on a blank sample.
@@ -181,6 +187,9 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     # A program of torch.export has no modes.
     with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
         module.eval().requires_grad_(False)
+    if options.dtype == "float64":
+        for config, _ in huggingface.list_expert_settings(module):
+            setattr(config, huggingface.EXPERTS, "eager")
     if options.quantize:
         asked = f"--quantize {options.quantize}"
         if options.weights == "stored":
@@ -199,12 +208,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     call, places, placed = place_weights(module, call, options)
     notes = [*spec.notes, *placed]
 
-    def read(result: Any) -> Tensor:
+    def read_output(result: Any) -> Tensor:
         output = (spec.read or find_main_output)(result)
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
-    output, entry, remarks = _probe(spec, call, read)
-    notes += remarks
+    probe = probe_model(spec, call, read_output)
+    output = probe.output
+    notes += [*probe.notes, *note_form(probe.form)]
+    run, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
     if quantised:
         text = (
             f"{quantised}. The results are those of this function: the rounded weights in "
@@ -226,11 +237,12 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
             "Check num_classes, --class-names and the labels of the model's configuration. Two "
             "classes need two logits: torch.cat([0 * z, z], 1).",
         )
-    entry = spec.entry or entry
     # By name: a factory may return a subclass with fields of its own.
     known: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    known |= {"call": call, "read": read, "entry": entry, "notes": tuple(notes)}
-    known["vocabulary"] = spec.vocabulary or getattr(entry, "num_embeddings", None)
+    known |= {"call": run, "read": read, "entry": probe.entry, "notes": tuple(notes)}
+    known |= {"next_token": scorer, "form": probe.form, "undefined": probe.undefined}
+    known["tokens_first"] = probe.tokens_first
+    known["vocabulary"] = spec.vocabulary or getattr(probe.entry, "num_embeddings", None)
     return Net(
         **known,
         name=name,
@@ -240,27 +252,6 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         classes=None if classes == 1 else classes,  # a single output is a regression
         device_map=places,
     )
-
-
-def find_main_output(result: Any) -> Tensor:
-    """Find the output tensor in the result of a model: itself, its logits, or its first item.
-
-    Raises:
-        InputError: the result holds no tensor.
-    """
-    if isinstance(result, Mapping) and "logits" in result:
-        result = result["logits"]
-    elif hasattr(result, "logits"):
-        result = result.logits
-    elif isinstance(result, (tuple, list)) and result:
-        result = result[0]
-    if not isinstance(result, Tensor):
-        raise InputError(
-            f"the model returned {type(result).__name__}, not a tensor or an output with logits",
-            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
-        )
-    output: Tensor = result
-    return output
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
@@ -331,66 +322,6 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     # Facts on steps that are not taken.
     left = {k: v for k, v in spec.preprocess.items() if k not in RESIZING}
     return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=left)
-
-
-def _probe(
-    spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
-) -> tuple[Tensor, nn.Module | None, list[Note]]:
-    """Run one blank sample; return its output, the embedding module, and remarks."""
-    module, device = spec.module, next(devices(spec.module))
-    image, reads_ids = spec.kind == "image", spec.kind == "text"
-    if reads_ids:
-        most = min(PROBE_TOKENS, *spec.input_shape)
-        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
-        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
-        x = torch.tensor([ids], device=device)
-    else:
-        # Grey pixels, and zeros for floats: inputs that every model should accept.
-        grey = 0.5 if image else 0.0
-        x = torch.full((1, *spec.input_shape), grey, device=device, dtype=precision(module))
-    entries: list[tuple[bool, str]] = []  # whether it takes the ids themselves, and its name
-
-    def watch(name: str, args: tuple[Any, ...], _output: Any) -> None:
-        if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
-            entries.append((image or bool((args[0] == x).all()), name))
-
-    check = "--input-size and --model-kwargs" if image else "--model-kwargs"
-    explained = explain_failure(
-        f"{type(module).__name__} cannot be run on a sample ({spec.kind}) of shape "
-        f"{spec.input_shape}",
-        f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
-        "ModelSpec with its own `call(x, mask)`.",
-    )
-    parts = []
-    for name, part in module.named_modules():
-        patches = "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
-        if (image and patches) or (reads_ids and isinstance(part, nn.Embedding)):
-            parts.append((name, part))
-    with explained, watch_modules(parts, watch), exact_arithmetic(device), torch.no_grad():
-        result = call(x, None)
-        output = read(result)
-    halved = output.dtype in HALF and x.dtype == torch.float32
-    if halved or not output.is_floating_point():
-        raise InputError(
-            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
-            "Let the model return its scores (logits), not a decision, which has no gradient. "
-            "Switch autocast off in its code, or use --dtype float64, which overrides it.",
-        )
-    text = "the model's output on a blank sample is not finite"
-    if not bool(output.isfinite().all()):
-        raise InputError(text, "Check the weights. A masked class needs a finite logit.")
-    notes: list[Note] = []
-    if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
-        shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
-        text = (
-            f"the model returns several tensors ({few(shapes)} per sample); the first is "
-            "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
-            "result: TENSOR)"
-        )
-        notes += [Note.warn("first-output", text)] if len(shapes) > 1 else []
-    # The first that takes the ids, before tables of positions and types of the same shape.
-    entry = max(entries, key=lambda each: each[0], default=None)
-    return output, None if entry is None else module.get_submodule(entry[1]), notes
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
@@ -492,7 +423,10 @@ def borrow(
     else:
         axes = len(input_shape) if isinstance(input_shape, Sequence) else 0
         text = f"input_shape {input_shape} is not the shape of a sample"
-        advice = "Give (channels, height, width), (tokens, width) or (samples,)."
+        advice = (
+            "Give (channels, height, width), (tokens, width), (samples,), or the four axes of a "
+            "volume or video."
+        )
         if axes not in own.KINDS:
             raise UsageError(text, advice)
         spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
@@ -528,9 +462,12 @@ def restore(module: nn.Module) -> Iterator[None]:
     held = {id(t): t for _, tensors in named for t in tensors.values() if t is not None}
     values = [(t, t.data, t.requires_grad) for t in held.values()]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
+    experts = huggingface.list_expert_settings(module)
     try:
         yield
     finally:
+        for config, choice in experts:
+            setattr(config, huggingface.EXPERTS, choice)
         for part, state in states.items():
             vars(part).update(state)
             part.training = modes[part]

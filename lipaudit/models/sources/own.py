@@ -21,7 +21,9 @@ from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 # Kind of a sample, by its number of axes: waveform, float sequence, image.
-KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
+KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image", 4: "tokens"}
+# Axes of a sample of a kind; volumes and videos are floats of any number of axes.
+AXES = {"image": 3, "text": 1}
 
 
 def unwrap(module: Any) -> Any:
@@ -101,8 +103,9 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
-    load_strictly(spec.module, match_names(state, spec.module), origin=str(path))
-    return replace(spec, notes=spec.notes + notes)
+    matched, beside = match_names(state, spec.module)
+    load_strictly(spec.module, matched, origin=str(path))
+    return replace(spec, notes=spec.notes + notes + beside)
 
 
 def _import_module(place: str) -> ModuleType:
@@ -144,6 +147,13 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
         if odd:
             kinds = ", ".join(get_args(Kind))
             raise InputError(text, f"It needs an nn.Module, and one of the kinds {kinds}.")
+        shape = model.input_shape
+        if len(shape) != AXES.get(model.kind, len(shape)):
+            raise InputError(
+                f"a ModelSpec of the kind {model.kind!r} has samples of shape {shape}",
+                'An image is (channels, height, width), a text (most tokens,). Give kind="tokens" '
+                "for volumes, videos and all other floats, with box=(0, 1) if they have limits.",
+            )
         return replace(model, module=module)
     if hasattr(module, "pretrained_cfg"):
         from lipaudit.models.sources.timm import describe_timm
@@ -179,7 +189,9 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
             "lipaudit.ModelSpec(model, SHAPE).",
         )
     form = possible[0]
-    notes = (Note.warn("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
+    notes: tuple[Note, ...] = ()
+    if len(forms) > 1 or len(form.shape) > 3:
+        notes = (Note.warn("read-as", f"each sample is read as {form}"),)
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)
 
 

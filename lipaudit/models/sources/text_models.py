@@ -448,7 +448,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         (limit_tokens(module, config, tokenizer),),
         kind="text",
         vocabulary=size,
-        pad_id=find_pad(config) or 0,
+        pad_id=find_pad(config),
         end_id=end,
         call=_make_call(module, tower, feed, end),
         read=choose_output(module, tower, choose_pooling(path)),

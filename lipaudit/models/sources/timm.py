@@ -33,6 +33,7 @@ from lipaudit.models.sources.weights import (
     find_misfit,
     list_weight_files,
     load_strictly,
+    match_names,
     read_weights,
     strip_prefix,
 )
@@ -126,9 +127,15 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     state = strip_prefix(state)  # every timm model has several parts
     config = timm.models.get_pretrained_cfg(arch)
     head = config.classifier if config is not None else None
-    weight = state.get(f"{head[0] if isinstance(head, tuple) else head}.weight")
+    name = f"{head[0] if isinstance(head, tuple) else head}.weight"
+    # In a training module, its name has the model's name in front.
+    weight = next((w for key, w in state.items() if f".{key}".endswith(f".{name}")), None)
     classes = None if weight is None else weight.shape[0]
     module = _create(arch, {"num_classes": classes} | options.building)
+    matched, beside = match_names(state, module)
+    if beside and not find_misfit(module, matched):
+        state = matched
+        notes += beside
     notes += _load(module, state, path)
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)

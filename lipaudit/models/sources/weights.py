@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import pickle
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +25,18 @@ from lipaudit.models.precision import compute_values, name_dtypes
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# First bytes of a file of torch without an archive around it.
+PICKLE = b"\x80\x02"
+# First bytes of the text that stands for a large file until git-lfs fetches it.
+POINTER = b"version https://git-lfs"
 PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
 # First parts of the names of files beside a model: states of a training, copies, LoRA.
 BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|consolidated")
 # Usual names of the weights in a checkpoint, the best first.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
+
+# Name of the number of models whose weights were averaged.
+COUNTER = "n_averaged"
 
 HALF = {torch.float16, torch.bfloat16}
 # Stored weights that a scale turns into values.
@@ -36,6 +45,35 @@ SCALED = {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 HASHED = 2**20
 
 State = dict[str, Tensor]
+
+
+def holds_weights(path: Path) -> bool:
+    """Say whether a file holds weights: by its name, else as torch writes them (`.pth.tar`)."""
+    if path.suffix in SUFFIXES:
+        return True
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("data.pkl") for name in archive.namelist())
+    with path.open("rb") as file:
+        return file.read(len(PICKLE)) == PICKLE or _is_pointer(path)
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
+
+
+def require_fetched(path: Path) -> None:
+    """Refuse the pointer of git-lfs, a text of three lines in place of a file.
+
+    Raises:
+        InputError: the file is a pointer.
+    """
+    if _is_pointer(path):
+        raise InputError(
+            f"{path} is a pointer of git-lfs, and not the file itself",
+            "Run `git lfs install` and `git lfs pull` in its repository.",
+        )
 
 
 def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
@@ -47,10 +85,11 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         InputError: the file is damaged, holds code, or holds no weights.
     """
     notes: tuple[Note, ...] = ()
+    require_fetched(path)
     if path.suffix == ".safetensors":
         with explain_failure(
             f"{path} is not a complete safetensors file",
-            "Copy or download it again; a git-lfs pointer needs `git lfs pull`.",
+            "Copy or download it again.",
         ):
             content: Any = load_file(path)
     else:
@@ -63,6 +102,9 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         key = (usual or [*inside])[0]
         state = inside[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
+    if COUNTER in state:  # of torch.optim.swa_utils.AveragedModel, around the averaged model
+        averaged = f"weights are the average of {int(state.pop(COUNTER))} models"
+        notes += (Note.info("averaged-weights", averaged),)
     if not state:
         held = f"several sets of weights: {few([*inside])}" if inside else "no named tensors"
         raise InputError(f"{path} holds {held}", "Save only the model's state_dict().")
@@ -183,16 +225,68 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     """
     wrong = find_misfit(module, state)
     if wrong:
+        implied = " ".join(guess_arguments(module, state))
+        advice = (
+            "Check --arch and --model-kwargs (such as num_classes, img_size), and that the file "
+            "has the weights of this model alone."
+        )
+        if implied:
+            advice = f"The shapes imply --model-kwargs {implied}. {advice}"
         raise InputError(
-            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
-            "Check --arch and --model-kwargs (such as num_classes, img_size), and that the "
-            "file has "
-            "the weights of this model alone.",
+            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}", advice
         )
     takes = module.state_dict()
     stored = (k for k, v in state.items() if not v.is_floating_point() and not v.is_complex())
     refuse_codes([k for k in stored if takes[k].is_floating_point()], origin)
     module.load_state_dict(dict(state), strict=False)  # tied weights may be missing
+
+
+# Usual names of the arguments that give the width and the number of classes of a model.
+WIDTHS = ("embed_dim", "hidden_dim", "hidden_size", "d_model", "dim", "width")
+CLASSES = ("num_classes", "n_classes", "classes", "num_labels")
+# Names of lists of equal blocks.
+BLOCKS = re.compile(r"^((?:\w+\.)*(?:blocks|layers|layer|h|resblocks))\.(\d+)\.")
+DEPTHS = ("depth", "num_layers", "n_layers", "num_hidden_layers", "layers")
+
+
+def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the arguments that the shapes of weights imply, as NAME=VALUE.
+
+    Of the model's classes, width and depth, those in which the weights differ from it. Names are
+    those of arguments that the module's class has, else the usual ones.
+
+    Args:
+        module: the model that the weights do not fit.
+        state: the weights.
+    """
+    takes = module.state_dict()
+    known = inspect.signature(type(module).__init__).parameters
+
+    def choose(names: Sequence[str]) -> str:
+        return next((name for name in names if name in known), names[0])
+
+    guesses: dict[str, int] = {}
+    both = [name for name in takes if name in state and takes[name].ndim]
+    heads = [name for name in both if name.endswith("weight") and takes[name].ndim == 2]
+    if heads and takes[heads[-1]].shape[0] != state[heads[-1]].shape[0]:
+        guesses[choose(CLASSES)] = state[heads[-1]].shape[0]
+    # The width is the change of length that most vectors share.
+    vectors = [name for name in both if takes[name].ndim == 1 and "norm" in name.lower()]
+    changes = Counter((len(takes[name]), len(state[name])) for name in vectors)
+    if changes:
+        (own, stored), _ = changes.most_common(1)[0]
+        if own != stored:
+            guesses[choose(WIDTHS)] = stored
+    own_depth, stored_depth = _count_blocks(takes), _count_blocks(state)
+    if own_depth != stored_depth and own_depth and stored_depth:
+        guesses[choose(DEPTHS)] = stored_depth
+    return [f"{name}={value}" for name, value in guesses.items()]
+
+
+def _count_blocks(state: Mapping[str, Tensor]) -> int:
+    """Return the number of equal blocks of the longest list; 0 without a list."""
+    found = [match for name in state if (match := BLOCKS.match(name))]
+    return max((int(match[2]) + 1 for match in found), default=0)
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:
@@ -219,10 +313,14 @@ def strip_prefix(state: State) -> State:
     return state
 
 
-def match_names(state: State, module: nn.Module) -> State:
+def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
     """Remove the prefix without which the most names are those of a module.
 
-    Other names stay, to be named as surplus: Lightning saves the weights of a loss, too.
+    If they are then all names of the module, others are left out: Lightning saves the weights of a
+    loss, too. Otherwise they stay, to be named as surplus.
+
+    Returns:
+        The weights by their names in the module, and a note on those that were left out.
     """
     takes, prefixes = module.state_dict(), Counter[str]()
     for name in state:
@@ -231,7 +329,13 @@ def match_names(state: State, module: nn.Module) -> State:
         prefixes.update(name.removesuffix(key) for key in keys if key in takes)
     prefix = max(prefixes, key=lambda each: prefixes[each], default="")
     short = {name: name.removeprefix(prefix) for name in state}
-    return {name if short[name] in state else short[name]: value for name, value in state.items()}
+    matched = {name if short[name] in state else short[name]: v for name, v in state.items()}
+    beside = [name for name in state if not name.startswith(prefix)]
+    if not beside or not set(takes) <= set(matched) - set(beside):
+        return matched, ()
+    kept = {name: value for name, value in matched.items() if name not in beside}
+    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(beside)}"
+    return kept, (Note.info("weights-beside", text),)
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:

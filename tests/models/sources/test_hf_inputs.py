@@ -182,7 +182,7 @@ def test_every_model_is_fed_as_its_own_code_takes_it(
             assert (batch.x[:, -1] == net.end_id).all()
         elif shape is not None:
             assert net.output(numbered(torch.full((1, *shape), 5))).isfinite().all()
-        batch.x[0, 0] = net.pad_id  # transformers then asks for the ids of beginning and end
+        batch.x[0, 0] = net.pad_id or 0  # transformers then asks for the ids of beginning and end
     else:
         assert net.kind == ("image" if len(shape) == 3 else "tokens")
         true = dense_norms(lambda x: truth(module, x), batch.x)

@@ -99,7 +99,8 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
         if isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
         for i, each in enumerate(values):
-            lines += _wrap(str(each), f"{'' if i else name:<{width}}", " " * width)
+            text = "none" if each is None else str(each)
+            lines += _wrap(text, f"{'' if i else name:<{width}}", " " * width)
     emit_facts(facts, output, lines)
 
 

@@ -209,3 +209,20 @@ def test_an_audit_of_a_model_without_attention_is_complete_and_says_so_once(tmp_
     assert [section["measure"] for section in report["sections"]] == ["jacobian"]
     assert " ".join(done.stderr.split()).count("no attention was found") == 1
     refuse(4, "no attention was found", "bounds", "py:tests.cli.own:convolution", "-n", "4")
+
+
+def test_the_example_of_init_has_a_model_with_its_own_call_and_read(tmp_path):
+    invoke("init", "py", "-o", "mine.py")
+    done = invoke(
+        "jacobian", "py:mine.py:conditional", "-n", "1", "--data", "random", "-o", "r.json"
+    )
+    assert done.exit_code == 0
+    report = lipaudit.load("r.json")
+    assert report.section("jacobian").samples["norm"][0] > 0
+    seen = invoke("check", "py:mine.py:conditional", "--model-kwargs", "age=0.1").stdout
+    assert re.search(r"classes +10", seen)
+
+
+def test_check_of_features_has_no_classes():
+    seen = invoke("check", "py:tests.models.sources.features:embed", "-n", "1").stdout
+    assert re.search(r"classes +none", seen)

@@ -51,3 +51,34 @@ def model(classes: int = 10) -> lipaudit.ModelSpec:
         mean=(0.5, 0.5, 0.5),  # what your training subtracted from pixels of [0, 1],
         std=(0.5, 0.5, 0.5),  # and divided them by
     )
+
+
+# A model of several inputs, with an output of its own: `call` runs it, `read` finds the tensor.
+
+
+class Conditional(nn.Module):
+    """Takes images and a number for each, and returns a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.shift = Classifier(), nn.Linear(1, 10)
+
+    def forward(self, images: torch.Tensor, ages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return scores, (batch, classes), of (batch, 3, 32, 32) and (batch, 1)."""
+        return {"scores": self.body(images) + self.shift(ages)}
+
+
+def conditional(age: float = 0.5) -> lipaudit.ModelSpec:
+    """Build the model at a fixed second input: `lipaudit bounds py:model.py:conditional`."""
+    module = Conditional()
+
+    def call(x: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Run the module on normalised images; texts have a mask, True at their tokens."""
+        return module(x, x.new_full((len(x), 1), age))
+
+    return lipaudit.ModelSpec(
+        module,
+        input_shape=(3, 32, 32),
+        call=call,
+        read=lambda result: result["scores"],
+    )

@@ -331,7 +331,10 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
     short = {name: name.removeprefix(prefix) for name in state}
     matched = {name if short[name] in state else short[name]: v for name, v in state.items()}
     beside = [name for name in state if not name.startswith(prefix)]
-    if not beside or not set(takes) <= set(matched) - set(beside):
+    # A teacher or an average beside the model fits as well: which one is meant is not known.
+    rivals = [count for each, count in prefixes.items() if each != prefix]
+    unclear = max(rivals, default=0) > prefixes[prefix] / 2
+    if not beside or unclear or not set(takes) <= set(matched) - set(beside):
         return matched, ()
     kept = {name: value for name, value in matched.items() if name not in beside}
     text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(beside)}"

@@ -39,6 +39,7 @@ from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
 from lipaudit.models.sources.weights import (
     SUFFIXES,
+    advise_on_file,
     hash_weights,
     holds_weights,
     read_json,
@@ -114,12 +115,7 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         return _load_directory(path, options)
     if path.is_file():
         if not holds_weights(path):
-            raise InputError(
-                f"{path} is not a file of weights for PyTorch",
-                f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX and "
-                "GGUF "
-                f"have none), or a Python function that returns the model: py:{path}:FUNCTION.",
-            )
+            raise InputError(f"{path} is not a file of weights for PyTorch", advise_on_file(path))
         arch = options.arch or ""
         if not arch:
             read_weights(path)  # a file without weights is refused first: --arch would not help

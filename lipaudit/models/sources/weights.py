@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import pickle
 import re
+import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ from lipaudit.models.precision import compute_values, name_dtypes
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+# Suffix of a program of torch.export.
+PROGRAM = ".pt2"
+PACKED = (".gz", ".xz", ".bz2", ".zst", ".zip", ".tar", ".tgz")
 # First bytes of a file of torch without an archive around it.
 PICKLE = b"\x80\x02"
 # First bytes of the text that stands for a large file until git-lfs fetches it.
@@ -51,11 +55,27 @@ def holds_weights(path: Path) -> bool:
     """Say whether a file holds weights: by its name, else as torch writes them (`.pth.tar`)."""
     if path.suffix in SUFFIXES:
         return True
+    if path.suffix == PROGRAM or tarfile.is_tarfile(path):
+        return False
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
     with path.open("rb") as file:
-        return file.read(len(PICKLE)) == PICKLE or _is_pointer(path)
+        pickled = file.read(len(PICKLE)) == PICKLE
+    return pickled or _is_pointer(path)
+
+
+def advise_on_file(path: Path) -> str:
+    """Return what to do with a file that is no file of weights, by its name."""
+    if path.suffix == ".py":
+        return f"Name the function that returns the model: py:{path}:FUNCTION."
+    if path.suffix in PACKED:
+        return "It is packed: unpack it first."
+    return (
+        f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX, GGUF and "
+        "exported programs have none), or load it in a function of your own, which returns the "
+        "model: py:FILE.py:FUNCTION."
+    )
 
 
 def _is_pointer(path: Path) -> bool:

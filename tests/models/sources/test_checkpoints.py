@@ -1,5 +1,7 @@
 """Files of weights as training code of others writes them."""
 
+import tarfile
+
 import pytest
 import timm
 import torch
@@ -116,3 +118,25 @@ def test_shapes_say_which_arguments_they_imply(change, implied, tmp_path):
     assert load_net(str(tmp_path / "a.pt"), options).parameters == sum(
         p.numel() for p in stored.parameters()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("m.pt.gz", "unpack it first"),
+        ("m.tar", "unpack it first"),
+        ("m.npz", "py:FILE.py:FUNCTION"),
+        ("m.pt2", "exported programs have none"),
+        ("m.py", "m.py:FUNCTION"),
+    ],
+)
+def test_a_file_that_holds_no_weights_gets_the_advice_of_its_kind(name, advice, tmp_path):
+    (tmp_path / name).write_bytes(b"something else")
+    if name == "m.tar":
+        torch.save(vit().state_dict(), tmp_path / "m.pt")
+        with tarfile.open(tmp_path / name, "w") as archive:
+            archive.add(tmp_path / "m.pt")
+    with pytest.raises(InputError, match="is not a file of weights") as refused:
+        load_net(str(tmp_path / name), LoadOptions(arch=ARCH))
+    assert advice in refused.value.advice
+    assert f"{name}:FUNCTION" not in refused.value.advice or name.endswith(".py")

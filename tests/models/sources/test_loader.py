@@ -216,7 +216,6 @@ def test_complex_constants_keep_their_imaginary_part(dtype):
         ("bert-base-uncased", {}, InputError, "Did you mean hf:bert-base-uncased"),
         ("timm:timm/vit_tiny", {}, InputError, "Did you mean hf:timm/vit_tiny"),
         ("{file}", {}, InputError, "py:{file}:FUNCTION"),
-        ("{file}", {}, InputError, "py:{file}:FUNCTION"),
         ("demo", {"arch": "timm:test_vit"}, UsageError, "demo does not take --arch"),
         ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "from the baseline"),
         ("demo", {"tower": "image"}, UsageError, "demo does not take --tower"),

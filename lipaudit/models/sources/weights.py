@@ -72,9 +72,9 @@ def advise_on_file(path: Path) -> str:
     if path.suffix in PACKED:
         return "It is packed: unpack it first."
     return (
-        f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX, GGUF and "
-        "exported programs have none), or load it in a function of your own, which returns the "
-        "model: py:FILE.py:FUNCTION."
+        f"Give a file that ends in {', '.join(SUFFIXES)}. ONNX, GGUF and exported programs have "
+        "no gradients. A function of your own may load other files and return "
+        "the model: py:FILE.py:FUNCTION."
     )
 
 

@@ -126,7 +126,7 @@ def test_shapes_say_which_arguments_they_imply(change, implied, tmp_path):
         ("m.pt.gz", "unpack it first"),
         ("m.tar", "unpack it first"),
         ("m.npz", "py:FILE.py:FUNCTION"),
-        ("m.pt2", "exported programs have none"),
+        ("m.pt2", "exported programs have no gradients"),
         ("m.py", "m.py:FUNCTION"),
     ],
 )

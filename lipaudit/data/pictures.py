@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,14 +49,19 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     """
     # Not by glob, which skips folders that cannot be read without a word.
     entries = _list_visible(folder)
-    inside = [file for each in entries if each.is_dir() for file in _list_visible(each)]
-    pictures = [file for file in entries + inside if is_picture(file)]
-    others = [file for file in entries + inside if file.suffix.lower() not in SIDECARS]
-    others = [file for file in others if not is_picture(file) and file.is_file()]
+    inside = []
+    for entry in filter(Path.is_dir, entries):
+        inside += _list_visible(entry)
     deeper: list[Path] = []
-    for each in inside:
-        if each.is_dir():
-            deeper += filter(is_picture, sorted(each.rglob("*")))
+    for entry in filter(Path.is_dir, inside):
+        deeper += filter(is_picture, sorted(entry.rglob("*")))
+    pictures: list[Path] = []
+    others: list[Path] = []
+    for entry in entries + inside:
+        if is_picture(entry):
+            pictures.append(entry)
+        elif entry.suffix.lower() not in SIDECARS and entry.is_file():
+            others.append(entry)
     if not pictures:
         advice = (
             f"Give a folder of {', '.join(SUFFIXES[:4])} ... files, or of one folder per class."
@@ -69,16 +74,18 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
             f"{folder} holds images both beside and inside sub-folders",
             "Put all images into one folder, or into one sub-folder per class.",
         )
-    left_out = {"images in deeper folders": deeper, "files of other formats": others}
-    notes = [
-        Note.warn(
-            "files-left-out",
-            f"{len(files)} {kind} were not read (the first: {files[0].relative_to(folder)})",
-        )
-        for kind, files in left_out.items()
-        if files
-    ]
-    return pictures, tuple(notes)
+    notes = _note_left_out("images in deeper folders", deeper, folder)
+    notes += _note_left_out("files of other formats", others, folder)
+    return pictures, notes
+
+
+def _note_left_out(kind: str, files: Sequence[Path], folder: Path) -> tuple[Note, ...]:
+    """Warn of files that are not read, if there are any."""
+    if not files:
+        return ()
+    first = files[0].relative_to(folder)
+    text = f"{len(files)} {kind} were not read (the first: {first})"
+    return (Note.warn("files-left-out", text),)
 
 
 def _list_visible(folder: Path) -> list[Path]:
@@ -97,14 +104,18 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
         InputError: as in `list_pictures`.
     """
     shapes = set()
-    for file in list_pictures(folder)[0]:
+    pictures, _ = list_pictures(folder)
+    for file in pictures:
         with suppress(InputError), explain_images(file), Image.open(file) as image:
-            height, width = image.height, image.width
+            width, height = image.size
             # Pillow turns TIFF files itself.
-            if image.format != "TIFF" and image.getexif().get(ORIENTATION) in LYING:
-                height, width = width, height
-            is_grey = len(image.getbands()) < 3 and not image.mode.startswith("P")
-            shapes.add((1 if is_grey else 3, height, width))
+            orientation = image.getexif().get(ORIENTATION)
+            if orientation in LYING and image.format != "TIFF":
+                width, height = height, width
+            channels = 3
+            if len(image.getbands()) < 3 and not image.mode.startswith("P"):
+                channels = 1
+            shapes.add((channels, height, width))
         if len(shapes) > 1:
             return None
     return shapes.pop() if shapes else None
@@ -167,7 +178,8 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
     Raises:
         InputError: as in `_reduce_depth`.
     """
-    kind, frames = image.format or "in memory", getattr(image, "n_frames", 1)
+    kind = image.format or "in memory"
+    frames = getattr(image, "n_frames", 1)
     image.load()  # after frames are counted, which moves to the last one and back
     steps = [Step(f"{image.mode}, {image.width} x {image.height} pixels ({kind})")]
     if frames > 1:
@@ -208,21 +220,25 @@ def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, Step]:
         InputError: other floats, or integers of 32 bits: their range is unknown.
     """
     is_short = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
-    values = np.asarray(image, dtype=np.float64)
+    values = np.array(image, dtype=np.float64)
+    least, most = values.min(), values.max()
     if is_short:
-        values, text = values / 257, "16 bits to 8: divided by 257 and rounded"
-    elif image.mode == "F" and bool(((values >= 0) & (values <= 1)).all()):
-        values, text = values * 255, "floats in [0, 1] to 8 bits: times 255 and rounded"
+        values /= 257
+        text = "16 bits to 8: divided by 257 and rounded"
+    elif image.mode == "F" and 0 <= least <= most <= 1:
+        values *= 255
+        text = "floats in [0, 1] to 8 bits: times 255 and rounded"
     else:
         number = "32-bit integers" if image.mode == "I" else "floats"
         raise InputError(
-            f"{name} holds {number} from {values.min():.4g} to {values.max():.4g}, and the "
-            "range that they belong to is unknown",
+            f"{name} holds {number} from {least:.4g} to {most:.4g}, and the range that they "
+            "belong to is unknown",
             "Save images with 8 or 16 bits, or as floats in [0, 1].",
         )
     tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
     if tags.get(MEANING) == 0:  # white is 0; Pillow inverts only 8 bits
-        values, text = 255 - values, f"{text}, inverted"
+        values = 255 - values
+        text = f"{text}, inverted"
     reduced = Image.fromarray(values.round().astype(np.uint8))
     reduced.getexif().update(image.getexif())
     return reduced, Step(text)
@@ -313,9 +329,10 @@ def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[Step]]:
     """Return a picture with the channels of a mode."""
     if image.mode == mode:
         return image, []
-    text, note = f"{image.mode} to {mode}", None
-    bands = image.getbands()
-    is_clear = bands[-1] in "Aa" or "transparency" in image.info
+    text = f"{image.mode} to {mode}"
+    note = None
+    *_, last_band = image.getbands()
+    is_clear = last_band in "Aa" or "transparency" in image.info
     if is_clear and mode != "RGBA":
         text += ", transparency dropped"
         note = Note.warn("transparency", "transparency is dropped: the colours behind it are read")
@@ -346,19 +363,20 @@ def _require_wide(image: Image.Image, width: int, height: int) -> float:
     return scale
 
 
-def collect_notes(pictures: Iterable[tuple[str, Sequence[Step]]], total: int) -> tuple[Note, ...]:
+def collect_notes(places: Sequence[str], steps: Sequence[Sequence[Step]]) -> tuple[Note, ...]:
     """Return one note for each kind of note on pictures, with their number and the first one.
 
     Args:
-        pictures: place and steps of each.
-        total: number of pictures.
+        places: the place of each picture.
+        steps: what was done to each.
     """
-    places: dict[Note, list[str]] = {}
-    for place, steps in pictures:
-        for step in steps:
+    noted: dict[Note, list[str]] = {}
+    for place, done in zip(places, steps, strict=True):
+        for step in done:
             if step.note is not None:
-                places.setdefault(step.note, []).append(place)
+                noted.setdefault(step.note, []).append(place)
     notes = []
-    for note, found in places.items():
-        notes.append(note.add_lead(f"{len(found)} of {total} images (the first: {found[0]})"))
+    for note, found in noted.items():
+        lead = f"{len(found)} of {len(places)} images (the first: {found[0]})"
+        notes.append(note.add_lead(lead))
     return tuple(notes)

@@ -30,8 +30,11 @@ SHOWN = 120
 
 def shorten(texts: Sequence[str]) -> str:
     """Return the beginning of a text, or of a pair, on one line."""
-    line = " ".join(" | ".join(texts).split())
-    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
+    words = " | ".join(texts).split()
+    line = " ".join(words)
+    if len(line) <= SHOWN:
+        return line
+    return f"{line[:SHOWN]}..."
 
 
 def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
@@ -62,15 +65,16 @@ def cut_windows(
     # Equal parts of the whole text: its end is as likely as its beginning.
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
-    parts = []
+    x = []
+    origins = []
     for start in starts:
         while 0 < start < len(text) and not text[start - 1].isspace():
             start += 1
-        part = text[start : start + LETTERS_PER_TOKEN * limit]
-        if part.strip():
-            parts.append((start, part))
-    x = [encode((part,), net, limit, origin) for _, part in parts]
-    origins = [SampleOrigin(f"character {start + 1}", shorten((part,))) for start, part in parts]
+        window = (text[start : start + LETTERS_PER_TOKEN * limit],)
+        if is_empty(*window):
+            continue
+        x.append(encode(window, net, limit, origin))
+        origins.append(SampleOrigin(f"character {start + 1}", shorten(window)))
     return x, origins, notes
 
 
@@ -171,19 +175,28 @@ class SampleTable:
         Raises:
             InputError: the message describes the first fault.
         """
-        if self.faults and not (options.skip_bad and self.sound):
-            self.refuse(min(self.faults), self.faults[min(self.faults)])
+        skips = options.skip_bad and self.sound
+        if self.faults and not skips:
+            first = min(self.faults)
+            self.refuse(first, self.faults[first])
 
     def column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
         # A data set of the Hub decodes whole rows: leave out the columns of images.
-        select = getattr(self.rows, "select_columns", None)
-        return [row.get(name) for row in (select([name]) if select else self.rows)]
+        rows: Any = self.rows
+        if hasattr(rows, "select_columns"):
+            rows = rows.select_columns([name])
+        return [row.get(name) for row in rows]
 
     def name(self, i: int) -> str:
         """Return the place of a row, with its id if the table has ids."""
-        given = self.rows[i].get("id") if "id" in self.columns else None
-        return self.places[i] + ("" if given is None else f", id {str(given)[:LONGEST]}")
+        place = self.places[i]
+        if "id" not in self.columns:
+            return place
+        given = self.rows[i].get("id")
+        if given is None:
+            return place
+        return f"{place}, id {str(given)[:LONGEST]}"
 
 
 def read_folder(path: Path) -> SampleTable:
@@ -197,10 +210,14 @@ def read_folder(path: Path) -> SampleTable:
     if files[0].parent == path:
         rows: list[dict[str, Any]] = [{"image": file} for file in files]
         return SampleTable(str(path), ["image"], places, rows, notes=notes)
-    names = sorted({file.parent.name for file in files})
-    rows = [{"image": file, "label": names.index(file.parent.name)} for file in files]
-    columns = ["image", "label"]
-    return SampleTable(str(path), columns, places, rows, classes={"label": names}, notes=notes)
+    folders = [file.parent.name for file in files]
+    names = sorted(set(folders))
+    rows = []
+    for file, folder in zip(files, folders, strict=True):
+        rows.append({"image": file, "label": names.index(folder)})
+    return SampleTable(
+        str(path), ["image", "label"], places, rows, classes={"label": names}, notes=notes
+    )
 
 
 def read_table(path: Path) -> SampleTable:
@@ -314,8 +331,9 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
     """Return the class names of label columns, which `datasets` writes beside the table."""
     from pyarrow import parquet
 
-    stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
-    features = json.loads(stored).get("info", {}).get("features", {})
+    metadata = parquet.read_schema(path).metadata or {}
+    written = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = written.get("info", {}).get("features", {})
     return {name: each["names"] for name, each in features.items() if "names" in each}
 
 
@@ -364,13 +382,15 @@ def draw_rows(
         first = "".join(bad[:1])
         raise InputError(f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
     listed = [f"{table.places[i]} {faults[i]}" for i in sorted(faults)]
-    return drawn, tuple(
-        Note.warn(
-            "skipped-bad", f"unreadable {name} were left out: {len(each)} (the first: {each[0]})"
-        )
-        for name, each in (("rows", listed), (what, bad))
-        if each
-    )
+    return drawn, _note_skipped("rows", listed) + _note_skipped(what, bad)
+
+
+def _note_skipped(what: str, reasons: Sequence[str]) -> tuple[Note, ...]:
+    """Warn of rows or samples that were left out, if there are any."""
+    if not reasons:
+        return ()
+    text = f"unreadable {what} were left out: {len(reasons)} (the first: {reasons[0]})"
+    return (Note.warn("skipped-bad", text),)
 
 
 def draw_table(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
@@ -438,16 +458,20 @@ def _draw_images(
         return Picture(to_box(pixels, net.box), steps)
 
     drawn, skipped = draw_rows(table, options, read, what="images")
-    pixels = [picture.pixels for _, picture in drawn]
-    steps = [picture.steps for _, picture in drawn]
-    places = [table.name(i) for i, _ in drawn]
-    classes = None if labels is None else [labels[i] for i, _ in drawn]
+    rows, pictures = zip(*drawn, strict=True)
+    places = [table.name(i) for i in rows]
+    steps = [picture.steps for picture in pictures]
+    pixels = [picture.pixels for picture in pictures]
     return Samples(
-        make_batch(pixels, net, classes),
-        skipped + collect_notes(zip(places, steps, strict=True), len(drawn)),
+        make_batch(pixels, net, _take_labels(labels, rows)),
+        skipped + collect_notes(places, steps),
         origins=tuple(map(SampleOrigin, places)),
         steps=tuple(step.text for step in steps[0]),
     )
+
+
+def _take_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
+    return None if labels is None else [labels[i] for i in rows]
 
 
 def _draw_texts(
@@ -457,7 +481,8 @@ def _draw_texts(
 
     def read(i: int) -> tuple[Tensor, tuple[str, ...], bool]:
         values = table.rows[i]
-        table.refuse(i, find_fault(values, inputs))
+        fault = find_fault(values, inputs)
+        table.refuse(i, fault)
         texts = tuple(str(values[name]) for name in inputs)
         origin = f"{table.origin}: {table.places[i]}"
         # One token more than allowed distinguishes a text that is cut from one that just fits.
@@ -467,17 +492,16 @@ def _draw_texts(
         return encode(texts, net, limit, origin), texts, True
 
     drawn, skipped = draw_rows(table, options, read, what="texts")
-    tokens = [ids for _, (ids, _, _) in drawn]
-    texts = tuple(each for _, (_, each, _) in drawn)
-    cut = sum(is_cut for _, (_, _, is_cut) in drawn)
+    rows, encoded = zip(*drawn, strict=True)
+    tokens, texts, are_cut = zip(*encoded, strict=True)
+    cut = sum(are_cut)
     if cut:
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
         notes += (Note.warn("text-cut", text),)
-    classes = None if labels is None else [labels[i] for i, _ in drawn]
-    joined = replace(make_batch(tokens, net, classes), texts=texts, limit=limit)
-    places = [table.name(i) for i, _ in drawn]
+    joined = make_batch(tokens, net, _take_labels(labels, rows))
+    places = map(table.name, rows)
     return Samples(
-        joined,
+        replace(joined, texts=texts, limit=limit),
         skipped + notes,
         origins=tuple(map(SampleOrigin, places, map(shorten, texts))),
         steps=(f"{len(tokens[0])} tokens, special ones included",),
@@ -490,8 +514,10 @@ def _choose_inputs(table: SampleTable, net: Taker, options: DataOptions) -> tupl
         return choose_text_columns(table, options)
     image = choose_column(table, None, IMAGES)
     if net.kind != "image" or image is None:
-        text = f"{table.origin} has no column of images (columns: {', '.join(table.columns)})"
-        raise InputError(text, f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.")
+        raise InputError(
+            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
+            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
+        )
     return (image,)
 
 
@@ -510,21 +536,25 @@ def choose_text_columns(
     """
     columns, asked = table.columns, options.text_column
     if asked is not None:
-        # A name may hold a comma.
-        names = [asked] if asked in columns else [name.strip() for name in asked.split(",")]
-        advice = "Give one column, or two for pairs of texts."
+        names = [name.strip() for name in asked.split(",")]
+        if asked in columns:  # a name may hold a comma
+            names = [asked]
         if len(names) > 2:
-            raise InputError(f"--text-column names {len(names)} columns", advice)
+            raise InputError(
+                f"--text-column names {len(names)} columns",
+                "Give one column, or two for pairs of texts.",
+            )
         return tuple(_require_column(name, table) for name in names)
-    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
-    found = pair or tuple(name for name in (*usual, *TEXTS) if name in columns)[:1]
-    text = f"{table.origin} has no text column (columns: {', '.join(columns)})"
+    for pair in PAIRS:
+        if set(pair) <= set(columns):
+            return pair
+    for name in (*usual, *TEXTS):
+        if name in columns:
+            return (name,)
     advice = "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
     if Path(table.origin).suffix in SEPARATORS:
         advice += " If the first line is data, add a line with column names above it: text,label."
-    if not found:
-        raise InputError(text, advice)
-    return found
+    raise InputError(f"{table.origin} has no text column (columns: {', '.join(columns)})", advice)
 
 
 def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -> str | None:

@@ -36,12 +36,22 @@ Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 
 def name_models(*models: AnyModel) -> list[str]:
     """Return the names of models; a module is named by its class, several of one are numbered."""
-    inner = [each.module if isinstance(each, ModelSpec) else each for each in models]
-    names = [each if isinstance(each, str) else type(each).__name__ for each in inner]
-    modules = {name for name, m in zip(names, models, strict=True) if not isinstance(m, str)}
-    repeated = {name for name in modules if names.count(name) > 1}
-    numbers = (names[: i + 1].count(name) for i, name in enumerate(names))
-    return [f"{n} {i}" if n in repeated else n for n, i in zip(names, numbers, strict=True)]
+    names: list[str] = []
+    modules = set()
+    for model in models:
+        if isinstance(model, str):
+            names.append(model)
+            continue
+        module = model.module if isinstance(model, ModelSpec) else model
+        names.append(type(module).__name__)
+        modules.add(names[-1])
+    numbered = []
+    for i, name in enumerate(names):
+        if name in modules and names.count(name) > 1:
+            number = names[: i + 1].count(name)
+            name = f"{name} {number}"
+        numbered.append(name)
+    return numbered
 
 
 def is_demo(*models: AnyModel) -> bool:
@@ -67,14 +77,21 @@ def audit_request(
     if measures is not None and not measures:
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
     own, shared = _split_options(options, AuditOptions, RunOptions)
-    names = (measures,) if isinstance(measures, str) else measures and tuple(measures)
+    names: tuple[str, ...] | None = None
+    if isinstance(measures, str):
+        names = (measures,)
+    elif measures is not None:
+        names = tuple(measures)
     extent = AuditOptions.parse({**own, "only": names})
     request = plan_audit(model, extent, RunOptions.parse(shared), demo=demo, command=command)
     plan = {name: request.measures[name] for name in names or request.measures}
-    for name, given in measures.items() if isinstance(measures, Mapping) else ():
-        usual, kind = plan[name], type(plan[name])
-        changed = {n: getattr(usual, n) for n in usual.model_fields_set}
-        plan[name] = kind.parse(changed | _split_options(given, kind)[0])
+    if isinstance(measures, Mapping):
+        for name, given in measures.items():
+            usual = plan[name]
+            kind = type(usual)
+            changed = {field: getattr(usual, field) for field in usual.model_fields_set}
+            (asked,) = _split_options(given, kind)
+            plan[name] = kind.parse(changed | asked)
     return replace(request, measures=plan, optional={*plan})
 
 
@@ -147,9 +164,15 @@ class Outline:
 def outline_job(job: Job) -> Outline:
     """Return the facts by which several models are compared."""
     net, y = job.net, job.samples.batch.y
-    labels, samples = None if y is None else tuple(y.tolist()), list_origins(job.samples)
-    facts = net.kind, net.classes, net.labels, labels
-    return Outline(job.request, *facts, run=describe_run(job), samples=samples)
+    return Outline(
+        job.request,
+        kind=net.kind,
+        classes=net.classes,
+        names=net.labels,
+        labels=None if y is None else tuple(y.tolist()),
+        run=describe_run(job),
+        samples=list_origins(job.samples),
+    )
 
 
 def require_shared(outlines: Sequence[Outline]) -> None:
@@ -165,16 +188,21 @@ def require_shared(outlines: Sequence[Outline]) -> None:
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
         one, two = first.run.data, other.run.data
         # Ids differ where two models read one file at two sizes: then the places are equal.
-        places, old_places = other.samples.get("place"), first.samples.get("place")
-        shared = one.suite_id == two.suite_id or (places and places == old_places)
-        advice = "Give --data for both: images or a table of texts. Random samples fit one model."
-        other_samples = first.kind != other.kind or not shared
-        if other_samples:
-            pair = " and ".join(f"{o.model} ({o.kind}, {o.run.data.spec})" for o in (first, other))
-            raise InputError(f"{pair} do not read the same samples", advice)
-        if reason := _compare_classes(first, other):
-            advice = "Use class names in the data that both models know, or audit them separately."
-            raise InputError(f"{reason}, so the labels of {one.spec} cannot fit both", advice)
+        places = first.samples.get("place")
+        has_same_places = bool(places) and places == other.samples.get("place")
+        is_shared = one.suite_id == two.suite_id or has_same_places
+        if first.kind != other.kind or not is_shared:
+            raise InputError(
+                f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}, "
+                f"{two.spec}) do not read the same samples",
+                "Give --data for both: images or a table of texts. Random samples fit one model.",
+            )
+        reason = _compare_classes(first, other)
+        if reason:
+            raise InputError(
+                f"{reason}, so the labels of {one.spec} cannot fit both",
+                "Use class names in the data that both models know, or audit them separately.",
+            )
 
 
 def _compare_classes(first: Outline, other: Outline) -> str:
@@ -184,11 +212,16 @@ def _compare_classes(first: Outline, other: Outline) -> str:
         return ""
     if first.classes and other.classes and first.classes != other.classes:
         return f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
-    pairs = [(_list_names(first, i), _list_names(other, i)) for i in {*first.labels} - {-1}]
-    if not pairs or not all(one and two and not {*one} & {*two} for one, two in pairs):
-        return ""
-    one, two = (", ".join(names) for names in pairs[0])
-    return f"the class {one!r} of {first.model} is {two!r} in {other.model}"
+    reason = ""
+    for label in {*first.labels} - {-1}:
+        ones = _list_names(first, label)
+        twos = _list_names(other, label)
+        is_other = ones and twos and {*ones}.isdisjoint(twos)
+        if not is_other:
+            return ""
+        one, two = ", ".join(ones), ", ".join(twos)
+        reason = reason or f"the class {one!r} of {first.model} is {two!r} in {other.model}"
+    return reason
 
 
 def _list_names(outline: Outline, label: int) -> list[str]:
@@ -411,7 +444,9 @@ def open_job(
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     """Return samples and labels of x or (x, y)."""
-    x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    if not isinstance(data, tuple) or len(data) != 2:
+        return _make_tensor(data), None
+    x, y = data
     return _make_tensor(x), None if y is None else _make_tensor(y)
 
 

@@ -133,10 +133,13 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     word = name.lower()
     # Reversed, so that of names that differ by case only the first one wins.
     spelled = {each.lower(): each for each in reversed(list(known))}
-    begun = {each[: len(word)]: each for each in spelled} if len(word) > SHORT else {}
-    starts = [begun[start] for start in get_close_matches(word, begun, 3, ALIKE)]
-    near = [*starts, *get_close_matches(word, spelled, 3)]
-    return [spelled[each] for each in dict.fromkeys(near)][:3]
+    near: list[str] = []
+    if len(word) > SHORT:
+        by_start = {each[: len(word)]: each for each in spelled}
+        near += (by_start[start] for start in get_close_matches(word, by_start, 3, ALIKE))
+    near += get_close_matches(word, spelled, 3)
+    distinct = list(dict.fromkeys(near))
+    return [spelled[each] for each in distinct[:3]]
 
 
 def few(names: Sequence[object], most: int = 4) -> str:
@@ -265,10 +268,10 @@ def find_unmet_requirement() -> tuple[str, str] | None:
                 continue
             found = f"{installed} is installed"
         wanted = f"{package.name}{package.specifier}"
-        beside = " from the index that torch was installed from" * (package.name == "torchvision")
-        return f"{package.name} {found}, and lipaudit needs {wanted}", (
-            f"pip install '{wanted}'{beside}"
-        )
+        advice = f"pip install '{wanted}'"
+        if package.name == "torchvision":  # its operators fit one build of torch
+            advice += " from the index that torch was installed from"
+        return f"{package.name} {found}, and lipaudit needs {wanted}", advice
     return None
 
 

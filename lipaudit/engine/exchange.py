@@ -7,18 +7,19 @@ import io
 import math
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lipaudit.certify.branch import Nodes
 from lipaudit.data.batch import Batch
 from lipaudit.data.vnnlib import read_property
-from lipaudit.engine.prepare import Request, prepare
+from lipaudit.engine.prepare import Job, Request, prepare
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.measures.certify import check, make_proof, name_proof
 from lipaudit.measures.claims import CertifyOptions
@@ -28,7 +29,7 @@ from lipaudit.models.onnx_graph import Graph, Query
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import RunOptions
-from lipaudit.tables import Report
+from lipaudit.tables import Report, Run, Section
 from lipaudit.tables.trials import is_repeat, parse_radius
 
 # A zip file without entries.
@@ -59,7 +60,8 @@ def decide_instances(
         rows = [(model, asked, float(limit)) for model, asked, limit in csv.reader(lines)]
     for model, asked, limit in rows:
         began = time.monotonic()
-        graph, wanted = Graph(path.parent / model), read_property(path.parent / asked)
+        graph = Graph(path.parent / model)
+        wanted = read_property(path.parent / asked)
         with explain_failure(f"{asked} does not fit {model}", advice):
             query = Query(graph, wanted)
             query(torch.zeros_like(query.centre)[None])
@@ -73,17 +75,39 @@ def decide_instances(
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=run.seed)
-            [*_] = bracket.settle(options.eps)
-            found = bracket.nearest <= 1 or not bracket.correct
-            example = query.find_example(bracket.example) if found else None
-        late = any(tried.why == "seconds" for tried in bracket.tried.values())
-        proven = "unsat" if bracket.certified >= 1 else "timeout" if late else "unknown"
-        named = zip("XY", example or (), strict=False)
-        numbers = "\n".join(f"({c}_{i} {v!r})" for c, t in named for i, v in enumerate(t.tolist()))
-        seconds = f"{loaded - began:.3f}", f"{time.monotonic() - loaded:.3f}"
-        result = "sat" if example else proven
-        row = path.resolve().parent.name, model, asked, seconds[0], result, seconds[1]
-        yield row, numbers and f"({numbers})\n"
+            for _ in bracket.settle(options.eps):
+                pass
+            example = None
+            if bracket.nearest <= 1 or not bracket.correct:
+                example = query.find_example(bracket.example)
+        ended = time.monotonic()
+        result = _name_result(bracket)
+        if example:
+            result = "sat"
+        folder = path.resolve().parent.name
+        seconds_to_load = f"{loaded - began:.3f}"
+        row = (folder, model, asked, seconds_to_load, result, f"{ended - loaded:.3f}")
+        yield row, _write_example(example or ())
+
+
+def _name_result(bracket: Bracket) -> str:
+    """Return the competition's word for an instance without a counterexample."""
+    if bracket.certified >= 1:
+        return "unsat"
+    if any(tried.why == "seconds" for tried in bracket.tried.values()):
+        return "timeout"
+    return "unknown"
+
+
+def _write_example(example: Sequence[Tensor]) -> str:
+    """Write inputs and outputs of a counterexample in the competition's form."""
+    lines: list[str] = []
+    for letter, values in zip("XY", example, strict=False):
+        lines += (f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist()))
+    if not lines:
+        return ""
+    listed = "\n".join(lines)
+    return f"({listed})\n"
 
 
 # The proofs of a report, repeated: every pass again, and no search.
@@ -108,60 +132,82 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     section, before = report.section("certify"), report.run
     if section is None or not section.ids or not section.rows:
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
-    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    options, ids = CertifyOptions.parse(section.settings), section.ids
+    options = CertifyOptions.parse(section.settings)
     if options.counted:
         raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
-    told: Mapping[str, Any] = section.samples
-    count = {"certify": len(ids)}
-    job = prepare(Request(before.model.spec, {"certify": options}, RunOptions.parse(run), count))
-    once = [i for i, name in enumerate(ids) if not is_repeat(name)]
-    batch, norm = job.samples.batch, options.norm or "linf"
-    labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
-    wanted = dict(zip(batch.ids, labels, strict=True))
-    stored = {n: -1 if y is None else y for n, y in zip(ids, told["label"], strict=True)}
-    claimed = [(row.norm, row.eps_text, row.eps) for row in section.rows]
-    same = job.net.weights_sha256 == before.model.weights_sha256 and wanted == stored
-    same = same and claimed == [(norm, r.text, float(r)) for r in options.eps]
-    flags = [told[row.trial.column("certified")] for row in section.rows] if same else []
-    shares = [sum(each[i] for i in once) / len(once) for each in flags]
-    same = same and shares == [row.certified for row in section.rows]
-    if not same:
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    plan, count = {"certify": options}, {"certify": len(section.ids)}
+    job = prepare(Request(before.model.spec, plan, RunOptions.parse(run), count))
+    if not _is_of(section, options, before, job):
         raise InputError(
             "the report does not fit its model, its samples or its own verdicts",
             "Verify the report as it was written, where its model and data are.",
         )
-    other = proofs is not None and not zipfile.is_zipfile(proofs)
-    if other:
+    if proofs is not None and not zipfile.is_zipfile(proofs):
         raise InputError(
             f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
         )
-    for batch in job.batches("certify")[1]:
+    told: Mapping[str, Any] = section.samples
+    flags = [told[row.trial.column("certified")] for row in section.rows]
+    _, batches = job.batches("certify")
+    for batch in batches:
         for sample in batch.to(job.net.device, job.net.dtype).split(1):
-            name = sample.ids[0]
-            at = ids.index(name)
+            (name,) = sample.ids
+            at = section.ids.index(name)
             proven = [r for r, flag in zip(options.eps, flags, strict=True) if flag[at]]
             if not proven:
                 continue
             radius = max(proven, key=float)
-            label = told["predicted"][at] if wanted[name] < 0 else wanted[name]
-            leaves = _read_leaves(proofs, name_proof(name, float(radius)), job.net.device)
+            size = float(radius)
+            label = told["predicted"][at]
+            if sample.y is not None and int(sample.y) >= 0:
+                label = int(sample.y)
+            leaves = _read_leaves(proofs, name_proof(name, size), job.net.device)
             with exact_arithmetic(job.net.device):
                 proof = replace(make_proof(job.net, sample, options, math.inf), leaves=leaves)
-                result = certificate(job.net, sample, label, float(radius), proof)
+                result = certificate(job.net, sample, label, size, proof)
             yield name, radius.text, result.certified
+
+
+def _is_of(section: Section, options: CertifyOptions, before: Run, job: Job) -> bool:
+    """Say whether certificates are of the model and the samples of a job, and add up."""
+    if job.net.weights_sha256 != before.model.weights_sha256:
+        return False
+    batch = job.samples.batch
+    labels = [-1] * len(batch)
+    if batch.y is not None:
+        labels = batch.y.tolist()
+    told: Mapping[str, Any] = section.samples
+    stored = [-1 if y is None else y for y in told["label"]]
+    read = dict(zip(batch.ids, labels, strict=True))
+    if read != dict(zip(section.ids, stored, strict=True)):
+        return False
+    norm = options.norm or "linf"
+    claimed = [(row.norm, row.eps_text, row.eps) for row in section.rows]
+    if claimed != [(norm, radius.text, float(radius)) for radius in options.eps]:
+        return False
+    once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
+    for row in section.rows:
+        flags = told[row.trial.column("certified")]
+        if sum(flags[i] for i in once) / len(once) != row.certified:
+            return False
+    return True
 
 
 def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
     """Return the parts of a ball; none where nothing is stored."""
     damaged = explain_failure(f"{proofs} is damaged", "Copy the file again.", Exception)
     with damaged, zipfile.ZipFile(proofs or io.BytesIO(EMPTY)) as archive:
-        content = archive.read(name) if name in archive.namelist() else b""
+        content = b""
+        if name in archive.namelist():
+            content = archive.read(name)
         if not content:
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())
         arrays = np.load(io.BytesIO(content))
-        which, state, y = (torch.tensor(arrays[n], device=device) for n in ("which", "state", "y"))
+        which = torch.tensor(arrays["which"], device=device)
+        state = torch.tensor(arrays["state"], device=device)
+        y = torch.tensor(arrays["y"], device=device)
         if y.shape != (2, *state.shape) or which.shape != state.shape[:1]:
             raise ValueError("other shapes")
         return Nodes(which.long(), state.long(), y.double())

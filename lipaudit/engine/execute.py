@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain, groupby, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -212,36 +212,37 @@ def run_measure(
         The parts in the order of the samples, with those of a continued run, and the number of
         samples that the time limit left out.
     """
-    kind, net, run = load_measures()[name], job.net, job.request.run
-    size, end = run.batch_size or kind.batch, job.request.started + (run.time_limit or math.inf)
+    kind = load_measures()[name]
+    net, run = job.net, job.request.run
+    size = run.batch_size or kind.batch
+    end = job.request.started + (run.time_limit or math.inf)
     opening, batches = job.batches(name)
     first = opening
     # The code of a module object is unknown: its runs cannot be recognised, so nothing is stored.
     journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
     journals.append(journal)
-    ids = [i for batch in batches for i in batch.ids]
-    if parts := journal.read_parts(ids) if run.resume else []:
-        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
-        text = f"an interrupted run finished {done}: continuing from there"
-        observer.note(Note.info("reused", text))
+    ids = list(chain.from_iterable(batch.ids for batch in batches))
+    parts: list[Part] = []
+    if run.resume:
+        parts = _read_finished(journal, name, ids, observer)
     left = list_unfinished(batches, parts)
-    observer.begins(name, total := sum(map(len, left)))
+    total = sum(map(len, left))
+    observer.begins(name, total)
 
     def tell_cost(passes: int, seconds: float, unit: str) -> None:
-        each = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {passes * seconds:,.1f} s"
-        text = f"{name}: a sample takes {each}, all take about {total * passes * seconds:,.0f} s"
+        each = passes * seconds
+        cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {each:,.1f} s"
+        text = f"{name}: a sample takes {cost}, all take about {total * each:,.0f} s"
         observer.note(Note.info("cost", text))
 
-    hears = partial(observer.moves, name), tell_cost
     while left and time.monotonic() < end:
-        begun = [left[0]], takewhile(lambda _: time.monotonic() < end, left[1:])
-        moved = (batch.to(net.device, net.dtype) for batch in chain(*begun))
         # Layers are surveyed on the first batch, also by a process that does not measure it.
-        share = Share(first.to(net.device, net.dtype), moved)
+        share = Share(first.to(net.device, net.dtype), _move_until(end, left, net))
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
-            with exact_arithmetic(net.device), listening(*hears):
+            hears = listening(partial(observer.moves, name), tell_cost)
+            with exact_arithmetic(net.device), hears:
                 for part in kind.compute(net, share, options):
                     journal.keep(part)
                     parts.append(part)
@@ -255,9 +256,10 @@ def run_measure(
             if size == 1:
                 raise
             # The largest remaining batch may be smaller than the size: halve that one.
-            size = max(1, min(size, max(map(len, left))) // 2)
+            largest = max(map(len, left))
+            size = max(1, min(size, largest) // 2)
             if kind.chunk is None:
-                left = [piece for batch in left for piece in batch.split(size)]
+                left = list(chain.from_iterable(batch.split(size) for batch in left))
             first = first[:size].trim()
     if journal.refusal:
         text = f"results are not saved for --resume: {journal.refusal}"
@@ -267,15 +269,38 @@ def run_measure(
     return in_order(parts, job.samples.batch.ids), len(ids) - len(sample_ids(parts))
 
 
+def _read_finished(
+    journal: Journal, name: str, ids: Sequence[str], observer: Observer
+) -> list[Part]:
+    """Return the parts that an interrupted run finished, and say how many samples they have."""
+    parts = journal.read_parts(ids)
+    if parts:
+        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
+        text = f"an interrupted run finished {done}: continuing from there"
+        observer.note(Note.info("reused", text))
+    return parts
+
+
+def _move_until(end: float, batches: Sequence[Batch], net: Net) -> Iterator[Batch]:
+    """Yield the first batch on the device, and the others that begin before a time."""
+    for i, batch in enumerate(batches):
+        if i > 0 and time.monotonic() >= end:
+            return
+        yield batch.to(net.device, net.dtype)
+
+
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
     """Return the samples of each batch that are in no part."""
-    done, left = {*sample_ids(parts)}, []
+    done = {*sample_ids(parts)}
+    left = []
     for batch in batches:
-        places = enumerate(i for i, name in enumerate(batch.ids) if name not in done)
-        # Neighbours form a run: index minus position is constant within it.
-        for _, run in groupby(places, key=lambda pair: pair[1] - pair[0]):
-            at = [place for _, place in run]
-            left.append(batch[at[0] : at[-1] + 1].trim())
+        begin = 0
+        for end, name in enumerate((*batch.ids, None)):
+            # A finished sample, or the end of the batch, ends a run of unfinished ones.
+            if name is None or name in done:
+                if begin < end:
+                    left.append(batch[begin:end].trim())
+                begin = end + 1
     return left
 
 
@@ -293,13 +318,16 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
         with exact_arithmetic(net.device):  # as it was measured
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
         if failure is not None:
-            index, text, cause = failure
-            name, where = batch.ids[index], ""
+            index, reason, cause = failure
+            name = batch.ids[index]
+            sample = name[:12]
             if samples.origins:
-                where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
-            text = f"the model fails on sample {name[:12]}{where}: {text}"
-            advice = "Leave that sample out, or fix the model. On overflow, try --dtype float64."
-            raise EvaluationError(text, advice) from (cause or error)
+                origin = samples.origins[samples.batch.ids.index(name)]
+                sample = f"{sample} ({origin.place})"
+            raise EvaluationError(
+                f"the model fails on sample {sample}: {reason}",
+                "Leave that sample out, or fix the model. On overflow, try --dtype float64.",
+            ) from (cause or error)
 
 
 def load_again(report: Report, model: str, run: RunOptions) -> Net:
@@ -308,8 +336,8 @@ def load_again(report: Report, model: str, run: RunOptions) -> Net:
     Raises:
         LipauditError: it cannot be loaded, or has other weights.
     """
-    net, known = load_net(model, load_options(run)), report.run.model.weights_sha256
-    if net.weights_sha256 != known:
+    net = load_net(model, load_options(run))
+    if net.weights_sha256 != report.run.model.weights_sha256:
         raise InputError(
             f"the weights of {model} are not those of the report", "Name the model of that run."
         )
@@ -335,40 +363,56 @@ def attack_again(report: Report, model: str, run: RunOptions, examples: Path) ->
     """
     section = report.section("attack")
     assert section is not None
-    rows = {row.trial: row for row in section.rows}
-    names = {trial.column("robust") for trial in (*rows, *worst_cases(rows))}
-    silent = not names or names - section.samples.keys()
-    if silent:
+    before = {row.trial: row for row in section.rows}
+    names = {trial.column("robust") for trial in (*before, *worst_cases(before))}
+    if not names or names - section.samples.keys():
         raise BaselineError("the report lacks verdicts of its attacks", "Measure it again.")
     balls = {row.trial.radius.text: row.norm for row in section.rows if row.norm not in WHOLE}
     plan = {"eps": ",".join(balls), "norm": max(balls.values()), "attack": TRANSFER}
     options = AttackOptions.parse(plan | {"transfer": (examples,)})
     request = Request(model, {"attack": options}, run, {"attack": len(section.ids)})
     job = prepare(request, net=load_again(report, model, run))
-    text = f"the samples in {run.data} are not those of the report"
     if job.samples.batch.ids != section.ids:
-        raise InputError(text, "Name the data of that run.")
+        raise InputError(
+            f"the samples in {run.data} are not those of the report", "Name the data of that run."
+        )
     (found,) = execute(job).sections
+    added = _add_verdicts(section, found, examples)
+    sections = [added if each is section else each for each in report.sections]
+    return report.model_copy(update={"sections": tuple(sections)})
+
+
+def _add_verdicts(section: Section, found: Section, examples: Path) -> Section:
+    """Return a section of attacks with the verdicts of saved examples, in its worst cases, too."""
     columns: dict[str, Any] = dict(section.samples)
+    rows = {row.trial: row for row in section.rows}
     notes = [*section.notes, *found.notes]
     once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
     for row in found.rows:
         name = row.trial.column("robust")
         verdicts: Any = found.samples[name]
         columns[name] = tuple(map(min, verdicts, columns.get(name, verdicts)))
-        share = share_columns("robust", np.array(columns[name])[once, None])
+        counted = np.array(columns[name])[once, None]
+        # Calibration and the worst class are unknown.
         cells: dict[str, Any] = dict.fromkeys(("ece", "robust_class", "class"))
-        cells |= {column: float(values[0]) for column, values in share.items()}
-        before = rows.get(row.trial, row)
-        rows[row.trial] = before.replace(**cells)
-        if row.trial.attack == WORST and cells["robust"] != before.robust:
-            text = f"{row.trial.ball}: robust accuracy {cells['robust']:.4g} with"
-            text += f" {examples.name}, {before.robust:.4g} without"
+        for column, values in share_columns("robust", counted).items():
+            cells[column] = float(values[0])
+        old = rows.get(row.trial, row)
+        rows[row.trial] = old.replace(**cells)
+        if row.trial.attack == WORST and cells["robust"] != old.robust:
+            text = (
+                f"{row.trial.ball}: robust accuracy {cells['robust']:.4g} with {examples.name}, "
+                f"{old.robust:.4g} without"
+            )
             notes.append(Note.info("examples-back", text))
     trials = AttackOptions.parse({**section.settings, "transfer": (examples,)}).trials()
-    flags = np.array([columns[trial.key.column("robust")] for trial in trials], dtype=bool).T
-    masked = note_masking(trials, flags[once], np.array(columns["label"])[once], None)
-    remarks = tuple(dict.fromkeys((*notes, *masked)))
-    update = {"samples": columns, "rows": tuple(rows.values()), "notes": remarks}
-    sections = (s.model_copy(update=update) if s is section else s for s in report.sections)
-    return report.model_copy(update={"sections": tuple(sections)})
+    verdicts = [columns[trial.key.column("robust")] for trial in trials]
+    flags = np.array(verdicts, dtype=bool).T
+    labels = np.array(columns["label"])
+    notes += note_masking(trials, flags[once], labels[once], None)
+    update = {
+        "samples": columns,
+        "rows": tuple(rows.values()),
+        "notes": tuple(dict.fromkeys(notes)),
+    }
+    return section.model_copy(update=update)

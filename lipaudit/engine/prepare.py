@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,12 @@ class Job:
         their parts.
         """
         run, kind = self.request.run, load_measures()[name]
-        (number, of), size = run.shard or (1, 1), kind.chunk or run.batch_size or kind.batch
+        number, of = run.shard or (1, 1)
+        size = kind.chunk or run.batch_size or kind.batch
         whole = self.samples.batch[: self.counts[name]]
-        cut = whole.split(size) if kind.chunk else whole.by_length(size)
-        return whole[:size].trim(), [*cut][number - 1 :: of]
+        first = whole[:size].trim()
+        batches = list(whole.split(size) if kind.chunk else whole.by_length(size))
+        return first, batches[number - 1 :: of]
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
@@ -119,41 +122,49 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    request = replace(request, measures=dict(o.redirect(n) for n, o in request.measures.items()))
+    redirected = (options.redirect(name) for name, options in request.measures.items())
+    request = replace(request, measures=dict(redirected))
     if request.place is not None:
         request = replace(request, run=share_run(request.run, request.place))
     # Refuse what can be refused before the model is loaded.
-    for path in (path for options in request.measures.values() for path in options.files):
+    for path in chain.from_iterable(options.files for options in request.measures.values()):
         require_writable(path)
         if request.run.shard:
-            text = f"{path} needs all samples, and a shard has only some"
-            raise UsageError(text, "Leave it out, or measure in one process without --shard.")
+            raise UsageError(
+                f"{path} needs all samples, and a shard has only some",
+                "Leave it out, or measure in one process without --shard.",
+            )
     run, measures = request.run, request.measures
     net = net or load_net(request.model, load_options(run))
     for group in (run, *measures.values()):
         group.require_kind(net.kind)
-    text = f"{net.architecture} is not a language model, so it cannot score continuations"
     if run.score and net.next_logits is None:
-        raise UsageError(text, "Leave --score out.")
+        raise UsageError(
+            f"{net.architecture} is not a language model, so it cannot score continuations",
+            "Leave --score out.",
+        )
     # All measures share the samples, so texts get the largest length that any measure needs.
-    if run.max_tokens is None and (needed := [o.tokens for o in measures.values() if o.tokens]):
+    needed = [options.tokens for options in measures.values() if options.tokens]
+    if run.max_tokens is None and needed:
         run = run.model_copy(update={"max_tokens": max(needed)})
     # A language model scores continuations if the measures can measure it in no other way.
     always = {options.scores for options in measures.values()} == {"always"}
     if run.score is None and net.next_logits is not None and always:
         run = run.model_copy(update={"score": "sum"})
-    measures = {n: o.model_copy(update={"seed": run.seed}) for n, o in measures.items()}
-    request, unsuited = _leave_out_refused(
-        replace(request, run=run, measures=measures), partial(_suit_measure, net, run.score)
-    )
+    seed = {"seed": run.seed}
+    measures = {name: each.model_copy(update=seed) for name, each in measures.items()}
+    request = replace(request, run=run, measures=measures)
+    request, unsuited = _leave_out_refused(request, partial(_suit_measure, net, run.score))
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(wanted.values()))
     net = ready = settle_output(net, samples.batch)
     if run.score is not None:
         if samples.task is None:
-            text = f"{samples.spec} has no continuations, choices or labels to score"
-            advice = "Give a table with prompt and continuation; question, choices and answer"
-            raise InputError(text, f"{advice}; or text and label.")
+            raise InputError(
+                f"{samples.spec} has no continuations, choices or labels to score",
+                "Give a table with prompt and continuation; question, choices and answer; or "
+                "text and label.",
+            )
         ready = classifiers.score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
@@ -164,8 +175,10 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     )
     differences = requirements.compare_derivative(ready, samples.batch)
     differences += requirements.note_fast_path(net, samples.batch)
-    read = any(options.reads_samples for options in request.measures.values())
-    notes = ready.notes + (samples.notes if read else ()) + unsuited + refused + differences
+    notes = ready.notes
+    if any(options.reads_samples for options in request.measures.values()):
+        notes += samples.notes
+    notes += unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
 

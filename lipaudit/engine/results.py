@@ -213,42 +213,62 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
-    for run, shard in ((report.run, report.shard) for report in reports):
-        text = f"the report of {run.model.spec} written by {run.command!r} is not a shard"
-        if shard is None:
-            raise InputError(text, "Give reports of commands with --shard.")
-    pairs = ((report.shard, report) for report in reports if report.shard)
-    whole = sorted(pairs, key=lambda pair: pair[0].number)
-    names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
-    uneven = not whole or [s.number for s, _ in whole] != [*range(1, whole[0][0].of + 1)]
-    text = f"shards given: {names}; the shards of a run are needed once each"
-    if uneven:
-        raise InputError(text, "Measure a missing one with --shard, and name each once.")
-    shard, first = whole[0]
-    conditions = _list_conditions(*whole[0])
-    for other, report in whole[1:]:
-        others = _list_conditions(other, report)
-        names = ", ".join(n for n in conditions | others if conditions.get(n) != others.get(n))
-        text = f"shards {shard.number} and {other.number} are not from the same run"
-        if names:
+    pairs = []
+    for report in reports:
+        if report.shard is None:
+            run = report.run
             raise InputError(
-                f"{text}: they differ in {names}",
+                f"the report of {run.model.spec} written by {run.command!r} is not a shard",
+                "Give reports of commands with --shard.",
+            )
+        pairs.append((report.shard, report))
+    whole = sorted(pairs, key=lambda pair: pair[0].number)
+    shards = [shard for shard, _ in whole]
+    _require_whole(shards)
+    (shard, first), *others = whole
+    conditions = _list_conditions(shard, first)
+    for other, report in others:
+        differing = _list_differences(conditions, _list_conditions(other, report))
+        if differing:
+            raise InputError(
+                f"shards {shard.number} and {other.number} are not from the same run: they differ "
+                f"in {', '.join(differing)}",
                 "Measure both with the same command and software; only --shard may differ.",
             )
     sections: list[Section] = []
-    for name in (section.measure for section in first.sections if "." not in section.measure):
-        failed = [s for _, r in whole if (s := r.section(name)) is not None and s.failure]
+    for section in first.sections:
+        name = section.measure
+        if "." in name:  # a part of another section
+            continue
+        found = [report.section(name) for _, report in whole]
+        failed = [each for each in found if each is not None and each.failure]
         if failed:
             sections.append(failed[0])
             continue
         left = sum(report.unmeasured.get(name, 0) for _, report in whole)
-        parts = _join_shards(name, [each for each, _ in whole], left)
-        options = load_measures()[name].options.parse(_read_settings(*whole[0], name))
+        parts = _join_shards(name, shards, left)
+        options = load_measures()[name].options.parse(_read_settings(shard, first, name))
         sections += summarise(name, parts, options, shard.notes, left)
     devices = ", ".join(dict.fromkeys(report.run.device for _, report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
     return make_report(first.run.model_copy(update=own), sections, first.samples)
+
+
+def _require_whole(shards: Sequence[Shard]) -> None:
+    """Refuse shards, in their order, that are not those of a run, once each."""
+    numbers = [shard.number for shard in shards]
+    if not shards or numbers != list(range(1, shards[0].of + 1)):
+        names = ", ".join(f"{shard.number}/{shard.of}" for shard in shards) or "none"
+        raise InputError(
+            f"shards given: {names}; the shards of a run are needed once each",
+            "Measure a missing one with --shard, and name each once.",
+        )
+
+
+def _list_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the conditions that differ."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def _list_conditions(shard: Shard, report: Report) -> dict[str, Any]:

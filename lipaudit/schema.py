@@ -127,13 +127,20 @@ def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
     """Derive columns from their names and their first cell that is not null."""
     cells: dict[str, Any] = {}
     rows = section.get("rows")
-    for row in rows if isinstance(rows, list) else ():
-        for name, cell in row.items() if isinstance(row, dict) else ():
-            cells[name] = cell if cells.get(name) is None else cells[name]
+    if not isinstance(rows, list):
+        return {}
+    for row in rows:
+        if isinstance(row, dict):
+            for name, cell in row.items():
+                if cells.get(name) is None:
+                    cells[name] = cell
     columns = {}
     for name, cell in cells.items():
-        text = isinstance(cell, str) and cell not in NON_FINITE
-        format = "" if isinstance(cell, bool) else "s" if text else ".3g"
+        format = ".3g"
+        if isinstance(cell, bool):
+            format = ""
+        elif isinstance(cell, str) and cell not in NON_FINITE:
+            format = "s"
         columns[name] = {"label": name, "meaning": "", "format": format, "domain": ""}
     return columns
 
@@ -153,16 +160,31 @@ def _read_integer(digits: str) -> int:
 def _layout(value: Any, depth: int = 0) -> str:
     """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    keyed = isinstance(value, dict)
-    inner = value.values() if keyed else value if isinstance(value, list) else ()
-    # Scalars, lists of scalars and rows (flat objects) go on one line each: good diffs. So do
-    # columns, which are at depth 4 inside sections, and all that is deeper.
-    line = not any(isinstance(each, dict | list) for each in inner)
-    if line or depth > 4 or len(flat) < 80 or (depth == 4 and keyed and "label" in value):
+    if depth > 4 or len(flat) < 80 or _fits_one_line(value, depth):
         return flat
-    pad, end = "  " * (depth + 1), "  " * depth
-    items = [_layout(each, depth + 1) for each in inner]
-    if keyed:
-        items = [f"{json.dumps(key)}: {item}" for key, item in zip(value, items, strict=True)]
-    left, right = ("{", "}") if keyed else ("[", "]")
-    return f"{left}\n{pad}" + f",\n{pad}".join(items) + f"\n{end}{right}"
+    if isinstance(value, dict):
+        left, right = "{", "}"
+        items = []
+        for key, inner in value.items():
+            items.append(f"{json.dumps(key)}: {_layout(inner, depth + 1)}")
+    else:
+        left, right = "[", "]"
+        items = [_layout(inner, depth + 1) for inner in value]
+    end = "\n" + "  " * depth
+    pad = f"{end}  "
+    lines = f",{pad}".join(items)
+    return f"{left}{pad}{lines}{end}{right}"
+
+
+def _fits_one_line(value: Any, depth: int) -> bool:
+    """Say whether a value goes on one line: scalars, lists of them and flat objects, as rows are.
+
+    So do columns, which are at depth 4 inside sections.
+    """
+    if isinstance(value, dict):
+        if depth == 4 and "label" in value:
+            return True
+        value = list(value.values())
+    if not isinstance(value, list):
+        return True
+    return not any(isinstance(inner, dict | list) for inner in value)

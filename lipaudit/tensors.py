@@ -61,25 +61,18 @@ def heads(
         UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
     tokens = _read_numbers("tokens", x, 2, 3)
-    weights = [_read_numbers(f"W_{n}", w, 2, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
-    for n, weight in zip("QKV", weights, strict=True):
-        fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
-        fits &= n == "V" or weight.shape == weights[0].shape
-        _require_shape(fits, f"W_{n}", weight, "(D, d) or (heads, D, d), as X and W_Q have them")
-    layer = affine_heads(tokens, *weights)
-    for name, values in zip("qkv", biases, strict=True):
-        if values is None:
-            continue
-        bias, rows = _read_numbers(f"bias {name}", values, 1, 2), getattr(layer, name)
-        count, width = rows.shape[1], rows.shape[-1]
-        fits = bias.shape[0] in (1, count) and bias.shape[1] == width
-        _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
-        bias = bias.expand(count, -1)  # one value for all heads counts for each
-        changes: dict[str, Any] = {
-            name: rows + bias[:, None],
-            f"to_{name}": replace(getattr(layer, f"to_{name}"), bias=bias),
-        }
-        layer = replace(layer, **changes)
+    queries = _read_numbers("W_Q", wq, 2, 3)
+    keys = _read_numbers("W_K", wk, 2, 3)
+    values = _read_numbers("W_V", wv, 2, 3)
+    wanted = "(D, d) or (heads, D, d), as X and W_Q have them"
+    count, width = len(queries), tokens.shape[-1]
+    _require_shape(queries.shape[1] == width, "W_Q", queries, wanted)
+    _require_shape(keys.shape == queries.shape, "W_K", keys, wanted)
+    _require_shape(values.shape[:2] == (count, width), "W_V", values, wanted)
+    layer = affine_heads(tokens, queries, keys, values)
+    for name, bias in zip("qkv", biases, strict=True):
+        if bias is not None:
+            layer = _add_bias(layer, name, bias)
     added = None
     if mask is not None:
         added = _read_numbers("mask", mask, 0, 4)
@@ -88,6 +81,19 @@ def heads(
         _require_shape(fits, "mask", added, f"that broadcasts to {whole}")
     scales = layer.scale if scale is None else tokens.new_full((1, 1), scale)
     return replace(layer, scale=scales, bias=added, causal=causal)
+
+
+def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
+    """Return the heads with a bias of their q, k or v."""
+    bias = _read_numbers(f"bias {name}", values, 1, 2)
+    rows = getattr(layer, name)
+    count, width = rows.shape[1], rows.shape[-1]
+    fits = bias.shape[0] in (1, count) and bias.shape[1] == width
+    _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
+    bias = bias.expand(count, -1)  # one value for all heads counts for each
+    projection = replace(getattr(layer, f"to_{name}"), bias=bias)
+    changes: dict[str, Any] = {name: rows + bias[:, None], f"to_{name}": projection}
+    return replace(layer, **changes)
 
 
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
@@ -162,12 +168,15 @@ def __dir__() -> list[str]:
 def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor:
     """Return numbers as a float64 tensor of `most` axes; at least `least` axes must be given."""
     try:
-        t = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
+        numbers = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
-    fits = not t.is_complex() and bool(t.numel()) and least <= t.ndim <= most
-    _require_shape(fits, name, t, f"of real numbers (at least one) with {least} to {most} axes")
-    return t.reshape((1,) * (most - t.ndim) + tuple(t.shape)).to(torch.float64)
+    wanted = f"of real numbers (at least one) with {least} to {most} axes"
+    is_real = not numbers.is_complex()
+    fits = is_real and numbers.numel() > 0 and least <= numbers.ndim <= most
+    _require_shape(fits, name, numbers, wanted)
+    missing = (1,) * (most - numbers.ndim)
+    return numbers.reshape(missing + tuple(numbers.shape)).to(torch.float64)
 
 
 def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:

@@ -175,10 +175,15 @@ class RunOptions(Settings):
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
         # The samples have ids, and the data a name of their own in the report.
-        names = {n for n, known in self.options().items() if known.panel in (MODEL, DATA)}
-        given = {name: getattr(self, name) for name in sorted(names - {"data", "samples"})}
-        # By identity: 0 equals False, and is a value that was given.
-        return {name: _plain(v) for name, v in given.items() if v is not None and v is not False}
+        options = self.options()
+        given = {}
+        for name in sorted(options.keys() - {"data", "samples"}):
+            value = getattr(self, name)
+            # By identity: 0 equals False, and is a value that was given.
+            is_given = value is not None and value is not False
+            if is_given and options[name].panel in (MODEL, DATA):
+                given[name] = _plain(value)
+        return given
 
 
 def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -158,8 +157,10 @@ class Settings(BaseModel):
         """
         for known in self.options().values():
             if known.need and self._differs(known) and not known.need.holds(self):
-                text = f"{known.flags[0]} needs {known.need.text}"
-                raise UsageError(text, f"Change that, or leave out {known.flags[0]}.")
+                name = known.flags[0]
+                raise UsageError(
+                    f"{name} needs {known.need.text}", f"Change that, or leave out {name}."
+                )
         return self
 
     _check_needs = pydantic.model_validator(mode="after")(require_needed)
@@ -178,13 +179,13 @@ class Settings(BaseModel):
             UsageError: the message names the first option that was given.
         """
         for known in self.options().values():
-            given = known.name not in self._configured and self._differs(known)
-            wrong = known.kinds and given and kind not in known.kinds
-            if wrong:
-                text = (
-                    f"{known.flags[0]} works only for models that take {' or '.join(known.kinds)}"
+            is_given = known.name not in self._configured and self._differs(known)
+            if is_given and known.kinds and kind not in known.kinds:
+                raise UsageError(
+                    f"{known.flags[0]} works only for models that take "
+                    f"{' or '.join(known.kinds)}; this one takes {kind}",
+                    "Leave it out.",
                 )
-                raise UsageError(f"{text}; this one takes {kind}", "Leave it out.")
 
     @classmethod
     def parse(
@@ -311,9 +312,12 @@ def read_lengths(text: str) -> tuple[int, ...]:
     """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n."""
     first, last, count = _read_integers(r"(\d+):(\d+):log(\d+)", text)
     _require(FEWEST <= first < last <= MOST_TOKENS and 2 <= count <= MOST_LENGTHS)
-    # Even steps of the logarithm: a power law is a line over them.
-    steps = (math.log(last / first) * i / (count - 1) for i in range(count))
-    return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
+    lengths = []
+    for i in range(count):
+        # Even steps of the logarithm: a power law is a line over them.
+        step = math.log(last / first) * i / (count - 1)
+        lengths.append(round(first * math.exp(step)))
+    return tuple(dict.fromkeys(lengths))
 
 
 def read_quantization(text: str) -> tuple[int, int]:
@@ -333,11 +337,16 @@ def read_head(text: str) -> tuple[int, int]:
 def read_keywords(text: str) -> dict[str, Any]:
     """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings."""
     values: dict[str, Any] = {}
-    for key, equals, value in (piece.partition("=") for piece in text.split(",") if piece):
-        _require(key.strip().isidentifier() and equals)
-        values[key.strip()] = word = value.strip()
+    for piece in filter(None, text.split(",")):
+        before, equals, after = piece.partition("=")
+        key, word = before.strip(), after.strip()
+        _require(key.isidentifier() and equals)
+        values[key] = word
+        plain = word.lower()
+        if plain == "none":
+            plain = "null"
         with suppress(ValueError):  # a string
-            values[key.strip()] = json.loads({"none": "null"}.get(word.lower(), word.lower()))
+            values[key] = json.loads(plain)
     return values
 
 
@@ -347,8 +356,13 @@ def write_keywords(values: Mapping[str, Any]) -> str:
     >>> write_keywords({"depth": 2, "pretrained": False})
     'depth=2,pretrained=false'
     """
-    low = {k: str(v).lower() for k, v in values.items() if v is None or isinstance(v, bool)}
-    return ",".join(f"{key}={value}" for key, value in {**values, **low}.items())
+    words = []
+    for key, value in values.items():
+        word = str(value)
+        if value is None or isinstance(value, bool):
+            word = word.lower()
+        words.append(f"{key}={word}")
+    return ",".join(words)
 
 
 def read_shard(text: str) -> tuple[int, int]:
@@ -365,9 +379,10 @@ def read_duration(text: str) -> float:
     5400.0
     """
     match = DURATION.fullmatch(text.replace(" ", ""))
-    times = match.groups() if match else ()
-    _require(any(times))
-    return sum(float(time or 0) * unit for time, unit in zip(times, (3600, 60, 1), strict=True))
+    _require(match is not None and any(match.groups()))
+    assert match is not None
+    hours, minutes, seconds = (float(time or 0) for time in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def distinct(values: Sequence[Any]) -> Sequence[Any]:
@@ -410,10 +425,18 @@ def _radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
 
 
 def _radii(values: Any) -> Any:
-    values = list(filter(str.strip, values.split(","))) if isinstance(values, str) else values
-    each = values if isinstance(values, Iterable) else (values,)
-    read = [_radius(value, parse=parse_range) for value in each]
-    return tuple(distinct([*chain(*(r if isinstance(r, tuple) else (r,) for r in read))]))
+    if isinstance(values, str):
+        values = list(filter(str.strip, values.split(",")))
+    if not isinstance(values, Iterable):
+        values = (values,)
+    radii: list[Any] = []
+    for value in values:
+        read = _radius(value, parse=parse_range)
+        if isinstance(read, tuple):  # a range of radii
+            radii += read
+        else:
+            radii.append(read)
+    return tuple(distinct(radii))
 
 
 def _balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:

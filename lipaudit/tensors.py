@@ -91,8 +91,10 @@ def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
     fits = bias.shape[0] in (1, count) and bias.shape[1] == width
     _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
     bias = bias.expand(count, -1)  # one value for all heads counts for each
-    projection = replace(getattr(layer, f"to_{name}"), bias=bias)
-    changes: dict[str, Any] = {name: rows + bias[:, None], f"to_{name}": projection}
+    shifted = rows + bias[:, None]
+    projected = f"to_{name}"
+    projection = replace(getattr(layer, projected), bias=bias)
+    changes: dict[str, Any] = {name: shifted, projected: projection}
     return replace(layer, **changes)
 
 

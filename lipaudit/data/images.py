@@ -34,15 +34,16 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     The longer side is at most `SIDE`; with more than three channels the first one is shown.
     """
     low, high = box or (0.0, 1.0)
-    shown = pixels if len(pixels) in (1, 3) else pixels[:1]
-    shown = shown.sub(low).div(high - low)
-    shown = shown.detach().cpu().float().clamp(0, 1)
+    shown = pixels.detach().cpu()
+    if len(shown) not in (1, 3):
+        shown = shown[:1]
+    shares = shown.sub(low).div(high - low).float().clamp(0, 1)
     # Bytes, as in a picture file.
-    array = (shown * 255).round().to(torch.uint8).numpy()
-    planes = array[0]
-    if len(array) > 1:
-        planes = array.transpose(1, 2, 0)
-    image = Image.fromarray(planes)
+    planes = (shares * 255).round().to(torch.uint8)
+    if len(planes) == 1:
+        image = Image.fromarray(planes[0].numpy())
+    else:
+        image = Image.fromarray(planes.movedim(0, -1).numpy())
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "PNG")

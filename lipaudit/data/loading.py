@@ -235,8 +235,8 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     Mean 0.5 and standard deviation 0.2, then clipped to [0, 1].
     """
     _, height, width = shape
-    noise = torch.randn(shape, generator=rng)
-    spectrum = torch.fft.rfft2(noise)
+    white = torch.randn(shape, generator=rng)
+    spectrum = torch.fft.rfft2(white)
     vertical = torch.fft.fftfreq(height)[:, None]
     horizontal = torch.fft.rfftfreq(width)
     # The constant has frequency 0; it gets the amplitude of the lowest frequency.

@@ -440,10 +440,12 @@ def _match_rows(
             faults.setdefault(i, fault)
     table = replace(table, faults=faults)
     table.require_rows(options)
-    values = [labels[i] for i in table.sound]
-    places = [f"{table.origin}: {table.places[i]}" for i in table.sound]
-    numbers, notes = batch.match_labels(values, net, places, table.classes.get(label))
-    return table, dict(zip(table.sound, numbers, strict=True)), notes
+    rows = table.sound
+    values = [labels[i] for i in rows]
+    places = [f"{table.origin}: {table.places[i]}" for i in rows]
+    classes = table.classes.get(label)
+    numbers, notes = batch.match_labels(values, net, places, classes)
+    return table, dict(zip(rows, numbers, strict=True)), notes
 
 
 def _draw_images(

@@ -33,10 +33,13 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
         title: a line that says what it is.
     """
     lines = [f"; {title}"]
-    lines += (f"(declare-const X_{i} Real)" for i in range(low.numel()))
-    lines += (f"(declare-const Y_{i} Real)" for i in range(classes))
-    ranges = zip(low.flatten().tolist(), high.flatten().tolist(), strict=True)
-    for i, (least, most) in enumerate(ranges):
+    for i in range(low.numel()):
+        lines.append(f"(declare-const X_{i} Real)")
+    for i in range(classes):
+        lines.append(f"(declare-const Y_{i} Real)")
+    lowest = low.flatten().tolist()
+    highest = high.flatten().tolist()
+    for i, (least, most) in enumerate(zip(lowest, highest, strict=True)):
         lines.append(f"(assert (>= X_{i} {_write_decimal(least)}))")
         lines.append(f"(assert (<= X_{i} {_write_decimal(most)}))")
     lines.append("(assert (or")
@@ -151,12 +154,13 @@ class _Reading:
             full = (clause * size)[:size]
             rows.append([[float(each.get(y, 0)) for y in outputs] for each in full])
             limits.append([_round_up(-each[""]) for each in full])
-        return Property(
-            _make_tensor([-_round_up(-self.least[name]) for name in inputs]),
-            _make_tensor([_round_up(self.most[name]) for name in inputs]),
-            _make_tensor(rows),
-            _make_tensor(limits),
-        )
+        low, high = [], []
+        for name in inputs:
+            # Rounded outwards: the box holds the range.
+            low.append(-_round_up(-self.least[name]))
+            high.append(_round_up(self.most[name]))
+        values: list[list[Any]] = [low, high, rows, limits]
+        return Property(*map(_make_tensor, values))
 
 
 def _has_output(clause: list[Condition]) -> bool:

@@ -204,10 +204,10 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
         if not content:
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())
-        arrays = np.load(io.BytesIO(content))
-        which = torch.tensor(arrays["which"], device=device)
-        state = torch.tensor(arrays["state"], device=device)
-        y = torch.tensor(arrays["y"], device=device)
+        arrays = {}
+        for key, array in np.load(io.BytesIO(content)).items():
+            arrays[key] = torch.tensor(array, device=device)
+        which, state, y = arrays["which"], arrays["state"], arrays["y"]
         if y.shape != (2, *state.shape) or which.shape != state.shape[:1]:
             raise ValueError("other shapes")
         return Nodes(which.long(), state.long(), y.double())

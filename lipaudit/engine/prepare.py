@@ -102,12 +102,17 @@ class Job:
         depends on padding. Such batches are not in the order of the samples; `in_order` sorts
         their parts.
         """
-        run, kind = self.request.run, load_measures()[name]
-        number, of = run.shard or (1, 1)
+        run = self.request.run
+        kind = load_measures()[name]
         size = kind.chunk or run.batch_size or kind.batch
-        whole = self.samples.batch[: self.counts[name]]
+        count = self.counts[name]
+        whole = self.samples.batch[:count]
         first = whole[:size].trim()
-        batches = list(whole.split(size) if kind.chunk else whole.by_length(size))
+        if kind.chunk:
+            batches = list(whole.split(size))
+        else:
+            batches = list(whole.by_length(size))
+        number, of = run.shard or (1, 1)
         return first, batches[number - 1 :: of]
 
 
@@ -349,13 +354,6 @@ def preview(request: Request) -> dict[str, Any]:
                 notes.append(job.notes[-1].text)
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
-    # Places and labels of the first samples: wrong labels are a common mistake.
-    names, first = dict(enumerate(net.labels or ())), list[str]()
-    places = list_origins(job.samples).get("place", batch.ids)
-    labels = [-1] * len(batch) if batch.y is None else batch.y.tolist()
-    for place, y in zip(places, labels[:SHOWN], strict=False):
-        name = "" if names.get(y, str(y)) == str(y) else f" ({names[y]})"
-        first.append(f"{place}: label {y}{name}" if y >= 0 else f"{place}: no label")
     return {
         "model": net.name,
         "architecture": net.architecture,
@@ -369,12 +367,32 @@ def preview(request: Request) -> dict[str, Any]:
         "heads": dict(heads),
         "data": job.samples.spec,
         "samples": len(batch),
-        "first": first,
+        "first": _list_first(job),
         "preprocessing": list_steps(net, job.samples),
         "forward": _time_batch(job),
         "measures": dict(job.counts),
         "notes": notes,
     }
+
+
+def _list_first(job: Job) -> list[str]:
+    """Return places and labels of the first samples: wrong labels are a common mistake."""
+    batch = job.samples.batch
+    places = list_origins(job.samples).get("place", batch.ids)
+    if batch.y is None:
+        return [f"{place}: no label" for place in places[:SHOWN]]
+    names = dict(enumerate(job.net.labels or ()))
+    lines = []
+    for place, label in zip(places, batch.y[:SHOWN].tolist(), strict=False):
+        number = str(label)
+        name = names.get(label, number)
+        if label < 0:
+            lines.append(f"{place}: no label")
+        elif name == number:
+            lines.append(f"{place}: label {number}")
+        else:
+            lines.append(f"{place}: label {number} ({name})")
+    return lines
 
 
 def _time_batch(job: Job) -> dict[str, Any]:

@@ -230,4 +230,4 @@ def test_samples_without_labels_are_watched_without_accuracy(module, data, tmp_p
     summed = summary(monitor.report)
     assert summed.accuracy == ()
     assert any(w.code == "left-out" for w in summed.warnings)
-    assert summed.fragile is not None
+    assert summed.heads is not None

@@ -17,6 +17,8 @@ from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
+    # The direction of shares is the output of their rows, which is compared.
+    | {"shares", "direction"}
     # Of a denoiser the hash counts, not the place.
     | {"denoiser"}
 )

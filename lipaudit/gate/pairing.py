@@ -27,7 +27,7 @@ TESTED = ("each", "median")
 """Row statistics with a test over samples; other statistics are compared as plain values."""
 RIGHT = Reduction("mean", "correct")
 """Share of samples that are right, which a row has but no array."""
-_NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
+_NAMES = ("layer", "head", "part", "from", "to", "mode", "n", "r", "module")
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def index_rows(section: Section) -> dict[Key, Row]:
         known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
         name: Key = row.key or ",".join(map(str, known.values()))
         if "layer" in row:
-            shown = [key for key in ("layer", "head", "mode", "n", "r") if key in known]
+            shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
             name = " ".join(f"{key} {known[key]}" for key in shown)
         elif not name:
             cells = [(key, row[key]) for key in naming(section.columns) if row[key] is not None]

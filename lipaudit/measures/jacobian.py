@@ -10,6 +10,13 @@ from pydantic import AfterValidator
 from lipaudit.errors import InputError, UsageError, few
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, NormOptions, Part, Values
+from lipaudit.measures.shares import (
+    HEADS_TABLE,
+    PATHS_TABLE,
+    UNSHARED,
+    measure_shares,
+    summarise_shares,
+)
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Column, Display, Layout, Note, Section
 from lipaudit.tables.columns import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
@@ -45,6 +52,7 @@ class JacobianOptions(NormOptions):
     Examples:
       lipaudit jacobian demo
       lipaudit jacobian demo --per-layer
+      lipaudit jacobian demo --shares
       lipaudit jacobian demo --from layers
       lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings
       lipaudit jacobian ./my-bert --data reviews.csv --to features
@@ -71,6 +79,19 @@ class JacobianOptions(NormOptions):
     )
     norm: Literal["2", "inf"] = option(
         "2", "Norm of the Jacobian: 2 (spectral) or inf (largest L1 row norm)."
+    )
+    shares: bool = option(
+        False,
+        "Also measure which heads, layers and blocks carry the most sensitive direction.",
+        need=needs("norm", "2"),
+    )
+    direction: Literal["norm", "margin"] | None = option(
+        None,
+        "Direction of the shares: of the largest change of the output (norm), or of the lead of "
+        "the class over the next one (margin).",
+        usual="norm",
+        need=Need("--shares", lambda options: options.shares),
+        rare=True,
     )
     rivals: int = option(
         16,
@@ -183,11 +204,13 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     from lipaudit.models.attention.numeric import compute_residual_norms
 
     blocks: Blocks | None = None
+    first: Batch | None = None
     # Texts of one length have the same positions; those of a run come in such batches already.
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
-        if blocks is None:
-            blocks = _find_blocks(net, find_first(batches, batch), options)
-        values, facts, norms = _measure_batch(net, batch, options, blocks.cuts)
+        if blocks is None or first is None:
+            first = find_first(batches, batch)
+            blocks = _find_blocks(net, first, options)
+        values, facts, norms = _measure_batch(net, batch, options, blocks.cuts, first)
         if blocks.inner:
             how: dict[str, Any] = {"seeds": [base.seed_of(i, options.seed) for i in batch.ids]}
             each = compute_residual_norms(net, batch, blocks.inner, **how, **options.accuracy)
@@ -260,7 +283,11 @@ def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
 
 def _measure_batch(
-    net: Net, batch: Batch, options: JacobianOptions, cuts: Mapping[str, Residual]
+    net: Net,
+    batch: Batch,
+    options: JacobianOptions,
+    cuts: Mapping[str, Residual],
+    first: Batch,
 ) -> tuple[dict[str, Values], dict[str, Any], list[JacobianNorms]]:
     """Return norms and margins per sample, the names of input and output, and norms by layer."""
     from lipaudit.measures import drawings
@@ -299,8 +326,13 @@ def _measure_batch(
     blocks = cuts.items() if alone is None else ()
     of_layers = [compute_jacobian_norms(cut(*each), **accuracy) for each in blocks]
     decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
+    # The gradient of the margin is a direction of its own.
+    of_margin = options.direction == "margin"
     norms = compute_jacobian_norms(
-        linear, directions=net.kind != "image" and options.norm == "2" and not decides, **accuracy
+        linear,
+        directions=net.kind != "image" and options.norm == "2" and not decides,
+        left=options.shares and not of_margin,
+        **accuracy,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
     facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
@@ -322,7 +354,33 @@ def _measure_batch(
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
+    if options.shares:
+        left, tied = norms.left, norms.tied
+        if left is None or tied is None:
+            left, tied = _draw_margins(linear, labels)
+        else:
+            assert norms.gap is not None
+            values["gap"] = norms.gap.numpy()
+        # The shares have a graph of their own: this one would be in memory beside it.
+        whole.release()
+        shares, known = measure_shares(net, batch, at, left, tied, first)
+        values |= shares
+        facts |= known
     return values, facts, of_layers
+
+
+def _draw_margins(linear: Linearization, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return u = e_y - e_j of the class y and the next best j, and that it counts."""
+    import torch
+    import torch.nn.functional as F
+
+    logits = linear.output
+    classes = logits.argmax(1)
+    if labels is not None:
+        classes = torch.where(labels < 0, classes, labels.to(classes))
+    rivals = logits.scatter(1, classes[:, None], -torch.inf).argmax(1)
+    difference = F.one_hot(classes, logits.shape[1]) - F.one_hot(rivals, logits.shape[1])
+    return difference[:, None].to(logits), torch.ones(len(logits), 1, dtype=torch.bool)
 
 
 def _measure_margins(
@@ -394,7 +452,8 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     section = base.make_section(
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=kept
     )
-    return [section]
+    to = "margin" if options.direction == "margin" else facts["to"]
+    return [section, *summarise_shares(parts, options, arrays["norm"], to)]
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:
@@ -410,6 +469,9 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
             "a decoder): norms from there hold these paths fixed"
         )
         yield Note.info("paths-fixed", text)
+    for reason in dict.fromkeys(part.facts.get("unshared") for part in parts):
+        if reason:
+            yield Note.warn("no-shares", UNSHARED.format(reason))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     yield from base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
     if "radius_first_order" in arrays:
@@ -443,8 +505,14 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
             "does not work with --score: every continuation of a prompt has its own hidden states"
         )
         raise UsageError(f"{option} {text}", f"Leave out {option} or --score.")
+    if options.shares and layered:
+        text = f"--shares are of paths from the input of the model, not {layered}"
+        raise UsageError(text, "Leave out --shares or --from.")
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
+    if options.direction == "margin" and not (end.what == "logits" and (net.classes or 0) > 1):
+        text = f"--direction margin needs the scores of classes, not {end.text}"
+        raise UsageError(text, "Leave out --direction, or use --to logits of a classifier.")
     place = _find_place(net, batch, end)
     short = 0 if place is None else int((place < 0).sum())
     if short:
@@ -455,5 +523,11 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
 
 
 JACOBIAN = Measure(
-    "jacobian", (JACOBIAN_TABLE,), JacobianOptions, measure, summarise, batch=16, check=_check
+    "jacobian",
+    (JACOBIAN_TABLE, HEADS_TABLE, PATHS_TABLE),
+    JacobianOptions,
+    measure,
+    summarise,
+    batch=16,
+    check=_check,
 )

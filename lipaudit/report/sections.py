@@ -553,5 +553,7 @@ DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
     "classes": list_classes,
     "lengths": draw_lengths,
     "depth": draw_depth,
+    "shares": lambda _: (),
+    "paths": lambda _: (),
 }
 """What a section may show besides the tables, maps and histograms of its columns, by name."""

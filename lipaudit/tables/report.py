@@ -251,7 +251,17 @@ class Section(Frozen):
         return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 
-Drawing = Literal["tightness", "bounds", "attention", "accuracies", "classes", "lengths", "depth"]
+Drawing = Literal[
+    "tightness",
+    "bounds",
+    "attention",
+    "accuracies",
+    "classes",
+    "lengths",
+    "depth",
+    "shares",
+    "paths",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

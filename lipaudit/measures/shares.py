@@ -1,0 +1,268 @@
+"""Shares of heads, layers and blocks in the worst direction of the model, for `jacobian`.
+
+Their computation and its proof are in `lipaudit.models.shares`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.errors import LipauditError, few
+from lipaudit.measures import base
+from lipaudit.measures.base import MeasureOptions, Part, Values
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
+from lipaudit.tables.columns import HEAD, group_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.endpoints import SampleFunction
+    from lipaudit.models.net import Net
+
+READING = (
+    "Exact at the samples, along one direction. If the part were held constant there, the norm "
+    "would fall by at most this share. A negative share works against the rest. Shares of "
+    "different layers overlap, so they do not add up. A small share of a steep head means that "
+    "later layers do not pass on its changes."
+)
+
+
+def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
+    """Return the column of a median share, which can be negative."""
+    reduction = Reduction("median", values)
+    known: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
+    return Column(label, meaning, **(known | how))
+
+
+ENDS = {
+    "from": Column.text("from", "Input of the Jacobian."),
+    "to": Column.text("to", "Output of the Jacobian; margin: of the lead over the next class."),
+}
+HEADS_TABLE = Layout(
+    name="jacobian.shares",
+    title="Which heads carry the sensitivity?",
+    display=Display(
+        about="Share of each head in the direction in which the model is most sensitive, and how "
+        "much of it passes through the attention pattern or through the values.",
+        columns=("head", "share", "pattern", "value", "share_max", "sample", "carried"),
+        by="share",
+        maps=("share",),
+        drawings=("shares",),
+        worst=("gap",),
+    ),
+    sample_columns={
+        "gap": Column(
+            "gap",
+            "Relative distance of the two largest singular values.",
+            format=".2g",
+            reading="With a small gap there are several directions that are nearly as sensitive, "
+            "with other shares. Shares are averaged over directions whose values agree to tol. "
+            "Lanczos sees at most two of them, and equal values as one.",
+        )
+    },
+    fixed={
+        **HEAD,
+        **ENDS,
+        "share": _share("share", "Share of the head in the sensitivity (median).", "share"),
+        "pattern": _share("pattern", "Part of the share through its attention map.", "pattern"),
+        "value": _share("value", "Part of the share through its values.", "value"),
+        "share_max": _share(
+            "share max",
+            "Largest share of the head over the samples.",
+            "share",
+            reduction=Reduction("max", "share"),
+        ),
+        "carried": Column.norm(
+            "carried",
+            "Norm of the Jacobian times the share of the head.",
+            "carried",
+            reading=f"In the unit of the norm, so that two models can be compared. {READING}",
+        ),
+        "sample": Column.text("sample", "The sample with the largest share."),
+        "samples": Column.count("samples", "Number of samples."),
+    },
+)
+PATHS_TABLE = Layout(
+    name="jacobian.paths",
+    title="Where does the sensitivity come from, layer by layer?",
+    display=Display(
+        about="Shares of attention, MLP and skip connection at every step of the model. The "
+        "parts of a step add up to 1, up to rounding of medians.",
+        columns=("layer", "part", "module", "share", "pattern", "value", "mlp", "rest"),
+        drawings=("paths",),
+    ),
+    fixed={
+        "step": Column.count("step", "Step of the model, in the order of execution.", needed=True),
+        "part": Column.text("part", "attention, MLP, both in parallel, or the whole block."),
+        "layer": Column(
+            "layer", "Attention layer of the step, or the last one before it.", format="d"
+        ),
+        "module": Column.text("module", "Module that computes the part."),
+        **ENDS,
+        "share": _share("share", "Share of the part in the sensitivity (median).", "share"),
+        "pattern": _share("pattern", "Share through attention maps.", "pattern"),
+        "value": _share("value", "Share through values.", "value"),
+        "mlp": _share("MLP", "Share through branches without attention.", "mlp"),
+        "rest": _share("rest", "Share that passes around the part.", "rest"),
+        "samples": Column.count("samples", "Number of samples."),
+    },
+)
+# Quantities of heads and of steps, in the order of the arrays of `models.shares`.
+OF_HEADS = ("share", "pattern", "value")
+OF_PATHS = ("share", "pattern", "value", "mlp")
+# Why there are no shares, in the order of the samples.
+UNSHARED = "no shares of heads: {}"
+
+
+def measure_shares(
+    net: Net, batch: Batch, at: SampleFunction, left: Tensor, tied: Tensor, first: Batch
+) -> tuple[dict[str, Values], dict[str, Any]]:
+    """Return the shares at every sample, as values and facts of a part.
+
+    Where they cannot be computed, the facts say why.
+
+    Args:
+        net: the model.
+        batch: the samples.
+        at: the function from input to output.
+        left: directions of the output, (samples, directions, outputs).
+        tied: which of them count, (samples, directions).
+        first: the first sample, by which layers are found.
+    """
+    import torch
+
+    from lipaudit.models.attention.survey import find_layers
+    from lipaudit.models.shares import compute_shares
+
+    pieces = list(range(len(batch))) if net.scored else [slice(None)]
+    each = []
+    try:
+        sites = find_layers(net, first)
+        for piece in pieces:
+            # A continuation of a prompt is a row of its own: only one prompt has all of them.
+            rows = slice(piece, piece + 1) if isinstance(piece, int) else piece
+            start = rows.start or 0
+
+            def f(z: Tensor, index: Tensor, start: int = start) -> Tensor:
+                return at.f(z, index + start)
+
+            found = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
+            each.append(found)
+    except LipauditError as error:
+        return {}, {"unshared": error.message}
+    values = {
+        "share_heads": torch.cat([found.heads for found in each]).numpy(),
+        "share_paths": torch.cat([found.paths for found in each]).numpy(),
+    }
+    modules = {site.index: site.module for site in sites}
+    facts = {
+        "heads": [(site.index, head, site.module) for site in sites for head in range(site.heads)],
+        "steps": [[step.part, step.layer, step.module] for step in each[0].steps],
+        "uncut": [[index, modules[index], why] for index, why in each[0].missing.items()],
+        "whole": list(each[0].whole),
+    }
+    return values, facts
+
+
+def summarise_shares(
+    parts: Sequence[Part], options: MeasureOptions, norm: Values, to: str
+) -> list[Section]:
+    """Make the sections `jacobian.shares` and `jacobian.paths`, if shares were measured.
+
+    Args:
+        parts: the parts of `jacobian`.
+        options: its options.
+        norm: the norm of each sample.
+        to: the output whose direction was taken.
+    """
+    import numpy as np
+
+    known = [part for part in parts if "share_heads" in part.values]
+    if not known:
+        return []
+    facts = known[0].facts
+    ends = {"from": facts["from"], "to": to}
+    once = base.mark_unique(parts)
+    count = len(facts["heads"])
+    heads = np.concatenate([_read(part, "share_heads", (count, 3)) for part in parts])
+    arrays = dict(zip(OF_HEADS, heads.transpose(2, 0, 1), strict=True))
+    arrays["carried"] = arrays["share"] * norm[:, None]
+    ids = np.array(base.sample_ids(parts))[once]
+    shares = arrays["share"][once]
+    known_shares = np.where(np.isnan(shares), -np.inf, shares)
+    medians = {name: _reduce(values[once], np.median) for name, values in arrays.items()}
+    rows = base.make_rows(
+        HEADS_TABLE,
+        facts["heads"],
+        **ends,
+        **medians,
+        share_max=_reduce(shares, np.max),
+        sample=list(ids[known_shares.argmax(0)]),
+        samples=int(once.sum()),
+    )
+    notes = [*base.notes(parts), *_write_notes(known)]
+    gaps = [part.values.get("gap", np.full(len(part.ids), np.nan)) for part in parts]
+    sections = [
+        base.make_section(
+            HEADS_TABLE,
+            parts,
+            options,
+            rows,
+            notes,
+            samples={"gap": np.concatenate(gaps)},
+            arrays=arrays,
+        )
+    ]
+    steps = facts["steps"]
+    if not steps or any(part.facts["steps"] != steps for part in known):
+        return sections
+    paths = np.concatenate([_read(part, "share_paths", (len(steps), 4)) for part in parts])
+    arrays = dict(zip(OF_PATHS, paths.transpose(2, 0, 1), strict=True))
+    arrays["rest"] = 1 - arrays["share"]
+    kinds, layers, modules = zip(*steps, strict=True)
+    rows = base.make_rows(
+        PATHS_TABLE,
+        step=list(range(len(steps))),
+        part=list(kinds),
+        layer=[None if layer < 0 else layer for layer in layers],
+        module=list(modules),
+        **ends,
+        **{name: _reduce(values[once], np.median) for name, values in arrays.items()},
+        samples=int(once.sum()),
+    )
+    sections.append(base.make_section(PATHS_TABLE, parts, options, rows, (), arrays=arrays))
+    return sections
+
+
+def _read(part: Part, name: str, shape: tuple[int, ...]) -> Values:
+    """Return an array of a part; NaN if its shares failed, or are of other steps."""
+    import numpy as np
+
+    values = part.values.get(name)
+    if values is None or values.shape[1:] != shape:
+        return np.full((len(part.ids), *shape), np.nan)
+    return values
+
+
+def _reduce(values: Values, statistic: Any) -> list[float]:
+    """Return a statistic over the known samples of each row; NaN without any."""
+    import numpy as np
+
+    columns = (column[~np.isnan(column)] for column in values.T)
+    return [float(statistic(column)) if len(column) else np.nan for column in columns]
+
+
+def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
+    """Note which layers could not be cut, and whose patterns could not be read."""
+    reasons: Mapping[str, list[str]] = group_values(
+        (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]
+    )
+    for why, layers in reasons.items():
+        text = f"no shares of the heads of attention layers {few(layers)}: {why}"
+        yield Note.warn("no-share", text)
+    if whole := parts[0].facts["whole"]:
+        layers = few([str(index) for index in whole])
+        text = f"attention layers {layers}: shares of whole heads only, as P could not be read"
+        yield Note.info("no-pattern", text)

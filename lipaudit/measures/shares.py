@@ -36,6 +36,17 @@ def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
     return Column(label, meaning, **(known | how))
 
 
+def _total(label: str, what: str) -> Column:
+    """Return the column of a share of all parts of one kind together."""
+    meaning = f"Share of the sensitivity that passes through {what}."
+    reading = (
+        "Exact at the sample, along one direction. With all these parts held constant, the norm "
+        "would fall by at most this share. A path may pass attention and MLPs, so the shares of "
+        "both overlap."
+    )
+    return Column(label, meaning, format=".1%", reading=reading)
+
+
 ENDS = {
     "from": Column.text("from", "Input of the Jacobian."),
     "to": Column.text("to", "Output of the Jacobian; margin: of the lead over the next class."),
@@ -44,8 +55,8 @@ HEADS_TABLE = Layout(
     name="jacobian.shares",
     title="Which heads carry the sensitivity?",
     display=Display(
-        about="Share of each head in the direction in which the model is most sensitive, and how "
-        "much of it passes through the attention pattern or through the values.",
+        about="Share of each head in the direction in which the model is most sensitive. It is "
+        "the sum of what passes through its attention map (pattern) and its values.",
         columns=("head", "share", "pattern", "value", "share_max", "sample", "carried"),
         by="share",
         maps=("share",),
@@ -60,7 +71,10 @@ HEADS_TABLE = Layout(
             reading="With a small gap there are several directions that are nearly as sensitive, "
             "with other shares. Shares are averaged over directions whose values agree to tol. "
             "Lanczos sees at most two of them, and equal values as one.",
-        )
+        ),
+        "attention": _total("attention", "any attention"),
+        "patterns": _total("patterns", "any attention map, so through a softmax"),
+        "mlps": _total("MLPs", "any branch without attention"),
     },
     fixed={
         **HEAD,
@@ -112,6 +126,7 @@ PATHS_TABLE = Layout(
 # Quantities of heads and of steps, in the order of the arrays of `models.shares`.
 OF_HEADS = ("share", "pattern", "value")
 OF_PATHS = ("share", "pattern", "value", "mlp")
+OF_ALL = ("attention", "patterns", "mlps")
 # Why there are no shares, in the order of the samples.
 UNSHARED = "no shares of heads: {}"
 
@@ -131,10 +146,8 @@ def measure_shares(
         tied: which of them count, (samples, directions).
         first: the first sample, by which layers are found.
     """
-    import torch
-
     from lipaudit.models.attention.survey import find_layers
-    from lipaudit.models.shares import compute_shares
+    from lipaudit.models.shares import compute_shares, join_shares
 
     pieces = list(range(len(batch))) if net.scored else [slice(None)]
     each = []
@@ -152,16 +165,18 @@ def measure_shares(
             each.append(found)
     except LipauditError as error:
         return {}, {"unshared": error.message}
+    whole = join_shares(each)
     values = {
-        "share_heads": torch.cat([found.heads for found in each]).numpy(),
-        "share_paths": torch.cat([found.paths for found in each]).numpy(),
+        "share_heads": whole.heads.numpy(),
+        "share_paths": whole.paths.numpy(),
+        "share_totals": whole.totals.numpy(),
     }
     modules = {site.index: site.module for site in sites}
     facts = {
         "heads": [(site.index, head, site.module) for site in sites for head in range(site.heads)],
-        "steps": [[step.part, step.layer, step.module] for step in each[0].steps],
-        "uncut": [[index, modules[index], why] for index, why in each[0].missing.items()],
-        "whole": list(each[0].whole),
+        "steps": [[step.part, step.layer, step.module] for step in whole.steps],
+        "uncut": [[index, modules[index], why] for index, why in whole.missing.items()],
+        "whole": list(whole.whole),
     }
     return values, facts
 
@@ -203,7 +218,9 @@ def summarise_shares(
         samples=int(once.sum()),
     )
     notes = [*base.notes(parts), *_write_notes(known)]
-    gaps = [part.values.get("gap", np.full(len(part.ids), np.nan)) for part in parts]
+    totals = np.concatenate([_read(part, "share_totals", (len(OF_ALL),)) for part in parts])
+    samples = dict(zip(OF_ALL, totals.T, strict=True))
+    samples["gap"] = np.concatenate([_read(part, "gap", ()) for part in parts])
     sections = [
         base.make_section(
             HEADS_TABLE,
@@ -211,7 +228,7 @@ def summarise_shares(
             options,
             rows,
             notes,
-            samples={"gap": np.concatenate(gaps)},
+            samples=samples,
             arrays=arrays,
         )
     ]
@@ -263,6 +280,6 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
         text = f"no shares of the heads of attention layers {few(layers)}: {why}"
         yield Note.warn("no-share", text)
     if whole := parts[0].facts["whole"]:
-        layers = few([str(index) for index in whole])
-        text = f"attention layers {layers}: shares of whole heads only, as P could not be read"
+        named = few([str(index) for index in whole])
+        text = f"attention layers {named}: shares of whole heads only, as P could not be read"
         yield Note.info("no-pattern", text)

@@ -47,6 +47,8 @@ from lipaudit.models.streams import find_additions, find_blocks, find_place
 from lipaudit.tables.columns import group_values
 
 Multiply = Callable[..., Tensor]
+# Why a layer has no share at all: all its paths are of other inputs.
+NO_PATH = "it does not depend on the input of the Jacobian"
 
 
 class Step(NamedTuple):
@@ -77,6 +79,8 @@ class Shares:
         steps: the steps, in the order of execution.
         paths: share, pattern, value and MLP of every step, (samples, steps, 4); NaN where there
             is none.
+        totals: shares of all attention, all patterns and all MLPs together, (samples, 3): of the
+            paths that pass at least one of them.
         missing: layers without shares, and why.
         whole: layers without pattern and value.
     """
@@ -84,6 +88,7 @@ class Shares:
     heads: Tensor
     steps: tuple[Step, ...]
     paths: Tensor
+    totals: Tensor
     missing: dict[int, str] = field(default_factory=dict)
     whole: tuple[int, ...] = ()
 
@@ -205,17 +210,15 @@ def compute_shares(
             graph.measure(leaf, directions[:, i].view_as(output), tied[:, i])
             for i in range(directions.shape[1])
         ]
-    heads = torch.stack([one for one, _ in each]).nansum(0)
-    paths = torch.stack([other for _, other in each]).nansum(0)
-    count = tied.sum(1).cpu().double().view(-1, 1, 1)
-    blank = torch.tensor(torch.nan, dtype=torch.float64)
-    return Shares(
-        torch.where(each[0][0].isnan(), blank, heads / count),
-        graph.steps,
-        torch.where(each[0][1].isnan(), blank, paths / count),
-        graph.missing,
-        graph.whole,
-    )
+    count = tied.sum(1).cpu().double()
+    heads, paths, totals = (_average(parts, count) for parts in zip(*each, strict=True))
+    return Shares(heads, graph.steps, paths, totals, graph.missing, graph.whole)
+
+
+def _average(parts: Sequence[Tensor], count: Tensor) -> Tensor:
+    """Return the mean over directions, of which those that do not count are 0; NaN stays."""
+    total = torch.stack([*parts]).nansum(0) / count.view(-1, *[1] * (parts[0].ndim - 1))
+    return total.masked_fill(parts[0].isnan(), torch.nan)
 
 
 def _measure_alone(
@@ -230,9 +233,16 @@ def _measure_alone(
 
         rows = slice(i, i + 1)
         each.append(compute_shares(net, sites, of_one, x[rows], directions[rows], tied[rows]))
-    heads = torch.cat([part.heads for part in each])
-    paths = torch.cat([part.paths for part in each])
-    return Shares(heads, each[0].steps, paths, each[0].missing, each[0].whole)
+    return join_shares(each)
+
+
+def join_shares(parts: Sequence[Shares]) -> Shares:
+    """Return the shares of several batches of the same steps as one."""
+    heads, paths, totals = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("heads", "paths", "totals")
+    )
+    first = parts[0]
+    return Shares(heads, first.steps, paths, totals, first.missing, first.whole)
 
 
 class _Graph:
@@ -271,6 +281,7 @@ class _Graph:
         for addition in self._additions:
             edges += [addition.sum, *addition.branches]
         self._gradients: dict[tuple[Node, int], Tensor] = {}
+        self._blocked: set[tuple[Node, int]] = set()
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
         for node, wanted in numbers.items():
             node.register_prehook(partial(self._keep, node, frozenset(wanted)))
@@ -285,7 +296,7 @@ class _Graph:
             return
         parts = [recorder.calls[address] for address in site.addresses]
         if any(part.output is None for part in parts):
-            self.missing[site.index] = "it does not depend on the input of the Jacobian"
+            self.missing[site.index] = NO_PATH
             return
         self.layers[site.index] = parts
 
@@ -339,14 +350,18 @@ class _Graph:
         apart = list(gradients)
         for number in numbers:
             gradient = apart[number]
-            if gradient is not None:
-                apart[number] = self._gradients[node, number] = gradient.view_as(gradient)
+            if gradient is None:
+                continue
+            if (node, number) in self._blocked:
+                apart[number] = torch.zeros_like(gradient)
+                continue
+            apart[number] = self._gradients[node, number] = gradient.view_as(gradient)
         return tuple(apart)
 
-    def measure(self, leaf: Tensor, u: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shares of heads, (samples, heads, 3), and of steps, (samples, steps, 4).
+    def measure(self, leaf: Tensor, u: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return shares of heads, (samples, heads, 3), of steps, (samples, steps, 4), and totals.
 
-        Samples that do not count have shares of 0, besides NaN.
+        Totals are (samples, 3). Samples that do not count have shares of 0, besides NaN.
         """
         samples = len(leaf)
         # u needs a gradient: behind the last nonlinearity, (df/dO)^T u depends on nothing else.
@@ -374,7 +389,37 @@ class _Graph:
         steps = self._sum_steps(heads, multiply, samples, square)
         # < u, J v > = |v|^2, as v is J^T u.
         scale = (counted.cpu().double() / square).view(-1, 1, 1)
-        return torch.cat([*heads.values()], 1) * scale, steps * scale
+        around = [self._pull_around(edges, leaf, u, v) for edges in self._list_kinds()]
+        totals = torch.stack([square - product for product in around], 1)
+        return torch.cat([*heads.values()], 1) * scale, steps * scale, totals * scale[:, 0]
+
+    def _list_kinds(self) -> list[list[GradientEdge | None]]:
+        """Return the edges of all attention, all patterns and all MLPs; None among unknown ones."""
+        calls_of_layers = [part for parts in self.layers.values() for part in parts]
+        kinds = [
+            [part.output for part in calls_of_layers],
+            [part.pattern for part in calls_of_layers],
+        ]
+        if set(self.missing.values()) - {NO_PATH}:
+            kinds = [[None], [None]]
+        plain = [
+            edge
+            for addition in self._additions
+            for edge, inside in zip(addition.branches, addition.inside, strict=True)
+            if self._outputs.keys().isdisjoint(inside)
+        ]
+        return [*kinds, [*plain]]
+
+    def _pull_around(
+        self, edges: Sequence[GradientEdge | None], leaf: Tensor, u: Tensor, v: Tensor
+    ) -> Tensor:
+        """Return < J_-O^T u, v > with several parts constant: no gradient passes them."""
+        if None in edges:
+            return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
+        self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
+        pulled = torch.autograd.grad(self.output, leaf, u.detach(), retain_graph=True)[0]
+        self._blocked = set()
+        return (pulled * v).double().flatten(1).sum(1).cpu()
 
     def _sum_heads(self, site: Site, multiply: Multiply, samples: int) -> Tensor:
         """Return the products of the heads of a layer, (samples, heads, 3); NaN if unknown."""

@@ -188,6 +188,16 @@ def test_attention_mlp_and_block_have_the_share_that_freezing_them_shows(name, m
             torch.testing.assert_close(paths[1] + paths[2], paths[0], rtol=1e-9, atol=1e-12)
         if step.part == "MLP":
             assert paths[3] == paths[0]
+    heads = range(3 if "torch" in name else 4)
+    for total, what in zip(found.totals[0], ("output", "pattern", ""), strict=True):
+        with ExitStack() as stack:
+            if what:
+                stack.enter_context(freezing({0: heads, 1: heads}, what))
+            else:
+                names = [mlp.format(layer) for layer in (0, 1)]
+                stack.enter_context(freeze_modules(net.module, names))
+            frozen = dense(f, x)
+        check(jacobian, frozen, total, u, v, sigma)
 
 
 def test_attention_and_mlp_in_parallel_share_one_step():

@@ -394,7 +394,7 @@ class _Graph:
         return torch.cat([*heads.values()], 1) * scale, steps * scale, totals * scale[:, 0]
 
     def _list_kinds(self) -> list[list[GradientEdge | None]]:
-        """Return the edges of all attention, all patterns and all MLPs; None among unknown ones."""
+        """Return the edges of all attention, all patterns and all MLPs; None if unknown."""
         calls_of_layers = [part for parts in self.layers.values() for part in parts]
         kinds = [
             [part.output for part in calls_of_layers],

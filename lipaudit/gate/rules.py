@@ -131,7 +131,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     """Return the rule that allows no change of a metric.
 
     The limit is in percentage points for shares, and relative for other figures unless they are
-    negative.
+    or can be negative.
 
     Args:
         metric: with its statistic: `jacobian.norm:median`.
@@ -140,7 +140,8 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     """
     rule = parse_rule(f"{metric} <= +0", sections)
     share = rule.about.format.endswith("%") or rule.column in FLAGS
-    limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
+    relative = not rule.about.signed and all(value >= 0 for value in values)
+    limit = "+0pp" if share else "+0%" if relative else "+0"
     op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
     return replace(rule, text=rule.metric, op=op, limit=_limit(limit, metric))
 

@@ -21,7 +21,7 @@ from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.certify import CERTIFY
 from lipaudit.measures.claims import BallNorm, CertifyOptions
 from lipaudit.measures.corrupt import CORRUPT
-from lipaudit.measures.jacobian import JACOBIAN
+from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
 from lipaudit.measures.scaling import SCALING
 from lipaudit.measures.smoothing import SMOOTHING
 from lipaudit.measures.weights import WEIGHTS
@@ -175,6 +175,7 @@ class AuditOptions(Settings):
             nodes=NODES,
         )
         plan: dict[str, MeasureOptions] = {"attack": attacks, "certify": certificates}
+        plan["jacobian"] = JacobianOptions(shares=True)
         return {n: plan[n] if n in plan else load_measures()[n].options() for n in self.names}
 
     def small(self, *, demo: bool) -> bool:

@@ -60,8 +60,6 @@ HEADS_TABLE = Layout(
         columns=("head", "share", "pattern", "value", "share_max", "sample", "carried"),
         by="share",
         maps=("share",),
-        drawings=("shares",),
-        worst=("gap",),
     ),
     sample_columns={
         "gap": Column(
@@ -79,7 +77,7 @@ HEADS_TABLE = Layout(
     fixed={
         **HEAD,
         **ENDS,
-        "share": _share("share", "Share of the head in the sensitivity (median).", "share"),
+        "share": _share("share", "Share in the sensitivity (median).", "share"),
         "pattern": _share("pattern", "Part of the share through its attention map.", "pattern"),
         "value": _share("value", "Part of the share through its values.", "value"),
         "share_max": _share(
@@ -92,6 +90,7 @@ HEADS_TABLE = Layout(
             "carried",
             "Norm of the Jacobian times the share of the head.",
             "carried",
+            signed=True,
             reading=f"In the unit of the norm, so that two models can be compared. {READING}",
         ),
         "sample": Column.text("sample", "The sample with the largest share."),
@@ -104,7 +103,7 @@ PATHS_TABLE = Layout(
     display=Display(
         about="Shares of attention, MLP and skip connection at every step of the model. The "
         "parts of a step add up to 1, up to rounding of medians.",
-        columns=("layer", "part", "module", "share", "pattern", "value", "mlp", "rest"),
+        columns=("step", "layer", "part", "module", "share", "pattern", "value", "mlp", "rest"),
         drawings=("paths",),
     ),
     fixed={

@@ -153,6 +153,7 @@ class Heatmap:
         centre: neutral value of a scale with two sides, such as 0 for differences.
         square: whether this is an attention map of queries and keys: its cells are square, and
             shown in pictures only. Other maps are of layers and heads.
+        ends: the ends of the scale, which maps beside one another share; None: by the values.
     """
 
     title: str
@@ -162,6 +163,7 @@ class Heatmap:
     column: Column
     centre: float | None = None
     square: bool = False
+    ends: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,24 @@ class Curve:
     ticks: dict[str, float] = field(default_factory=dict)
 
 
-Picture = Heatmap | Histogram | Curve
+@dataclass(frozen=True)
+class Stack:
+    """Bars of parts on top of one another; negative parts are below zero.
+
+    Attributes:
+        title: printed above it.
+        places: name of each bar.
+        y: the column of the vertical axis.
+        parts: the height of each part in every bar, by name.
+    """
+
+    title: str
+    places: tuple[str, ...]
+    y: Column
+    parts: dict[str, tuple[float, ...]]
+
+
+Picture = Heatmap | Histogram | Curve | Stack
 Block = Paragraph | Points | Card | Table | Picture | Gallery | Passage
 
 
@@ -363,6 +382,8 @@ def describe(block: Picture) -> str:
             names = ", ".join(series.label for series in block.series)
             axes = f"{block.y.label} over {block.x.label}"
             text = f"{cells.write_math(axes)} for {names}"
+        case Stack():
+            text = f"{block.y.label} of {', '.join(block.parts)} in {len(block.places)} bars"
     return f"{block.title}: {text}."
 
 
@@ -389,6 +410,8 @@ def compute_scale(block: Heatmap) -> Scale:
     Positive values get a logarithmic scale if they span more than a decade and most are at its low
     end; shares never do. With a centre, both sides are equally long.
     """
+    if block.ends is not None:
+        return Scale(*block.ends, False)
     known = [v for row in block.values for v in row if v is not None and abs(v) < EXTREME]
     low, high = min(known, default=0.0), max(known, default=1.0)
     if block.centre is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import visible
 from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import EXTREME, Curve, Heatmap, Histogram, Picture
+from lipaudit.report.blocks import EXTREME, Curve, Heatmap, Histogram, Picture, Stack
 from lipaudit.tables import Column
 
 if TYPE_CHECKING:
@@ -80,7 +80,12 @@ def draw_svg(block: Picture) -> str:
         mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
         figure = Figure(figsize=size, layout=layout, dpi=160, facecolor="none")
         axes = figure.add_subplot()
-        draw: Any = {Heatmap: _draw_heatmap, Histogram: _draw_histogram, Curve: _draw_curve}
+        draw: Any = {
+            Heatmap: _draw_heatmap,
+            Histogram: _draw_histogram,
+            Curve: _draw_curve,
+            Stack: _draw_stack,
+        }
         tips, file = list(draw[type(block)](axes, block)), io.BytesIO()
         canvas: Any = FigureCanvasSVG(figure)  # it lays out as it draws: `savefig` draws twice
         canvas.print_svg(file, metadata={"Date": None})
@@ -302,6 +307,36 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     if len(block.values) > 1:
         _set_legend(axes)
     yield from ()  # the axes name the figures
+
+
+def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
+    """Draw the parts of every bar upwards from zero, negative ones downwards."""
+    import numpy as np
+
+    count = len(block.places)
+    above, below = np.zeros(count), np.zeros(count)
+    for index, (label, heights) in enumerate(block.parts.items()):
+        height = np.array(heights, dtype=np.float64)
+        bottom = np.where(height < 0, below, above)
+        axes.bar(
+            range(count),
+            height,
+            bottom=bottom,
+            width=0.8,
+            label=visible(label),
+            color=CATEGORIES[index % len(CATEGORIES)],
+        )
+        above += np.maximum(height, 0)
+        below += np.minimum(height, 0)
+        for i, name in enumerate(block.places):
+            text = f"{name}, {label}: {cells.format_value(heights[i], block.y)}"
+            ends = bottom[i], bottom[i] + height[i]
+            yield text, (i - 0.4, i + 0.4), (min(ends), max(ends))
+    axes.axhline(0, color=INK, linewidth=0.7)
+    _set_axis(axes, "y", [*above, *below], block.y)
+    axes.set(xlim=(-0.6, count - 0.4))
+    _name_ticks(axes.xaxis, block.places, MOST_NAMED)
+    _set_legend(axes)
 
 
 # Points and lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -12,9 +12,16 @@ from lipaudit.report import blocks, cells, opening
 from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph
 from lipaudit.report.markup import HTML
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
-from lipaudit.report.sections import find_display, name_chapter, show_section, show_sections
+from lipaudit.report.sections import (
+    compare_steepness,
+    find_display,
+    name_chapter,
+    show_section,
+    show_sections,
+)
 from lipaudit.tables import Column, Note, Report, Section, model_labels
 from lipaudit.tables.columns import finite, middle, wilson
+from lipaudit.tables.columns import order as order_values
 from lipaudit.tables.report import Example
 from lipaudit.tables.summary import SHOWN as MOST
 from lipaudit.tables.summary import broken, worst
@@ -84,6 +91,9 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
             parts = show_section(first, shown)
         else:
             parts = tuple(show_sections(sections))
+        if measure == "jacobian.shares" and "" in sections:
+            beside = compare_steepness(reports[0].section("bounds"), first)
+            parts = (*parts[:1], *beside, *parts[1:])
         folded = number > 0 and find_display(first).folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 
@@ -431,8 +441,8 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
             figures = [f for f in list_columns(report) if f.section is section]
             rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
             if rows:
-                table = blocks.make_table("", rows)
-                chapters.append(Chapter(section.measure, name_chapter(section), (table,)))
+                tables = [blocks.make_table("", rows), *list_carriers(section, sample)]
+                chapters.append(Chapter(section.measure, name_chapter(section), tables))
         pictures = show_samples(report, [sample])
         if pictures:
             chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
@@ -449,6 +459,25 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     notes = opening.list_top_notes(report)
     start = opening.open_page(None, gaps, facts.items(), notes)
     return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
+
+
+def list_carriers(section: Section, sample: str) -> list[Block]:
+    """Return a table of the heads with the largest shares on a sample, if shares were measured."""
+    names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
+    if section.measure != "jacobian.shares" or not names:
+        return []
+    place = section.ids.index(sample)
+    values = {name: section.arrays[name].numpy()[:, place].tolist() for name in names}
+    order = sorted(range(len(section.rows)), key=lambda i: -order_values(values["share"][i]))
+    columns: dict[str, Column] = {name: section.columns[name] for name in names}
+    columns["all"] = replace(section.columns["share"], label="share, all")
+    rows: list[Cells] = []
+    for i in order[:MOST]:
+        row = section.rows[i]
+        cells_of_head: Cells = {"head": f"{row.layer}.{row.head}"}
+        cells_of_head |= {name: values[name][i] for name in names}
+        rows.append(cells_of_head | {"all": row.share})
+    return [blocks.make_table("Heads that carry this sample", rows, columns)]
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "un
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 NORM = "jacobian.norm"
+CARRIED = "jacobian.shares."
 
 
 def make_comparison_page(
@@ -79,12 +80,19 @@ def make_comparison_page(
         warnings += (Note.warn("differs", lead + text) for text in (*pair.warnings, *excluded))
         figures = _show_figures(pair, short=short)
         samples = _show_samples(pair, places, FEW if short else FIT)
-        heads = _show_heads(pair, FEW if short else TOP)
+        most = FEW if short else TOP
+        carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
+        heads = _show_heads([head for head in pair.heads if head not in carriers], most)
         number = f"-{i + 1}" * several
         for name, title, parts in (
             ("change", f"What changed from {pair.old} to {pair.new}?", figures),
             ("samples", f"Which samples changed?{of}", samples),
             ("heads", f"Which heads changed?{of}", heads),
+            (
+                "carriers",
+                f"Which heads carry the change of the norm?{of}",
+                _show_heads(carriers, most),
+            ),
         ):
             chapters += [Chapter(name + number, title, parts)] if parts else []
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
@@ -157,9 +165,9 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     return [head for head in sorted(changes, key=size, reverse=True) if size(head) >= 0]
 
 
-def _show_heads(pair: Pair, most: int) -> list[Block]:
+def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     """Show the heads that moved most; unless they are few, also the changes of all as maps."""
-    groups = group_values((head.metric.rpartition(":")[0], head) for head in pair.heads)
+    groups = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
     if not groups:
         return []
     first, changes = next(iter(groups.items()))

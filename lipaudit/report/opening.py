@@ -17,7 +17,16 @@ from lipaudit.report.cells import format_significant
 from lipaudit.settings import DATA, spell_options
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
-from lipaudit.tables.summary import Accuracy, Radii, Summary, list_shared_notes, summary, worst
+from lipaudit.tables.summary import (
+    LITTLE,
+    Accuracy,
+    Radii,
+    Sources,
+    Summary,
+    list_shared_notes,
+    summary,
+    worst,
+)
 from lipaudit.tables.trials import find_layer
 
 SEED = "seed"
@@ -249,6 +258,22 @@ def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
         if norms.sample:
             text += f" (sample {name_sample(norms.sample, find_places(report))})"
         yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
+    if sources := known.sources:
+        yield _write_sources(sources)
+
+
+def _write_sources(sources: Sources) -> Line:
+    """Say through which parts the sensitivity passes."""
+    column = replace(find_column("jacobian.shares.share"), format=".0%")
+    totals = {"attention maps": sources.patterns, "MLPs": sources.mlps}
+    texts = [
+        f"{name} {cells.format_value(share, column)}"
+        for name, share in totals.items()
+        if share is not None
+    ]
+    head = sources.largest
+    texts.append(f"head {head.layer}.{head.head} alone {cells.format_value(head.share, column)}")
+    return Line("sensitivity through attention", sources.attention, column, ", ".join(texts))
 
 
 def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
@@ -256,6 +281,8 @@ def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
     if known.heads:
         first, *others = known.heads.steepest
         text = f"head {first.layer}.{first.head}"
+        if known.sources and known.sources.steepest:
+            text += f" (share {known.sources.steepest.share:.0%})"
         if others:
             next_ones = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
             middle = format_significant(known.heads.median)
@@ -267,6 +294,9 @@ def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
         column = replace(find_column("attention.intermediate"), format=".0%")
         text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
         text += f"; most others near {fragile.side}" if fragile.k is not None else ""
+        patterns = known.sources.patterns if known.sources else None
+        if patterns is not None and patterns < LITTLE:
+            text += f"; a penalty on them acts on {patterns:.0%} of the sensitivity"
         text += _count_measured(report, "attention")
         yield Line("fragile attention rows", fragile.share, column, text)
 

@@ -36,6 +36,8 @@ FIT = 20
 """Tables with at most this many rows are shown completely."""
 TOP = 10
 """Number of rows shown of longer tables."""
+VISIBLE = 0.005
+"""Smaller parts of a bar are not drawn."""
 
 
 def name_chapter(section: Section) -> str:
@@ -503,6 +505,49 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
         yield Curve("Norm from the output of each block", depth, norm, tuple(series))
 
 
+def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
+    """Stack the mean shares of every step: they add up to 1, as medians do not."""
+    names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
+    for label, section in sections.items():
+        arrays = {name: section.arrays[name].numpy() for name in names if name in section.arrays}
+        steps = [i for i, row in enumerate(section.rows) if row.part != "block"]
+        if len(arrays) < len(names) or not steps:
+            continue
+        parts: dict[str, tuple[float, ...]] = {}
+        total = [0.0] * len(steps)
+        for name, array in arrays.items():
+            known = array[steps]
+            means = [float(row[row == row].mean()) if (row == row).any() else 0.0 for row in known]
+            total = [each + mean for each, mean in zip(total, means, strict=True)]
+            parts[names[name]] = tuple(means)
+        others = tuple(1 - each for each in total)
+        if any(abs(other) > VISIBLE for other in others):  # such as a gate beside the heads
+            parts["other"] = others
+        places = tuple(f"{section.rows[i].layer} {section.rows[i].part}" for i in steps)
+        title = "Where the sensitivity passes, step by step (means)"
+        column = replace(section.columns["share"], label="share")
+        yield blocks.Stack(f"{label}: {title}" if label else title, places, column, parts)
+
+
+def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
+    """Map exact norms and shares of heads on one scale: of the largest head of each."""
+    if bounds is None or "exact" not in bounds.columns:
+        return
+    column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
+    found = []
+    for section, name in ((bounds, "exact"), (shares, "share")):
+        known = {(row.layer, row.head): row[name] for row in section.rows}
+        most = max(finite(known.values()), default=0.0)
+        values = {key: None if v is None else v / most for key, v in known.items() if most > 0}
+        found.append(values)
+    if not all(found):
+        return
+    low = min(0.0, *finite(value for values in found for value in values.values()))
+    titles = ("How steep is every head? Exact norm", "How much does it carry? Share")
+    for title, values in zip(titles, found, strict=True):
+        yield replace(map_heads(f"{title}, of the largest", values, column), ends=(low, 1.0))
+
+
 # Attention maps, and what they lie over
 
 
@@ -553,7 +598,6 @@ DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
     "classes": list_classes,
     "lengths": draw_lengths,
     "depth": draw_depth,
-    "shares": lambda _: (),
-    "paths": lambda _: (),
+    "paths": draw_paths,
 }
 """What a section may show besides the tables, maps and histograms of its columns, by name."""

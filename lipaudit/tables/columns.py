@@ -104,6 +104,7 @@ class Column:
         default: default cell; a cell may be null only if the default is.
         needed: whether every row must have a cell that is not null.
         least: smallest possible value.
+        signed: whether values may have either sign, so that changes are differences, not ratios.
     """
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
@@ -120,6 +121,7 @@ class Column:
     default: bool | int | float | str | None = None
     needed: bool = False
     least: float | None = None
+    signed: bool = False
 
     @classmethod
     def text(cls, label: str, meaning: str, *, default: str = "", **how: Any) -> Column:

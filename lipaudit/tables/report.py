@@ -259,7 +259,6 @@ Drawing = Literal[
     "classes",
     "lengths",
     "depth",
-    "shares",
     "paths",
 ]
 

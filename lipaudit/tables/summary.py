@@ -118,6 +118,34 @@ class Fragile(Frozen):
     k: int | None
 
 
+class HeadShare(Frozen):
+    """The share of a head in the sensitivity (median over samples)."""
+
+    layer: int
+    head: int
+    share: Float
+
+
+class Sources(Frozen):
+    """Where the sensitivity comes from: shares of it (median over samples), which overlap.
+
+    Attributes:
+        attention: share that passes any attention; None if unknown, as the next two.
+        patterns: share that passes any attention map.
+        mlps: share that passes any branch without attention.
+        largest: the head with the largest share.
+        steepest: the share of the steepest head; None if its norm or its share is unknown.
+        samples: number of samples.
+    """
+
+    attention: Float | None
+    patterns: Float | None
+    mlps: Float | None
+    largest: HeadShare
+    steepest: HeadShare | None = None
+    samples: int
+
+
 class Tightness(Frozen):
     """How many times a bound exceeds the exact norm, over heads."""
 
@@ -136,6 +164,7 @@ class Summary(Frozen):
         accuracy: clean, then under attack by ball, then certified.
         radii: certified radii.
         norms: norms of the model's Jacobian.
+        sources: where the sensitivity comes from.
         heads: the steepest heads.
         fragile: fragile attention rows.
         bounds: tightness of the bounds, in the order of tables.
@@ -145,6 +174,7 @@ class Summary(Frozen):
     accuracy: tuple[Accuracy, ...] = ()
     radii: Radii | None = None
     norms: ModelNorms | None = None
+    sources: Sources | None = None
     heads: SteepestHeads | None = None
     fragile: Fragile | None = None
     bounds: tuple[Tightness, ...] = ()
@@ -159,6 +189,8 @@ STEEPEST = 3
 HALF = 0.5
 # With a smaller share of intermediate rows, a penalty has no effect.
 FEW = 0.05
+# With a smaller share of the sensitivity in attention maps, a penalty on maps can gain little.
+LITTLE = 0.2
 
 
 def summary(report: Report) -> Summary:
@@ -170,6 +202,7 @@ def summary(report: Report) -> Summary:
     readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
         "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
         "norms": ("jacobian", _make_norms),
+        "sources": ("jacobian.shares", partial(_make_sources, report.section("bounds"))),
         "heads": ("bounds", _make_heads),
         "fragile": ("attention", _make_fragile),
         "bounds": ("bounds", _list_tightness),
@@ -179,6 +212,9 @@ def summary(report: Report) -> Summary:
         for name, (measure, read) in readers.items()
         if (section := report.section(measure)) and section.rows
     }
+    sources, fragile = figures.get("sources"), figures.get("fragile")
+    if sources and fragile and sources.patterns is not None and sources.patterns < LITTLE:
+        figures["fragile"] = fragile.model_copy(update={"k": None})
     warnings, accuracies = tuple(_list_warnings(report)), _list_accuracies(report)
     return Summary(warnings=warnings, accuracy=tuple(sorted(accuracies, key=rank)), **figures)
 
@@ -265,6 +301,26 @@ def _make_norms(section: Section) -> ModelNorms | None:
     figures = {"start": rows[0].from_, "end": rows[0].to} | {n: rows[0][n] for n in names}
     low, high = columns.median_limits(norms.values()) or (None, None)
     return ModelNorms(sample=sample, low=low, high=high, **figures)
+
+
+def _make_sources(bounds: Section | None, section: Section) -> Sources | None:
+    """Summarise the shares; repeated samples count once."""
+    known = [row for row in section.rows if finite([row.share])]
+    if not known:
+        return None
+    shares = {
+        (row.layer, row.head): HeadShare(layer=row.layer, head=row.head, share=row.share)
+        for row in known
+    }
+    first = columns.largest(known, "share", 1)[0]
+    steep = columns.largest(bounds.rows, "exact", 1) if bounds else []
+    steepest = shares.get((steep[0].layer, steep[0].head)) if steep else None
+    totals = {}
+    for name in ("attention", "patterns", "mlps"):
+        cells = zip(section.ids, section.samples.get(name, ()), strict=False)
+        totals[name] = columns.middle(cell for sample, cell in cells if not is_repeat(sample))
+    largest = shares[first.layer, first.head]
+    return Sources(largest=largest, steepest=steepest, samples=first.samples, **totals)
 
 
 def _make_heads(section: Section) -> SteepestHeads | None:

@@ -84,7 +84,7 @@ def page(report) -> str:
 def blank_report(report) -> Report:
     """One row per section with nothing in it but what names the row."""
     names = {"layer": 0, "head": 0, "r": 0.1, "n": 8, "attack": "pgd", "norm": "linf", "eps": 0.1}
-    names |= {"corruption": "fog", "module": "blocks.0"}
+    names |= {"corruption": "fog", "module": "blocks.0", "step": 0}
     rows = (
         (kind, kind.row(**{n: names[n] for n, column in kind.columns.items() if column.needed}))
         for kind in layouts().values()

@@ -419,6 +419,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     arrays = {
         name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
         for name in names
+        if not name.startswith("share_")
     }
     columns: dict[str, Any] = {
         n: v for n, v in arrays.items() if n in JACOBIAN_TABLE.sample_columns

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import LipauditError, few
+from lipaudit.errors import LipauditError, few, first_line, of_machine
 from lipaudit.measures import base
 from lipaudit.measures.base import MeasureOptions, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
@@ -162,8 +162,11 @@ def measure_shares(
 
             found = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
             each.append(found)
-    except LipauditError as error:
-        return {}, {"unshared": error.message}
+    except (LipauditError, RuntimeError) as error:
+        # A model may have no second derivative where it has a first one: the norm stays.
+        if of_machine(error):
+            raise
+        return {}, {"unshared": first_line(error)}
     whole = join_shares(each)
     values = {
         "share_heads": whole.heads.numpy(),
@@ -205,7 +208,11 @@ def summarise_shares(
     arrays["carried"] = arrays["share"] * norm[:, None]
     ids = np.array(base.sample_ids(parts))[once]
     shares = arrays["share"][once]
-    known_shares = np.where(np.isnan(shares), -np.inf, shares)
+    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
+    samples = [
+        "" if np.isnan(column[i]) else str(ids[i])
+        for i, column in zip(largest, shares.T, strict=True)
+    ]
     medians = {name: _reduce(values[once], np.median) for name, values in arrays.items()}
     rows = base.make_rows(
         HEADS_TABLE,
@@ -213,13 +220,13 @@ def summarise_shares(
         **ends,
         **medians,
         share_max=_reduce(shares, np.max),
-        sample=list(ids[known_shares.argmax(0)]),
+        sample=samples,
         samples=int(once.sum()),
     )
     notes = [*base.notes(parts), *_write_notes(known)]
     totals = np.concatenate([_read(part, "share_totals", (len(OF_ALL),)) for part in parts])
-    samples = dict(zip(OF_ALL, totals.T, strict=True))
-    samples["gap"] = np.concatenate([_read(part, "gap", ()) for part in parts])
+    figures = dict(zip(OF_ALL, totals.T, strict=True))
+    figures["gap"] = np.concatenate([_read(part, "gap", ()) for part in parts])
     sections = [
         base.make_section(
             HEADS_TABLE,
@@ -227,7 +234,7 @@ def summarise_shares(
             options,
             rows,
             notes,
-            samples=samples,
+            samples=figures,
             arrays=arrays,
         )
     ]

@@ -192,10 +192,11 @@ def compute_shares(
             return f(z, rows)
 
     with exact_arithmetic(x.device), explain_errors():
-        leaf = x.detach().clone().requires_grad_()
-        output = evaluate(run, leaf, index)
+        # First, as a model that keeps state may write into what the graph has stored.
         with torch.no_grad():
             plain = evaluate(f, x.detach(), index)
+        leaf = x.detach().clone().requires_grad_()
+        output = evaluate(run, leaf, index)
         if not agree(plain, output.detach(), AGREES):
             raise EvaluationError(
                 "the output of the model changes when its attention is recorded",

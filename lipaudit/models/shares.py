@@ -371,11 +371,12 @@ class _Graph:
         pulled = torch.autograd.grad(self.output, leaf, u, create_graph=True)[0]
         v = pulled.detach()
         gradients = dict(self._gradients)
-        images = torch.autograd.grad(
-            pulled, [*gradients.values()], v, retain_graph=True, allow_unused=True
+        of_u, *images = torch.autograd.grad(
+            pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
         tangents = dict(zip(gradients, images, strict=True))
         square = v.double().flatten(1).square().sum(1).cpu()
+        _require_transpose(u, of_u, square)
 
         def multiply(edge: GradientEdge, other: GradientEdge | None = None) -> Tensor:
             """Return (df/dO)^T u (dO/dx) v, entry by entry; O' of another edge moves, if given."""
@@ -479,6 +480,22 @@ class _Graph:
             if plain:
                 sums[:, i, 3] = torch.stack(plain).sum(0)
         return sums
+
+
+def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
+    """Check < u, J v > = |v|^2 for v = J^T u: a break in the second graph would lose paths.
+
+    Raises:
+        EvaluationError: an operation of the model has a first derivative alone.
+    """
+    product = torch.zeros_like(square)
+    if image is not None:
+        product = (u.detach() * image).double().flatten(1).sum(1).cpu()
+    if not torch.allclose(product, square, rtol=10 * AGREES, atol=0):
+        raise EvaluationError(
+            "an operation of the model has a derivative that cannot be differentiated again",
+            "Leave out --shares, or write its backward pass in differentiable operations.",
+        )
 
 
 def _find_shape(edge: GradientEdge) -> torch.Size:

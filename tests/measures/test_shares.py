@@ -310,4 +310,4 @@ def test_a_model_without_a_second_derivative_keeps_its_norm():
     (section,) = run_measure("jacobian", net, own_batch(draw(0, 2, 5, 6)), shares=True)
     assert section.rows[0].median > 0
     (note,) = [note for note in section.notes if note.code == "no-shares"]
-    assert "cannot be linearised" in note.text or "once_differentiable" in note.text
+    assert "a derivative that cannot be differentiated again" in note.text

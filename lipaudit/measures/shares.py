@@ -103,7 +103,7 @@ PATHS_TABLE = Layout(
     display=Display(
         about="Shares of attention, MLP and skip connection at every step of the model. The "
         "parts of a step add up to 1, up to rounding of medians.",
-        columns=("step", "layer", "part", "module", "share", "pattern", "value", "mlp", "rest"),
+        columns=("step", "layer", "part", "share", "pattern", "value", "mlp", "rest"),
         drawings=("paths",),
     ),
     fixed={

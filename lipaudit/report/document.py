@@ -92,8 +92,10 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
         else:
             parts = tuple(show_sections(sections))
         if measure == "jacobian.shares" and "" in sections:
-            beside = compare_steepness(reports[0].section("bounds"), first)
-            parts = (*parts[:1], *beside, *parts[1:])
+            beside = [*compare_steepness(reports[0].section("bounds"), first)]
+            # One map of the shares is enough.
+            others = [part for part in parts if not (beside and isinstance(part, blocks.Heatmap))]
+            parts = (*others[:1], *beside, *others[1:])
         folded = number > 0 and find_display(first).folded
         yield Chapter(measure, name_chapter(first), parts, folded)
 

@@ -286,13 +286,13 @@ def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
         if others:
             next_ones = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
             middle = format_significant(known.heads.median)
-            text += f"; next {', '.join(next_ones)}; median head {middle}"
+            text += f"; next {', '.join(next_ones)}; median {middle}"
         text += _count_measured(report, "bounds")
         column = find_column("bounds.exact")
         yield Line("steepest attention head, ‖J‖", first.exact, column, text)
     if fragile := known.fragile:
         column = replace(find_column("attention.intermediate"), format=".0%")
-        text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
+        text = f"mean of {fragile.of} heads, over half in {fragile.heads}"
         text += f"; most others near {fragile.side}" if fragile.k is not None else ""
         patterns = known.sources.patterns if known.sources else None
         if patterns is not None and patterns < LITTLE:

@@ -534,11 +534,13 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     if bounds is None or "exact" not in bounds.columns:
         return
     column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
+    steep = {(row.layer, row.head): row.exact for row in bounds.rows}
+    carried = {(row.layer, row.head): row.share for row in shares.rows}
     found = []
-    for section, name in ((bounds, "exact"), (shares, "share")):
-        known = {(row.layer, row.head): row[name] for row in section.rows}
+    for known in (steep, carried):
         most = max(finite(known.values()), default=0.0)
-        values = {key: None if v is None else v / most for key, v in known.items() if most > 0}
+        both = [key for key in known if key in steep and key in carried and most > 0]
+        values = {key: None if known[key] is None else known[key] / most for key in both}
         found.append(values)
     if not all(found):
         return

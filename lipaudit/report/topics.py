@@ -244,6 +244,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "smoothed certified": "Share certified for the vote under noise, each at 1 - alpha.",
         "certified radius": "Median radius in which the class is proven not to change.",
         "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
+        "sensitivity through attention": "Share of the most sensitive direction that passes any "
+        "attention; then any attention map, any MLP, and the head with the largest share.",
+        "of the largest": "The value of a head over that of the largest one, to compare two maps.",
         "steepest attention head": "The head with the largest exact norm ||J|| (sample median).",
         "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts.",
         "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",

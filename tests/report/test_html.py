@@ -164,6 +164,8 @@ def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
     page = render(keep(report, *tuple(sections)), "html").decode()
     assert page.count(picture) == 30
     assert page.count("<title>head ") > 7 * 100
-    assert page.count("<title>layer ") == 2 * 144 + 2 * 12  # and two maps of weights
+    assert (
+        page.count("<title>layer ") == 2 * 144 + 4 * 12  # maps of weights and of shares
+    )  # and two maps of weights, two of shares
     assert len(page.encode()) < 2_000_000
     assert len(page.encode()) - 30 * len(picture) < 1_000_000

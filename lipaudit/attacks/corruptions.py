@@ -41,38 +41,60 @@ def corrupt_image(
         severity: 1 (mild) to 5 (strong).
         seed: of the sample, at least 0; the result depends on it, the name and the severity alone.
     """
-    level = read_corruptions()[name][f"{find_published(max(x.shape[1:]))}"][severity - 1]
+    side = find_published(max(x.shape[1:]))
+    severities = read_corruptions()[name][str(side)]
+    parameters = severities[severity - 1]
+    if not isinstance(parameters, list):
+        parameters = [parameters]
     draw = np.random.default_rng((seed, zlib.crc32(name.encode()), severity))
-    how = level if isinstance(level, list) else [level]
-    changed = CORRUPTIONS[name](np.moveaxis(x, 0, -1).astype(np.float64), draw, *how)
+    pixels = np.moveaxis(x, 0, -1).astype(np.float64)
+    corrupt = CORRUPTIONS[name]
+    changed = corrupt(pixels, draw, *parameters)
     return np.moveaxis(changed, -1, 0).clip(0, 1)
 
 
 def add_gaussian_noise(x: Pixels, draw: Draw, scale: Number) -> Pixels:
     """Add normal noise."""
-    return x + draw.normal(0, scale, x.shape)
+    noise = draw.normal(0, scale, x.shape)
+    return x + noise
 
 
 def add_shot_noise(x: Pixels, draw: Draw, photons: Number) -> Pixels:
     """Count photons: the noise of a sensor in weak light."""
-    return draw.poisson(x * photons) / photons
+    counts = draw.poisson(x * photons)
+    return counts / photons
 
 
 def add_impulse_noise(x: Pixels, draw: Draw, share: Number) -> Pixels:
     """Replace values by 0 or 1."""
-    return np.where(draw.random(x.shape) <= share, draw.random(x.shape) <= 0.5, x)
+    replaced = draw.random(x.shape) <= share
+    salt = draw.random(x.shape) <= 0.5
+    return np.where(replaced, salt, x)
+
+
+def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
+    """Return x^2 + y^2 for whole x and y from -reach to reach."""
+    line = np.arange(-reach, reach + 1, dtype=float)
+    return line**2 + line[:, None] ** 2
 
 
 def blur_defocus(x: Pixels, _: Draw, radius: Number, sigma: Number) -> Pixels:
     """Average over a disk with a soft edge."""
     half = max(8, math.ceil(radius))
-    reach, edge = (np.arange(-n, n + 1) for n in (half, 1 if radius <= 8 else 2))
-    disk = (reach**2 + reach[:, None] ** 2 <= radius**2).astype(float)
+    inside = _square_distances(half) <= radius**2
+    disk = inside.astype(float)
     disk /= disk.sum()
-    soft = np.exp(-(edge**2 + edge[:, None] ** 2) / (2 * sigma**2))
-    disk = ndimage.correlate(disk, soft / soft.sum(), mode="mirror")
-    padded = np.pad(x, ((half, half), (half, half), (0, 0)), mode="reflect")
+    edge = 1 if radius <= 8 else 2
+    gaussian = np.exp(-_square_distances(edge) / (2 * sigma**2))
+    disk = ndimage.correlate(disk, gaussian / gaussian.sum(), mode="mirror")
+    margin = (half, half)
+    padded = np.pad(x, (margin, margin, (0, 0)), mode="reflect")
     return signal.fftconvolve(padded, disk[..., None], "valid", axes=(0, 1))
+
+
+def _soften(x: Pixels, sigma: Number) -> Pixels:
+    """Blur rows and columns by a Gaussian; the border continues beyond the image."""
+    return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
 
 
 def blur_glass(x: Pixels, draw: Draw, sigma: Number, reach: int, repetitions: int) -> Pixels:
@@ -83,12 +105,13 @@ def blur_glass(x: Pixels, draw: Draw, sigma: Number, reach: int, repetitions: in
         down, right = draw.integers(-reach, reach, (2, height, width))
         moves = (down * width + right).ravel().tolist()
         for i in range(height - reach, reach, -1):
-            for at in range((i + 1) * width - reach, i * width + reach, -1):
+            first, last = (i + 1) * width - reach, i * width + reach
+            for at in range(first, last, -1):
                 # The scripts mean to swap two pixels, but views of NumPy only copy one.
                 source[at] = source[at + moves[at]]
-    x = ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
-    x = x.reshape(-1, channels)[source].reshape(x.shape)
-    return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
+    pixels = _soften(x, sigma).reshape(-1, channels)
+    moved = pixels[source].reshape(x.shape)
+    return _soften(moved, sigma)
 
 
 def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
@@ -97,19 +120,25 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     The weights are one half of a Gaussian. Offsets are rounded to whole pixels, and the border
     continues beyond the image.
     """
-    steps, turn = np.arange(2 * radius + 1), math.radians(degrees)
+    steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
-    down, right = (np.ceil(steps * f(turn) - 0.5).astype(int) for f in (math.sin, math.cos))
-    rows, columns = (np.arange(n) for n in x.shape[:2])
+    weights = weights / weights.sum()
+    angle = math.radians(degrees)
+    down = np.ceil(steps * math.sin(angle) - 0.5).astype(int)
+    right = np.ceil(steps * math.cos(angle) - 0.5).astype(int)
+    rows, columns = np.arange(x.shape[0]), np.arange(x.shape[1])
     blurred = np.zeros_like(x)
-    for weight, dy, dx in zip(weights / weights.sum(), down, right, strict=True):
-        blurred += weight * x.take(rows + dy, 0, mode="clip").take(columns + dx, 1, mode="clip")
+    for weight, dy, dx in zip(weights, down, right, strict=True):
+        shifted = x.take(rows + dy, 0, mode="clip")
+        shifted = shifted.take(columns + dx, 1, mode="clip")
+        blurred += weight * shifted
     return blurred
 
 
 def blur_motion(x: Pixels, draw: Draw, radius: Number, sigma: Number) -> Pixels:
     """Blur along a line in a random direction."""
-    return drag(x, radius, sigma, draw.uniform(-45, 45))
+    degrees = draw.uniform(-45, 45)
+    return drag(x, radius, sigma, degrees)
 
 
 def enlarge(x: Pixels, factor: Number) -> Pixels:
@@ -120,97 +149,145 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     for axis, n in enumerate(x.shape[:2]):
         cut = math.ceil(n / factor)
         size = round(cut * factor)
-        places = (n - cut) // 2 + np.linspace(0, cut - 1, size)[(size - n) // 2 :][:n]
+        zoomed = np.linspace(0, cut - 1, size)
+        start = (size - n) // 2
+        places = (n - cut) // 2 + zoomed[start:][:n]
         low = places.astype(int)
-        share = (places - low).reshape(-1, *[1] * (2 - axis))
-        x = x.take(low, axis) * (1 - share) + x.take(low + 1, axis, mode="clip") * share
+        share = places - low
+        share = share[:, None, None] if axis == 0 else share[:, None]
+        below = x.take(low, axis)
+        above = x.take(low + 1, axis, mode="clip")
+        x = below * (1 - share) + above * share
     return x
 
 
 def blur_zoom(x: Pixels, _: Draw, end: Number, step: Number) -> Pixels:
     """Average over enlarged copies, as if the lens moved."""
-    return np.mean([x, *(enlarge(x, factor) for factor in np.arange(1, end, step))], axis=0)
+    copies = [x]
+    for factor in np.arange(1, end, step):
+        copies.append(enlarge(x, factor))
+    return np.mean(copies, axis=0)
 
 
-def add_snow(x: Pixels, draw: Draw, *fall: Number) -> Pixels:
+def add_snow(
+    x: Pixels,
+    draw: Draw,
+    mean: Number,
+    scale: Number,
+    zoom: Number,
+    least: Number,
+    radius: Number,
+    sigma: Number,
+    share: Number,
+) -> Pixels:
     """Whiten the image, and add flakes that fall, once as they are and once turned around."""
-    mean, scale, zoom, least, radius, sigma, share = fall
-    flakes = enlarge(draw.normal(mean, scale, (*x.shape[:2], 1)), zoom)
+    height, width, channels = x.shape
+    flakes = draw.normal(mean, scale, (height, width, 1))
+    flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes).clip(0, 1)
     flakes = drag(flakes, radius, sigma, draw.uniform(-135, -45))
-    grey = x @ GREY if x.shape[2] == 3 else x.mean(2)
+    grey = x @ GREY if channels == 3 else x.mean(2)
     white = np.maximum(x, grey[..., None] * 1.5 + 0.5)
-    return share * x + (1 - share) * white + flakes + np.rot90(flakes, 2)
+    whitened = share * x + (1 - share) * white
+    return whitened + flakes + np.rot90(flakes, 2)
 
 
 def draw_plasma(draw: Draw, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
     """Draw a cloud in [0, 1] by the diamond-square algorithm; the size is a power of two."""
-    field, step, wide = np.zeros((size, size)), size, 100.0
+    field = np.zeros((size, size))
+    step, wide = size, 100.0
     while step >= 2:
-        half = step // 2
-        jitter = wide * draw.uniform(-wide, wide, (3, size // step, size // step))
+        half, count = step // 2, size // step
+        jitter = wide * draw.uniform(-wide, wide, (3, count, count))
         corners = field[::step, ::step]
-        down, right = (corners + np.roll(corners, -1, axis) for axis in (0, 1))
+        # Sums of each corner and the next one, below it and to its right.
+        down = corners + np.roll(corners, -1, 0)
+        right = corners + np.roll(corners, -1, 1)
         middle = (down + np.roll(down, -1, 1)) / 4 + jitter[0]
         field[half::step, half::step] = middle
-        field[::step, half::step] = (middle + np.roll(middle, 1, 0) + right) / 4 + jitter[1]
-        field[half::step, ::step] = (middle + np.roll(middle, 1, 1) + down) / 4 + jitter[2]
-        step, wide = half, wide / decay
+        above = np.roll(middle, 1, 0)
+        field[::step, half::step] = (middle + above + right) / 4 + jitter[1]
+        left = np.roll(middle, 1, 1)
+        field[half::step, ::step] = (middle + left + down) / 4 + jitter[2]
+        step = half
+        wide = wide / decay
     field -= field.min()
     return field / field.max()
 
 
 def add_fog(x: Pixels, draw: Draw, weight: Number, decay: Number) -> Pixels:
     """Add a random cloud, and scale to the brightest value before."""
-    size = 2 ** max(1, (max(x.shape[:2]) - 1).bit_length())
-    cloud = draw_plasma(draw, size, decay)[: x.shape[0], : x.shape[1], None]
-    return (x + weight * cloud) * x.max() / (x.max() + weight)
+    height, width, _ = x.shape
+    # The smallest power of two that covers the image.
+    size = 2
+    while size < max(height, width):
+        size *= 2
+    cloud = draw_plasma(draw, size, decay)[:height, :width, None]
+    brightest = x.max()
+    return (x + weight * cloud) * brightest / (brightest + weight)
 
 
 def brighten(x: Pixels, _: Draw, change: Number) -> Pixels:
     """Raise the value of each pixel in HSV, its largest channel, and keep hue and saturation."""
     value = x.max(2, keepdims=True)
     new = (value + change).clip(0, 1)
-    return np.where(value > 0, x * new / np.where(value > 0, value, 1), new)
+    black = value <= 0
+    divisor = np.where(black, 1, value)
+    return np.where(black, new, x * new / divisor)
 
 
 def lower_contrast(x: Pixels, _: Draw, share: Number) -> Pixels:
     """Shrink the differences from the mean of each channel."""
-    return share * x + (1 - share) * x.mean((0, 1))
+    mean = x.mean((0, 1))
+    return share * x + (1 - share) * mean
+
+
+def _look_up(x: Pixels, places: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
+    """Return the pixels at places between whole ones, by linear interpolation."""
+    layers = []
+    for layer in np.moveaxis(x, 2, 0):
+        layers.append(ndimage.map_coordinates(layer, places, order=1, mode=mode))
+    return np.dstack(layers)
 
 
 def bend(x: Pixels, draw: Draw, alpha: Number, sigma: Number, most: Number) -> Pixels:
     """Move three points at random, and the image with them; then every pixel by smooth noise."""
-    side = min(x.shape[:2])
-    scale = side / find_published(max(x.shape[:2]))
+    sides = x.shape[:2]
+    scale = min(sides) / find_published(max(sides))
     # Points (row, column); the affine map takes the moved ones back to the first ones.
-    points = np.array(x.shape[:2]) // 2 + max(1, side // 3) * np.array([[1, 1], [-1, 1], [-1, -1]])
+    third = max(1, min(sides) // 3)
+    points = np.array(sides) // 2 + third * np.array([[1, 1], [-1, 1], [-1, -1]])
     moved = points + scale * draw.uniform(-most, most, points.shape)
-    back = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
-    grid = np.indices(x.shape[:2])
-    places = np.tensordot(back[:2].T, grid, 1) + back[2][:, None, None]
+    affine = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
+    linear, shift = affine[:2], affine[2]
+    grid = np.indices(sides)
+    places = np.tensordot(linear.T, grid, 1) + shift[:, None, None]
+    x = _look_up(x, places, "mirror")
     noise = draw.uniform(-1, 1, grid.shape)
     noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))
-    for at, mode in ((places, "mirror"), (grid + scale * alpha * noise, "reflect")):
-        layers = np.moveaxis(x, 2, 0)
-        x = np.dstack([ndimage.map_coordinates(z, at, order=1, mode=mode) for z in layers])
-    return x
+    return _look_up(x, grid + scale * alpha * noise, "reflect")
 
 
 def pixelate(x: Pixels, _: Draw, share: Number) -> Pixels:
     """Shrink by averaging, and enlarge again."""
-    sides = x.shape[1::-1]
-    layers = [Image.fromarray(layer) for layer in np.moveaxis(x, 2, 0).astype(np.float32)]
-    for size in ([max(1, int(n * share)) for n in sides], sides):
-        layers = [layer.resize(tuple(size), Image.Resampling.BOX) for layer in layers]
-    return np.dstack([np.asarray(layer, float) for layer in layers])
+    height, width, _channels = x.shape
+    small = (max(1, int(width * share)), max(1, int(height * share)))
+    layers = []
+    for values in np.moveaxis(x, 2, 0).astype(np.float32):
+        shrunk = Image.fromarray(values).resize(small, Image.Resampling.BOX)
+        enlarged = shrunk.resize((width, height), Image.Resampling.BOX)
+        layers.append(np.asarray(enlarged, float))
+    return np.dstack(layers)
 
 
 def compress_jpeg(x: Pixels, _: Draw, quality: int) -> Pixels:
     """Store as JPEG and read again; other than three channels one by one."""
-    pixels, layers = (255 * x).round().astype(np.uint8), []
-    for piece in [pixels] if x.shape[2] == 3 else np.moveaxis(pixels, 2, 0):
-        Image.fromarray(piece).save(file := io.BytesIO(), "JPEG", quality=quality)
+    pixels = (255 * x).round().astype(np.uint8)
+    pieces = [pixels] if x.shape[2] == 3 else list(np.moveaxis(pixels, 2, 0))
+    layers = []
+    for piece in pieces:
+        file = io.BytesIO()
+        Image.fromarray(piece).save(file, "JPEG", quality=quality)
         layers.append(np.asarray(Image.open(file)))
     return np.dstack(layers) / 255
 

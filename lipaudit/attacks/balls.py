@@ -42,13 +42,28 @@ class Ball:
 
     def __getitem__(self, rows: Shaped[Tensor, " rows"]) -> Ball:
         """Return the balls of a selection of samples."""
-        return self if self.mask is None else replace(self, mask=self.mask[rows])
+        if self.mask is None:
+            return self
+        return replace(self, mask=self.mask[rows])
 
     def free(self, delta: Float[Tensor, " batch *sample"]) -> Float[Tensor, " batch *sample"]:
         """Set a perturbation to zero at masked positions."""
         if self.mask is None:
             return delta
-        return delta * self.mask.reshape(*self.mask.shape, *[1] * (delta.ndim - self.mask.ndim))
+        return delta * add_axes(self.mask, delta)
+
+    def clamp(self, z: Float[Tensor, " batch *sample"]) -> Float[Tensor, " batch *sample"]:
+        """Move every entry into the box."""
+        if self.box is None:
+            return z
+        low, high = self.box
+        return z.clamp(low, high)
+
+
+def add_axes(values: Tensor, x: Tensor) -> Tensor:
+    """Add axes of length 1 behind those of the values, so that they broadcast over x."""
+    missing = x.ndim - values.ndim
+    return values.reshape(values.shape + (1,) * missing)
 
 
 def project(
@@ -60,26 +75,31 @@ def project(
     brings every coordinate closer to x). It is the nearest such point for linf, and wherever the
     box does not bind. Exact up to the rounding of x + delta.
     """
-    if ball.patch is not None:  # the patches that differ most; nothing is added to their values
-        moved = sum_patches((z - x).abs(), ball.patch).topk(int(ball.eps))[1]
-        z = torch.where(select_places(moved, x, ball.patch), z, x)
-        return z if ball.box is None else z.clamp(*ball.box)
+    if ball.patch is not None:
+        # The patches that differ most; nothing is added to their values.
+        changes = sum_patches((z - x).abs(), ball.patch)
+        places = changes.topk(int(ball.eps))[1]
+        inside = select_places(places, x, ball.patch)
+        return ball.clamp(torch.where(inside, z, x))
     delta = ball.free(z - x)
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
     elif ball.norm == "l1":
         # Each entry shrinks by t, the largest (sum of the k largest entries - eps) / k over k
         # (Duchi et al., 2008); inside the ball t is 0.
-        size = delta.abs().flatten(1)
-        excess = size.sort(1, descending=True)[0].cumsum(1, dtype=torch.float64) - ball.eps
-        counts = torch.arange(1, size.shape[1] + 1, device=x.device)
-        t = (excess / counts).amax(1).clamp_min(0).to(x).reshape(-1, *[1] * (x.ndim - 1))
+        sizes = delta.abs().flatten(1)
+        descending = sizes.sort(1, descending=True)[0]
+        excess = descending.cumsum(1, dtype=torch.float64) - ball.eps
+        k = torch.arange(1, sizes.shape[1] + 1, device=x.device)
+        t = (excess / k).amax(1).clamp_min(0)
+        t = add_axes(t.to(x), x)
         delta = delta.sign() * (delta.abs() - t).clamp_min(0)
     else:
         # A point inside the ball is scaled by eps / eps = 1; at eps = 0 nothing is divided by 0.
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
-        delta = delta * (ball.eps / _lengths(delta, ball.norm).clamp_min(smallest))
-    return x + delta if ball.box is None else (x + delta).clamp(*ball.box)
+        lengths = _lengths(delta, ball.norm).clamp_min(smallest)
+        delta = delta * (ball.eps / lengths)
+    return ball.clamp(x + delta)
 
 
 def check_inside(
@@ -94,18 +114,26 @@ def check_inside(
     Raises:
         EvaluationError: z is no tensor of x's shape, not finite, or outside of the ball or box.
     """
-    if not isinstance(z, Tensor) or z.shape != x.shape:
-        given = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
-        raise blame_attack(attack, f"returned {given}, not samples of shape {tuple(x.shape)}")
+    wanted = f"not samples of shape {tuple(x.shape)}"
+    if not isinstance(z, Tensor):
+        raise blame_attack(attack, f"returned {type(z).__name__}, {wanted}")
+    if z.shape != x.shape:
+        raise blame_attack(attack, f"returned {tuple(z.shape)}, {wanted}")
     z = z.detach().to(x)
-    if bad := int((~z.isfinite().flatten(1).all(1)).sum()):
+    finite = z.isfinite().flatten(1).all(1)
+    bad = int((~finite).sum())
+    if bad:
         raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
     near = project(z, x, ball)
     excess = distance(z, near, ball.norm, ball.patch)
-    allowed = torch.full_like(excess, _rounding(x, ball, torch.float32))
+    rounding = _rounding(x, ball, torch.float32)
+    allowed = torch.full_like(excess, rounding)
     if ball.norm == "l1":  # entries that did not move have no error
-        allowed *= (z != x).flatten(1).to(allowed).mean(1)
-    if bad := int((excess > SLACK * ball.eps + allowed).sum()):
+        moved = (z != x).flatten(1).to(allowed)
+        allowed *= moved.mean(1)
+    outside = excess > SLACK * ball.eps + allowed
+    bad = int(outside.sum())
+    if bad:
         far = float(excess.max())
         text = f"left the ball or the box on {bad} samples, by up to {far:.3g}"
         raise blame_attack(attack, text)
@@ -113,20 +141,33 @@ def check_inside(
 
 
 def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
+    """Return the largest rounding error of a point in the ball, in the ball's norm."""
+    largest = float(x.abs().amax()) + ball.eps
+    for end in ball.box or ():
+        largest = max(largest, abs(end))
     # The rounding errors of the entries add up in the norm: in l2 as sqrt(entries).
-    size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
-    return ROUNDINGS * torch.finfo(dtype).eps / 2 * measure_ones(ball.norm, x.shape[1:]) * size
+    entries = measure_ones(ball.norm, x.shape[1:])
+    unit = torch.finfo(dtype).eps / 2
+    return ROUNDINGS * unit * entries * largest
 
 
 def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
     """Return the norm of a sample whose entries are all 1; for patches it is that of one."""
-    size = math.prod(shape)
-    return math.sqrt({"l2": size, "l1": size**2, "token-l2": shape[-1]}.get(norm, 1))
+    entries = math.prod(shape)
+    if norm == "l1":
+        return entries
+    if norm == "l2":
+        return math.sqrt(entries)
+    if norm == "token-l2":
+        return math.sqrt(shape[-1])
+    return 1.0
 
 
 def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
     """Say whether the radius is larger than the rounding of points in the ball around x."""
-    return ball.eps == 0 or ball.eps >= _rounding(x, ball, x.dtype)
+    if ball.eps == 0:
+        return True
+    return ball.eps >= _rounding(x, ball, x.dtype)
 
 
 def blame_attack(attack: str, what: str) -> EvaluationError:
@@ -144,15 +185,19 @@ def distance(
 ) -> Float[Tensor, " batch"]:
     """Return ||z - x|| of each sample, in the norm of the ball; patches: how many differ."""
     if patch is not None:
-        return (sum_patches((z - x).abs(), patch) > 0).sum(1).to(x)
-    return _lengths(z - x, norm).flatten(1).amax(1)
+        differs = sum_patches((z - x).abs(), patch) > 0
+        return differs.sum(1).to(x)
+    lengths = _lengths(z - x, norm).flatten(1)
+    return lengths.amax(1)
 
 
 def sum_patches(
     values: Float[Tensor, "batch channels height width"], patch: tuple[int, int]
 ) -> Float[Tensor, "batch places"]:
     """Return the sum of the values in each patch of the grid, row by row."""
-    return F.avg_pool2d(values.sum(1, keepdim=True), patch, divisor_override=1).flatten(1)
+    pixels = values.sum(1, keepdim=True)
+    sums = F.avg_pool2d(pixels, patch, divisor_override=1)
+    return sums.flatten(1)
 
 
 def select_places(
@@ -161,10 +206,13 @@ def select_places(
     patch: tuple[int, int],
 ) -> Bool[Tensor, "batch 1 height width"]:
     """Return a mask of the pixels in some places of the grid, numbered as in `sum_patches`."""
-    height, width = x.shape[2] // patch[0], x.shape[3] // patch[1]
-    grid = torch.zeros(len(x), height * width, dtype=torch.bool, device=x.device)
-    grid = grid.scatter(1, places, True).view(-1, 1, height, width)
-    return grid.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
+    rows = x.shape[2] // patch[0]
+    columns = x.shape[3] // patch[1]
+    chosen = torch.zeros(len(x), rows * columns, dtype=torch.bool, device=x.device)
+    chosen = chosen.scatter(1, places, True)
+    grid = chosen.view(-1, 1, rows, columns)
+    tall = grid.repeat_interleave(patch[0], 2)
+    return tall.repeat_interleave(patch[1], 3)
 
 
 def steepest(
@@ -180,11 +228,13 @@ def steepest(
     if ball.norm == "linf":
         return gradient.sign()
     tiny = torch.finfo(gradient.dtype).tiny
-    largest = gradient.abs().amax(_axes(gradient, ball.norm), keepdim=True)
+    axes = _axes(gradient, ball.norm)
+    largest = gradient.abs().amax(axes, keepdim=True)
     gradient = gradient / largest.clamp_min(tiny)
     if ball.norm == "l1":  # equal entries share the step
         gradient = gradient * (gradient.abs() == 1)
-    return gradient / _lengths(gradient, ball.norm).clamp_min(tiny)
+    lengths = _lengths(gradient, ball.norm).clamp_min(tiny)
+    return gradient / lengths
 
 
 def random_start(
@@ -199,17 +249,22 @@ def random_start(
     """
     if ball.patch is not None:
         low, high = ball.box or (0.0, 1.0)
-        return low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
+        uniform = torch.rand(x.shape, generator=generator)
+        return low + (high - low) * uniform.to(x)
     if ball.norm == "linf":
-        noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float32) - 1
-        return project(x + ball.eps * noise.to(x), x, ball)
-    noise = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
-    far = noise if ball.norm == "l1" else steepest(noise, ball)
-    return project(x + ball.eps * far, x, ball)
+        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float32)
+        direction = (2 * uniform - 1).to(x)
+    else:
+        direction = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+        if ball.norm != "l1":
+            direction = steepest(direction, ball)
+    return project(x + ball.eps * direction, x, ball)
 
 
 def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
-    return (-1,) if norm == "token-l2" else tuple(range(1, delta.ndim))
+    if norm == "token-l2":
+        return (-1,)
+    return tuple(range(1, delta.ndim))
 
 
 def _lengths(delta: Tensor, norm: Norm) -> Tensor:

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball, project, select_places, steepest, sum_patches
+from lipaudit.attacks.balls import (
+    Ball,
+    add_axes,
+    project,
+    select_places,
+    steepest,
+    sum_patches,
+)
 from lipaudit.attacks.kinds import Attack
 from lipaudit.errors import EvaluationError
 
@@ -123,14 +130,15 @@ class Oracle:
             return self.in_pieces(z)
 
     def in_pieces(self, z: Tensor) -> Tensor:
-        """Yield the logits, piece by piece."""
-        starts = range(0, len(z), self.batch_size)
-        return torch.cat([self.piece(z[i : i + self.batch_size], i) for i in starts])
+        """Return the logits, computed piece by piece."""
+        pieces = list_pieces(len(z), self.batch_size)
+        return torch.cat([self.piece(z[cut], cut.start) for cut in pieces])
 
     def piece(self, z: Tensor, start: int) -> Tensor:
         """Return the logits of the piece that begins at sample `start`."""
         if isinstance(self.f, ByRow):
-            return logits_of(self.f.f(z, self.rows[start : start + len(z)]))
+            rows = self.rows[start : start + len(z)]
+            return logits_of(self.f.f(z, rows))
         return logits_of(self.f(z))
 
 
@@ -143,24 +151,39 @@ class _InPieces(torch.autograd.Function):
             ctx.graph = None
             return oracle.in_pieces(ctx.z)
         ctx.graph = _graph(oracle, ctx.z, 0)
-        return ctx.graph[1].detach().clone()
+        _, logits = ctx.graph
+        return logits.detach().clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
-        oracle, z, size = ctx.oracle, ctx.z, ctx.oracle.batch_size
+        oracle, z = ctx.oracle, ctx.z
 
-        def at(point: Tensor) -> Tensor:
-            cuts = [slice(i, i + size) for i in range(0, len(point), size)]
-            return torch.cat([pull(_graph(oracle, point[c], c.start), above[c]) for c in cuts])
+        def pull_at(point: Tensor) -> Tensor:
+            """Return J^T `above` at a point, piece by piece."""
+            gradients = []
+            for cut in list_pieces(len(point), oracle.batch_size):
+                graph = _graph(oracle, point[cut], cut.start)
+                gradients.append(pull(graph, above[cut]))
+            return torch.cat(gradients)
 
-        def near(change: Tensor) -> Tensor:
-            largest = z.flatten(1).abs().amax(1).reshape(-1, *[1] * (z.ndim - 1))
-            return at(z + change * NUDGE * torch.where(largest > 0, largest, 1.0))
+        def pull_near(change: Tensor) -> Tensor:
+            """Return J^T `above` after a step that is small beside the sample."""
+            largest = z.flatten(1).abs().amax(1)
+            size = torch.where(largest > 0, largest, 1.0)
+            return pull_at(z + change * NUDGE * add_axes(size, z))
 
         graph, ctx.graph = ctx.graph, None
-        gradient = at(z) if graph is None else pull(graph, above)
-        return oracle.meter.mend(gradient, near), None
+        if graph is None:
+            gradient = pull_at(z)
+        else:
+            gradient = pull(graph, above)
+        return oracle.meter.mend(gradient, pull_near), None
+
+
+def list_pieces(samples: int, size: int) -> list[slice]:
+    """Cut samples into pieces of at most some size."""
+    return [slice(start, start + size) for start in range(0, samples, size)]
 
 
 def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -202,9 +225,13 @@ def logits_and_gradient(
     An oracle runs piece by piece, forward and backward, so no pass is repeated.
     """
     if isinstance(f, Oracle) and len(x) > f.batch_size:
-        cuts = [slice(i, i + f.batch_size) for i in range(0, len(x), f.batch_size)]
-        parts = [logits_and_gradient(replace(f, rows=f.rows[c]), x[c], y[c]) for c in cuts]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        logits_of_pieces, gradients = [], []
+        for cut in list_pieces(len(x), f.batch_size):
+            piece = replace(f, rows=f.rows[cut])
+            logits, gradient = logits_and_gradient(piece, x[cut], y[cut])
+            logits_of_pieces.append(logits)
+            gradients.append(gradient)
+        return torch.cat(logits_of_pieces), torch.cat(gradients)
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         logits = logits_of(f(leaf))
@@ -217,10 +244,11 @@ def margins(
     logits: Float[Tensor, "batch classes"], y: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
     """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
-    own = logits.gather(1, y[:, None])
+    label = y[:, None]
+    own = logits.gather(1, label)[:, 0]
     # The label's own logit must not be the largest of the others.
-    others = logits.scatter(1, y[:, None], -torch.inf)
-    return own[:, 0] - others.amax(1)
+    others = logits.scatter(1, label, -torch.inf)
+    return own - others.amax(1)
 
 
 @dataclass(frozen=True)
@@ -321,7 +349,8 @@ def pgd(
 
 def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run `pgd` as an attack of a plan: from a random start, with the usual step."""
-    return pgd(f, x, y, ball, start=turn.start(), steps=turn.attack.steps)
+    start = turn.start()
+    return pgd(f, x, y, ball, start=start, steps=turn.attack.steps)
 
 
 def choose_closer(
@@ -329,8 +358,9 @@ def choose_closer(
 ) -> tuple[Tensor, Tensor]:
     """Return for each sample the point with the smaller margin, and that margin."""
     gain = margin < lowest
-    keep = gain.reshape(-1, *[1] * (z.ndim - 1))
-    return torch.where(keep, z, best), torch.where(gain, margin, lowest)
+    best = torch.where(add_axes(gain, z), z, best)
+    lowest = torch.where(gain, margin, lowest)
+    return best, lowest
 
 
 # Patches: any values inside k patches of an image's grid, and nothing else changes.
@@ -363,9 +393,13 @@ def fill_patches(
     assert ball.patch is not None
     low, high = ball.box or (0.0, 1.0)
     _, gradient = logits_and_gradient(f, x, y)
-    gain = sum_patches(torch.maximum(gradient * (low - x), gradient * (high - x)), ball.patch)
-    ranks = choose_ranks(gain.shape[1], int(ball.eps), turn.attack.restarts)
-    chosen = gain.argsort(1, descending=True)[:, list(ranks[turn.restart % len(ranks)])]
+    # The linear gain of each pixel is largest at an end of the box.
+    pixel_gain = torch.maximum(gradient * (low - x), gradient * (high - x))
+    gain = sum_patches(pixel_gain, ball.patch)
+    choices = choose_ranks(gain.shape[1], int(ball.eps), turn.attack.restarts)
+    ranks = choices[turn.restart % len(choices)]
+    best_first = gain.argsort(1, descending=True)
+    chosen = best_first[:, list(ranks)]
     inside = select_places(chosen, x, ball.patch)
     cube = Ball("linf", high - low, ball.box, inside)
     start = torch.where(inside, turn.start(), x)
@@ -379,5 +413,8 @@ def choose_ranks(places: int, k: int, starts: int) -> list[tuple[int, ...]]:
     [(0, 1), (0, 2), (1, 2)]
     """
     # The fewest best places with enough choices.
-    pool = next((m for m in range(k, places) if math.comb(m, k) >= starts), places)
-    return sorted(combinations(range(pool), k), key=sum)[:starts]
+    pool = k
+    while pool < places and math.comb(pool, k) < starts:
+        pool += 1
+    choices = sorted(combinations(range(pool), k), key=sum)
+    return choices[:starts]

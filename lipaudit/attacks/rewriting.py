@@ -26,13 +26,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, combinations, islice, pairwise, product, zip_longest
+from itertools import combinations, islice, pairwise, product, zip_longest
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.attacks.oracle import Turn, margins
+from lipaudit.attacks.kinds import TYPING
+from lipaudit.attacks.oracle import Turn, list_pieces, margins
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
 
@@ -102,13 +103,16 @@ class _Step:
 
     def choose_others(self) -> list[tuple[Change, Draft]]:
         """Return further changes up to the number of queries, by three orders in turn."""
+
+        def rank(change: Change) -> float:
+            return self.by_place.get(change.place, math.inf)
+
         places = defaultdict(list)
         for change in self.left:
             places[change.place].append(change)
-        evenly = chain.from_iterable(zip_longest(*places.values()))
-        ranked = sorted(self.left, key=lambda change: self.by_place.get(change.place, math.inf))
-        turns = chain.from_iterable(zip_longest(self.left, ranked, evenly))
-        ordered = dict.fromkeys(change for change in turns if change is not None)
+        evenly = take_turns(places.values())
+        ranked = sorted(self.left, key=rank)
+        ordered = dict.fromkeys(take_turns([self.left, ranked, evenly]))
         return self._make(ordered, self.queries - self.tried)
 
     def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
@@ -126,9 +130,18 @@ class _Step:
         """Record the margins of changed texts; of equal margins the first one counts."""
         self.tried += len(chosen)
         for (change, draft), value in zip(chosen, values, strict=True):
-            self.by_place[change.place] = min(value, self.by_place.get(change.place, math.inf))
+            lowest_there = self.by_place.get(change.place, math.inf)
+            self.by_place[change.place] = min(value, lowest_there)
             if round(value, DIGITS) < round(self.lowest, DIGITS):
                 self.lowest, self.best = value, draft
+
+
+def take_turns(lists: Iterable[Iterable[Change]]) -> Iterator[Change]:
+    """Yield the first changes of all lists, then the second ones, and so on."""
+    for row in zip_longest(*lists):
+        for change in row:
+            if change is not None:
+                yield change
 
 
 def search(
@@ -163,8 +176,9 @@ def search(
             break
         slopes = oracle.slopes([best[i].ids for i in going], y[going])
         proposed = [propose(best[i], slope) for i, slope in zip(going, slopes, strict=True)]
-        pairs = zip(going, proposed, strict=True)
-        steps = [_Step(i, changes, queries, read, best[i]) for i, changes in pairs]
+        steps = []
+        for i, changes in zip(going, proposed, strict=True):
+            steps.append(_Step(i, changes, queries, read, best[i]))
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.left])
         going = []
@@ -184,11 +198,15 @@ def _try_changes(
     oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
 ) -> None:
     """Evaluate changed texts of several steps together, and record their margins."""
-    texts = [oracle.reader.read(draft) for _, made in chosen for _, draft in made]
+    texts, owners = [], []
+    for step, made in chosen:
+        for _, draft in made:
+            texts.append(oracle.reader.read(draft))
+            owners.append(step.text)
     if not texts:
         return
-    owners = torch.tensor([step.text for step, made in chosen for _ in made], device=y.device)
-    values = iter(margins(oracle(texts), y[owners]).tolist())
+    labels = y[torch.tensor(owners, device=y.device)]
+    values = iter(margins(oracle(texts), labels).tolist())
     for step, made in chosen:
         step.note_margins(made, list(islice(values, len(made))))
 
@@ -214,7 +232,10 @@ def rewrite_words(
     e(word)).
     """
     reader = oracle.reader
-    near = neighbours(reader, (token for draft in drafts for token in draft.ids))
+    tokens: set[int] = set()
+    for text in drafts:
+        tokens.update(text.ids)
+    near = neighbours(reader, tokens)
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
         rises, changes = [], []
@@ -252,18 +273,27 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     First tokens of words have first tokens as neighbours; fixed tokens have none. The reader
     caches the neighbours.
     """
-    kinds, table = reader.lexicon.kinds, reader.table
-    own = sorted({t for t in tokens if int(kinds[t]) != FIXED} - reader.near.keys())
-    lengths = table[: len(kinds)].norm(dim=1).clamp_min(torch.finfo(table.dtype).tiny)
-    there, alike = kinds.to(table.device), kinds.bincount(minlength=FIXED + 1).tolist()
-    for start in range(0, len(own), BLOCK):
-        ids = torch.tensor(own[start : start + BLOCK], device=table.device)
-        cosine = table[ids] @ table[: len(kinds)].T / lengths  # up to a factor of each row
-        cosine[there[ids][:, None] != there] = -torch.inf
+    kinds = reader.lexicon.kinds
+    table = reader.table[: len(kinds)]
+    words = {token for token in tokens if int(kinds[token]) != FIXED}
+    unknown = sorted(words - reader.near.keys())
+    tiny = torch.finfo(table.dtype).tiny
+    lengths = table.norm(dim=1).clamp_min(tiny)
+    kind_of = kinds.to(table.device)
+    of_kind = kinds.bincount(minlength=FIXED + 1).tolist()
+    count = min(NEIGHBOURS, len(kinds))
+    for cut in list_pieces(len(unknown), BLOCK):
+        block = unknown[cut]
+        ids = torch.tensor(block, device=table.device)
+        # The cosine, up to a factor of each row.
+        cosine = table[ids] @ table.T / lengths
+        other_kind = kind_of[ids][:, None] != kind_of
+        cosine[other_kind] = -torch.inf
         cosine.scatter_(1, ids[:, None], -torch.inf)
-        nearest = cosine.topk(min(NEIGHBOURS, len(kinds)), dim=1).indices
-        for token, index in zip(own[start:], nearest, strict=False):
-            reader.near[token] = index[: alike[int(kinds[token])] - 1]
+        nearest = cosine.topk(count, dim=1).indices
+        for token, index in zip(block, nearest, strict=True):
+            others = of_kind[int(kinds[token])] - 1
+            reader.near[token] = index[:others]
     return reader.near
 
 
@@ -332,10 +362,14 @@ def _combine(
     found: Sequence[tuple[int, Ids, Draft]], chain: Sequence[int], k: int
 ) -> Iterator[tuple[tuple[int, Ids, Draft], ...]]:
     """Yield the changes of two to k words of a chain at once."""
-    each = [[change for change in found if change[0] == i] for i in chain]
-    each = [changes for changes in each if changes]
-    for size in range(2, min(k, len(each)) + 1):
-        for chosen in combinations(each, size):
+    of_words: dict[int, list[tuple[int, Ids, Draft]]] = {i: [] for i in chain}
+    for change in found:
+        if change[0] in of_words:
+            of_words[change[0]].append(change)
+    changeable = [changes for changes in of_words.values() if changes]
+    most = min(k, len(changeable))
+    for size in range(2, most + 1):
+        for chosen in combinations(changeable, size):
             yield from product(*chosen)
 
 
@@ -377,8 +411,9 @@ def rewrite_characters(
     def make(draft: Draft, i: int, error: str) -> Draft:
         """Return the text with an error, its word tokenized with the space before it."""
         assert draft.source is not None
-        piece, start, _ = draft.source.spans[i][0]
-        before = draft.source.texts[piece][max(start - 1, 0) : start]
+        piece, start, _ = draft.source.span(i)
+        first = max(start - 1, 0)
+        before = draft.source.texts[piece][first:start]
         space = before if before.isspace() else ""
         return draft.with_word(i, encode(space + error), error)
 
@@ -387,28 +422,37 @@ def rewrite_characters(
         if draft.source is None:
             return []
         lengths = iter(slope.norm(dim=1).tolist())
-        steep = [sum(islice(lengths, len(word))) for word in draft.words]
-        known, letters = _spell_words(draft, lexicon)
+        steepness = [sum(islice(lengths, len(word))) for word in draft.words]
+        words, letters = _spell_words(draft, lexicon)
         of_words = []
-        for i in sorted(known, key=lambda i: -steep[i]):
-            errors = _errors(known[i], letters)
+        for i in sorted(words, key=lambda i: -steepness[i]):
+            errors = _errors(words[i], letters)
             of_words.append([Change(i, partial(make, draft, i, error)) for error in errors])
-        turns = chain.from_iterable(zip_longest(*of_words))
-        return [change for change in turns if change is not None]
+        return list(take_turns(of_words))
 
     return search(oracle, drafts, y, budget, propose, turn.attack.queries)
 
 
 def _spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
     """Return the words in which errors are possible, by number, and the letters to insert."""
-    source, known = draft.source, dict(draft.spelled)
-    some = [i for i, word in enumerate(draft.words) if source and not lexicon.is_fixed(word)]
-    spelled = {i: known.get(i) or source.word(i) for i in some if source}
-    words = {i: text for i, text in spelled.items() if len(text) > 1}
+    source = draft.source
+    if source is None:
+        return {}, []
+    respelled = dict(draft.spelled)
+    words = {}
+    for i, word in enumerate(draft.words):
+        if lexicon.is_fixed(word):
+            continue
+        text = respelled.get(i) or source.word(i)
+        if len(text) > 1:
+            words[i] = text
     # The text's own letters, and all Latin ones if it has any.
-    letters = {c for text in words.values() for c in text.lower() if c.isalnum()}
-    latin = set(string.ascii_lowercase)
-    return words, sorted(letters | (latin if letters & latin else set()))
+    letters: set[str] = set()
+    for text in words.values():
+        letters.update(letter for letter in text.lower() if letter.isalnum())
+    if not letters.isdisjoint(string.ascii_lowercase):
+        letters.update(string.ascii_lowercase)
+    return words, sorted(letters)
 
 
 def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, count: int) -> Draft:
@@ -425,22 +469,33 @@ def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, coun
     """
     for _ in range(count):
         words, letters = _spell_words(draft, lexicon)
-        kinds = {i: _list_errors(text, letters)[kind] - {text} for i, text in words.items()}
-        if possible := [i for i in words if kinds[i]]:
-            i = draw.choices(possible, [len(words[i]) for i in possible])[0]
-            draft = draft.with_word(i, draft.words[i], draw.choice(sorted(kinds[i])))
+        errors = {}
+        for i, text in words.items():
+            errors[i] = _list_errors(text, letters)[kind] - {text}
+        possible = [i for i in words if errors[i]]
+        if not possible:
+            continue
+        lengths = [len(words[i]) for i in possible]
+        i = draw.choices(possible, lengths)[0]
+        error = draw.choice(sorted(errors[i]))
+        draft = draft.with_word(i, draft.words[i], error)
     return draft
 
 
 def _list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
     """Return every word with one error, by kind of error."""
-    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
-    return {
-        "swap": {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1},
-        "remove": {a + b[1:] for a, b in cuts if b},
-        "replace": {a + c + b[1:] for a, b in cuts if b for c in letters},
-        "insert": {a + c + b for a, b in cuts for c in letters},
-    }
+    errors: dict[str, set[str]] = {kind: set() for kind in TYPING}
+    for i in range(len(word) + 1):
+        before, after = word[:i], word[i:]
+        if len(after) > 1:
+            errors["swap"].add(before + after[1] + after[0] + after[2:])
+        if after:
+            errors["remove"].add(before + after[1:])
+        for letter in letters:
+            errors["insert"].add(before + letter + after)
+            if after:
+                errors["replace"].add(before + letter + after[1:])
+    return errors
 
 
 def _errors(word: str, letters: Sequence[str]) -> list[str]:
@@ -448,7 +503,10 @@ def _errors(word: str, letters: Sequence[str]) -> list[str]:
 
     The order mixes kinds and places of errors, and is the same on every machine.
     """
+    errors: set[str] = set()
+    for of_kind in _list_errors(word, letters).values():
+        errors |= of_kind
     # The order of a set differs between processes: sort, then mix by the word.
-    order = sorted(set[str]().union(*_list_errors(word, letters).values()) - {word})
+    order = sorted(errors - {word})
     random.Random(word).shuffle(order)
     return order

@@ -7,9 +7,10 @@ made in the characters, and the model reads the changed characters. `rewriting` 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int
@@ -17,13 +18,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.attacks.balls import blame_attack
-from lipaudit.attacks.oracle import Meter, Turn, margins, pull
+from lipaudit.attacks.oracle import Meter, Turn, list_pieces, margins, pull
 
 # Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
 # word.
 FIXED, BEGINS, GOES_ON = 0, 1, 2
-# Margins are compared to this many decimal places; further digits are rounding noise.
-DIGITS = 5
 
 Ids = tuple[int, ...]
 # Position of a token: index of the text in a pair, first character, and one past the last.
@@ -49,15 +48,24 @@ class Source:
 
     def word(self, i: int) -> str:
         """Return the characters of a word."""
-        piece, start, _ = self.spans[i][0]
-        return self.texts[piece][start : self.spans[i][-1][2]]
+        piece, start, end = self.span(i)
+        return self.texts[piece][start:end]
+
+    def span(self, i: int) -> Span:
+        """Return the position of a word: from its first token to its last."""
+        tokens = self.spans[i]
+        piece, start, _ = tokens[0]
+        _, _, end = tokens[-1]
+        return piece, start, end
 
     def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
         """Return the texts with other characters for some words; all else stays."""
         texts = list(self.texts)
+        # From the last word to the first: positions before a change stay.
         for i, new in sorted(words, reverse=True):
-            piece, start, _ = self.spans[i][0]
-            texts[piece] = texts[piece][:start] + new + texts[piece][self.spans[i][-1][2] :]
+            piece, start, end = self.span(i)
+            text = texts[piece]
+            texts[piece] = text[:start] + new + text[end:]
         return tuple(texts)
 
 
@@ -87,14 +95,26 @@ class Lexicon:
     marked: bool = True
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Write token ids as a text, or as a pair of texts."""
-        runs = groupby(ids, key=self.special.__contains__)
-        pieces = [self.text(list(run)) for outside, run in runs if not outside]
-        return pieces if len(pieces) == 2 else [self.text(ids)]
+        """Write token ids as a text, or as a pair of texts, which special ids divide."""
+        pieces: list[list[int]] = []
+        inside = False
+        for token in ids:
+            if token in self.special:
+                inside = False
+                continue
+            if not inside:
+                pieces.append([])
+            pieces[-1].append(token)
+            inside = True
+        if len(pieces) != 2:
+            return [self.text(ids)]
+        return [self.text(piece) for piece in pieces]
 
     def text(self, ids: Sequence[int]) -> str:
         """Write token ids as text, or as numbers without a tokenizer."""
-        return " ".join(map(str, ids)) if self.spell is None else self.spell(ids).strip()
+        if self.spell is None:
+            return " ".join(map(str, ids))
+        return self.spell(ids).strip()
 
     def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
         """Split a text into words, with the span of each in the characters if it can be found.
@@ -104,20 +124,30 @@ class Lexicon:
             texts: the text, or the two of a pair; empty: the texts that the ids spell.
             most: largest number of tokens of the model.
         """
+        if self.read is None:
+            return Draft(self.words(ids))
         written = texts or tuple(self.texts(ids))
         for limit in (most + 1, len(ids)):
-            tokens, spans = self.read(written, limit) if self.read else ((), ())
-            if tokens == tuple(ids):
-                words, each = self.words(ids, spans), iter(spans)
-                places = tuple(tuple(islice(each, len(word))) for word in words)
-                return Draft(words, source=Source(written, places, limit))
+            tokens, spans = self.read(written, limit)
+            if tokens != tuple(ids):
+                continue
+            words = self.words(ids, spans)
+            remaining = iter(spans)
+            of_words = tuple(tuple(islice(remaining, len(word))) for word in words)
+            source = Source(written, of_words, limit)
+            return Draft(words, source=source)
         return Draft(self.words(ids))
 
     def name(self, token: int) -> str:
         """Write one token id for people: as text, or else in the vocabulary's spelling."""
-        kept = self.tokens[token] if token < len(self.tokens) else str(token)
-        spelled = "" if self.spell is None else self.spell([token]).strip()
-        return kept if not spelled or "\ufffd" in spelled else spelled
+        spelled = ""
+        if self.spell is not None:
+            spelled = self.spell([token]).strip()
+        if spelled and "\ufffd" not in spelled:
+            return spelled
+        if token < len(self.tokens):
+            return self.tokens[token]
+        return str(token)
 
     def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
         """Split a text into words; every fixed id is a separate piece.
@@ -125,16 +155,19 @@ class Lexicon:
         If the spans are known, a word ends at the first gap.
         """
         words: list[list[int]] = []
-        before, end = FIXED, NOWHERE
         kinds = self.kinds[list(ids)].tolist()
-        further = GOES_ON if self.marked or not spans else BEGINS
-        for token, kind, span in zip(ids, kinds, spans or [NOWHERE] * len(ids), strict=True):
-            if kind == further and before != FIXED and span[0] == end[0] and span[1] <= end[2]:
+        unmarked = bool(spans) and not self.marked
+        further = BEGINS if unmarked else GOES_ON
+        spans = spans or [NOWHERE] * len(ids)
+        kind_before, piece_before, end_before = FIXED, 0, 0
+        for token, kind, (piece, start, end) in zip(ids, kinds, spans, strict=True):
+            adjacent = piece == piece_before and start <= end_before
+            if kind == further and kind_before != FIXED and adjacent:
                 words[-1].append(token)
             else:
                 words.append([token])
-            before, end = kind, span
-        return tuple(map(tuple, words))
+            kind_before, piece_before, end_before = kind, piece, end
+        return tuple(tuple(word) for word in words)
 
     def is_fixed(self, word: Sequence[int]) -> bool:
         """Say whether a piece of a text is not a word, and must not change."""
@@ -164,7 +197,9 @@ class Draft:
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the characters of the text, or of the two of a pair; empty if unknown."""
-        return () if self.source is None else self.source.cut(self.spelled)
+        if self.source is None:
+            return ()
+        return self.source.cut(self.spelled)
 
     @property
     def ids(self) -> Ids:
@@ -173,10 +208,12 @@ class Draft:
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
         """Return the text with one word replaced: one more change."""
-        words = (*self.words[:i], word, *self.words[i + 1 :])
-        kept = tuple(pair for pair in self.spelled if pair[0] != i)
-        written = kept if spelled is None else (*kept, (i, spelled))
-        return Draft(words, (*self.changed, i), written, self.source)
+        words = list(self.words)
+        words[i] = word
+        characters = [pair for pair in self.spelled if pair[0] != i]
+        if spelled is not None:
+            characters.append((i, spelled))
+        return Draft(tuple(words), (*self.changed, i), tuple(characters), self.source)
 
 
 @dataclass(frozen=True)
@@ -212,18 +249,23 @@ class Reader:
         """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
-        ids, _ = self.lexicon.read(draft.texts, self.most if cut else draft.source.most)
-        fits = 0 < len(ids) <= self.most and max(ids) < len(self.lexicon.kinds)
-        return ids if fits else ()
+        most = self.most if cut else draft.source.most
+        ids, _ = self.lexicon.read(draft.texts, most)
+        if not 0 < len(ids) <= self.most:
+            return ()
+        known = max(ids) < len(self.lexicon.kinds)
+        return ids if known else ()
 
     def pad(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, with a mask if any is padded."""
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         x = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
-        lengths = torch.tensor([len(row) for row in rows])
+        x = x.to(self.table.device)
+        lengths = torch.tensor([len(ids) for ids in texts])
         mask = torch.arange(x.shape[1]) < lengths[:, None]
-        device = self.table.device
-        return x.to(device), None if bool(mask.all()) else mask.to(device)
+        if bool(mask.all()):
+            return x, None
+        return x, mask.to(x.device)
 
 
 @dataclass(frozen=True)
@@ -246,8 +288,9 @@ class TextOracle:
         self.meter.forwards += len(texts)
         logits: dict[int, Tensor] = {}
         for rows in self._pieces(texts):
-            batch = self.reader.pad([texts[i] for i in rows])
-            logits |= zip(rows, self.reader.output(*batch), strict=True)
+            ids, mask = self.reader.pad([texts[i] for i in rows])
+            output = self.reader.output(ids, mask)
+            logits |= zip(rows, output, strict=True)
         return torch.stack([logits[i] for i in range(len(texts))])
 
     def slopes(
@@ -258,28 +301,43 @@ class TextOracle:
         Words tokenized alone may have more tokens than the model takes; tokens before the last one
         are then left out, without gradient.
         """
-        whole, most = [len(ids) for ids in texts], self.reader.most
-        texts = [ids if len(ids) <= most else (*ids[: most - 1], ids[-1]) for ids in texts]
+        shortened = [self._shorten(ids) for ids in texts]
         self.meter.forwards += len(texts)
         self.meter.backwards += len(texts)
         slopes: dict[int, Tensor] = {}
-        for rows in self._pieces(texts):
-            ids, mask = self.reader.pad([texts[i] for i in rows])
+        for rows in self._pieces(shortened):
+            ids, mask = self.reader.pad([shortened[i] for i in rows])
             with torch.enable_grad():
                 z = self.reader.point(ids, mask).requires_grad_()
-                total = margins(self.reader.forward(z, ids, mask), y[rows]).sum()
-            gradient = pull((z, total), torch.ones_like(total))
-            for i, slope in zip(rows, gradient, strict=True):
-                own, left = slope[: len(texts[i])], whole[i] - len(texts[i])
-                slopes[i] = torch.cat([own[:-1], own.new_zeros(left, own.shape[1]), own[-1:]])
+                logits = self.reader.forward(z, ids, mask)
+                total = margins(logits, y[rows]).sum()
+            gradients = pull((z, total), torch.ones_like(total))
+            for i, gradient in zip(rows, gradients, strict=True):
+                slope = gradient[: len(shortened[i])]
+                missing = len(texts[i]) - len(shortened[i])
+                zeros = slope.new_zeros(missing, slope.shape[1])
+                slopes[i] = torch.cat([slope[:-1], zeros, slope[-1:]])
         return [slopes[i] for i in range(len(texts))]
 
+    def _shorten(self, ids: Ids) -> Ids:
+        """Leave out tokens before the last one until the model takes the text."""
+        most = self.reader.most
+        if len(ids) <= most:
+            return ids
+        return (*ids[: most - 1], ids[-1])
+
     def _pieces(self, texts: Sequence[Ids]) -> list[list[int]]:
-        """Yield groups of texts to evaluate together: of one length if the model reads padding."""
-        length = (lambda i: len(texts[i])) if self.reader.reads_padding else (lambda _: 0)
-        runs = [[*run] for _, run in groupby(sorted(range(len(texts)), key=length), key=length)]
-        size = self.batch_size
-        return [run[i : i + size] for run in runs for i in range(0, len(run), size)]
+        """Group texts to evaluate together: those of one length if the model reads padding."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, ids in enumerate(texts):
+            length = len(ids) if self.reader.reads_padding else 0
+            groups[length].append(i)
+        pieces = []
+        for length in sorted(groups):
+            rows = groups[length]
+            for cut in list_pieces(len(rows), self.batch_size):
+                pieces.append(rows[cut])
+        return pieces
 
 
 # (oracle, drafts, y, budget, turn) -> drafts, as `AttackKind` describes it.
@@ -295,13 +353,16 @@ def check_drafts(
         EvaluationError: the result breaks these rules.
     """
     for new, old in zip(after, before, strict=True):
-        same = len(new.words) == len(old.words)
-        differing = {i for i, word in enumerate(old.words) if same and new.words[i] != word}
-        silent = differing - set(new.changed)
-        if not same or silent or any(lexicon.is_fixed(old.words[i]) for i in differing):
+        changed = set(new.changed)
+        wrong = len(new.words) != len(old.words)
+        for i, (word, original) in enumerate(zip(new.words, old.words, strict=False)):
+            if word != original and (i not in changed or lexicon.is_fixed(original)):
+                wrong = True
+        if wrong:
             text = "changed something that is not a word, or did not report the change"
             raise blame_attack(attack, text)
-        if old.source is not new.source or {i for i, _ in new.spelled} - set(new.changed):
+        respelled = {i for i, _ in new.spelled}
+        if old.source is not new.source or respelled - changed:
             raise blame_attack(attack, "changed characters and did not report it")
         if len(new.changed) > budget:
             text = f"made {len(new.changed)} changes, but only {budget} are allowed"

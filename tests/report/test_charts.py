@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from lipaudit.report import charts
-from lipaudit.report.blocks import Curve, Heatmap, Histogram, Series, compute_scale, describe
+from lipaudit.report.blocks import (
+    Curve,
+    Heatmap,
+    Histogram,
+    Series,
+    Stack,
+    compute_scale,
+    describe,
+)
 from lipaudit.report.charts import draw_svg
 from lipaudit.tables import Column
 
@@ -42,6 +50,7 @@ BLOCKS = [
     Curve("line", X, X, (Series(HOSTILE, (8.0, 9.0), (1.0, 2.0), (None, 0.0), (1.0, 3.0)),), True),
     Curve("share", X, X, (Series("a", (0.0, 1.0), (0.5, 0.2)),), ticks={"0": 0.0, "1/1": 1.0}),
     heatmap(1, 2, title="map", values=((0.0, 0.0),), square=True),
+    Stack("stack", ("0 attention", HOSTILE), X, {"a": (0.7, -0.2), HOSTILE: (0.3, 1.2)}),
 ]
 
 

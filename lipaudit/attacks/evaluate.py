@@ -512,10 +512,10 @@ def note_masking(
     """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
 
     The signs are those of Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
-    examples of another model break samples that no own attack broke; Square, which takes no
-    gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
-    survive in an linf ball of half the box. That ball contains the centre of the box, whatever
-    the sample, and a model is right there for the samples of one class at most. A sign has to be
+    examples of another model break samples that no attack on this model broke; Square, which takes
+    no gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
+    survive in an linf ball of half the box. That ball contains the centre of the box, whatever the
+    sample, and a model is right there for the samples of one class at most. A sign has to be
     larger than LUCKY samples and than LUCKY_SHARE of all.
 
     Args:
@@ -540,7 +540,8 @@ def note_masking(
         count = int(stands.sum() - flags.sum())
         if efforts[trials.index(trial)] == {"points"}:
             own = [i for i in inside if efforts[i] != {"points"}]
-            count, more = int((robust[:, own].all(1) & ~flags).sum()), "that no own attack broke"
+            count = int((robust[:, own].all(1) & ~flags).sum())
+            more = "that no attack on this model broke"
         if count > lucky:
             signs[trial.label] = f"{trial.label} broke {count} samples {more} ({where})"
         left, most = robust[:, inside].all(1).sum(), np.unique(y, return_counts=True)[1].max()

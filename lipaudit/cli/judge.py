@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
 from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.engine import files, launcher
-from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
+from lipaudit.errors import BaselineError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
@@ -62,12 +62,6 @@ class Remeasure(Settings):
         (),
         "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
         usual="those of the first report, if their file is unchanged",
-        rare=True,
-    )
-    baseline_model: str | None = option(
-        None,
-        "Where the baseline's model is now: the examples of a MODEL are tried on it, too.",
-        usual="the MODEL in the baseline, unless that is code (py:)",
         rare=True,
     )
     denoiser: str | None = option(
@@ -150,8 +144,7 @@ def compare(
             )
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        loaded[0], new = read_or_measure(each, loaded[0], Path(reports[0]), how, terminal)
-        loaded.append(new)
+        loaded.append(read_or_measure(each, loaded[0], Path(reports[0]), how, terminal))
     emit(
         of_comparison(compared(loaded), loaded),
         output,
@@ -199,7 +192,7 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     if not is_report(current):
         require_judgeable(settings["rules"], before)
-    before, report = read_or_measure(current, before, baseline, how, terminal)
+    report = read_or_measure(current, before, baseline, how, terminal)
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -247,10 +240,15 @@ def update(
 ) -> None:
     """Replace a baseline by a report, and record why."""
     from lipaudit.gate.conditions import promote
+    from lipaudit.gate.planning import describe_power
 
     files.require_writable(output)
-    files.write(output, schema.dumps(promote(schema.load(report), reason)).encode())
+    baseline = promote(schema.load(report), reason)
+    files.write(output, schema.dumps(baseline).encode())
     terminal.tell(f"wrote {output}")
+    with suppress(UsageError):  # no default rule exists for its sections
+        for line in describe_power(baseline):
+            terminal.tell(f"  {line}")
 
 
 Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
@@ -266,18 +264,13 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
 
 # Options of a measure, and the measure.
-OWNERS = {"transfer": "attack", "baseline_model": "attack", "denoiser": "smoothing"}
-# Options of the MODEL alone, and its report.
-OF_MODEL = {"arch", "model_kwargs", "quantize", "resume", "report"}
+OWNERS = {"transfer": "attack", "denoiser": "smoothing"}
 
 
 def read_or_measure(
     current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
-) -> tuple[Report, Report]:
+) -> Report:
     """Read the report, or measure the model with the baseline's settings and save the report.
-
-    If the model is attacked with examples of the baseline's model, that one is also attacked with
-    those of the model.
 
     Args:
         current: a report, or a MODEL.
@@ -285,9 +278,6 @@ def read_or_measure(
         file: its path, beside which its saved examples may be.
         how: the options that may differ.
         terminal: what is said on stderr.
-
-    Returns:
-        The baseline and the report.
 
     Raises:
         Exit: this process measured a shard for rank 0.
@@ -302,7 +292,7 @@ def read_or_measure(
                 f"{current} is a report, so {flags} has no effect",
                 "Leave them out: they are for a MODEL.",
             )
-        return baseline, schema.load(Path(current))
+        return schema.load(Path(current))
     from lipaudit.api import open_job
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine import execute
@@ -313,82 +303,26 @@ def read_or_measure(
     if path:
         files.require_writable(path)
     request = _plan_again(current, baseline, file, how, terminal)
-    if how.baseline_model:  # a wrong one is found before hours of work
-        require_alone("--baseline-model")
-        execute.load_again(baseline, how.baseline_model, _repeat_run(baseline, how, OF_MODEL))
     with OnStderr(terminal) as observer, open_job(current, request) as job:
-        ids, weights = job.samples.batch.ids, job.net.weights_sha256
+        ids = job.samples.batch.ids
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
         if path is None:
-            path = make_folder(RUNS / f"gate-{weights[:12]}", "--report") / "report.json"
-        examples = path.with_name(f"{path.stem}-adv.safetensors")
-        # A MODEL that tries the baseline's examples gives its own to the baseline's model. Several
-        # processes do not: each would have to load that model, too.
-        attack: Any = job.request.measures.get("attack")
-        same = weights == baseline.run.model.weights_sha256
-        if same and how.baseline_model:
-            terminal.tell(f"--baseline-model is not attacked again: {current} has its weights")
-        if attacks_back := attack and attack.transfer and not (same or request.place):
-            _require_free(examples, baseline, attack.transfer)
-            saving = {"attack": attack.model_copy(update={"save_adv": examples})}
-            measures = {**job.request.measures, **saving}
-            job = replace(job, request=replace(job.request, measures=measures))
+            folder = RUNS / f"gate-{job.net.weights_sha256[:12]}"
+            path = make_folder(folder, "--report") / "report.json"
         with execute.run_job(job, observer) as report:
             if report is not None:
                 files.write(path, render(report, "json"))
-    del job  # and its model, before another one is loaded
     if report is None:
         raise typer.Exit
     terminal.tell(f"measured: {path}")
-    return (_attack_back(baseline, examples, how, terminal) if attacks_back else baseline), report
+    return report
 
 
-def _require_free(examples: Path, baseline: Report, inputs: tuple[Path, ...]) -> None:
-    """Refuse to save examples over a file that is read, or that the baseline's run saved."""
-    from lipaudit.attacks.transfer import hash_file
-    from lipaudit.gate.conditions import list_examples
-
-    files.require_writable(examples)
-    taken = examples.resolve() in [path.resolve() for path in inputs]
-    taken |= examples.exists() and hash_file(examples) in list_examples(baseline).values()
-    if taken:
-        raise UsageError(
-            f"the examples of MODEL would overwrite {examples}, which is still needed",
-            "Give another --report: they are saved beside it.",
-        )
-
-
-def _attack_back(baseline: Report, examples: Path, how: Remeasure, terminal: Terminal) -> Report:
-    """Try the examples of a MODEL on the baseline's model; return the baseline with the result.
-
-    Raises:
-        LipauditError: the model that `--baseline-model` names does not fit the baseline.
-    """
-    from lipaudit.engine.execute import attack_again
-
-    model = how.baseline_model or baseline.run.model.spec
-    run = _repeat_run(baseline, how, OF_MODEL)
-    result, outcome = baseline, f"examples in {examples}, tried on {model}, too"
-    try:
-        code = not how.baseline_model and "py:" in (model[:3], (run.arch or "")[:3])
-        if code:
-            raise InputError(
-                f"a report may not run code; to allow it, add --baseline-model {model}"
-            )
-        result = attack_again(baseline, model, run, examples)
-    except LipauditError as error:
-        if how.baseline_model:
-            raise
-        outcome = f"{examples} was not tried on the baseline's model: {error.message}"
-    terminal.tell(outcome)
-    return result
-
-
-def _repeat_run(baseline: Report, how: Remeasure, besides: set[str]) -> RunOptions:
+def _repeat_run(baseline: Report, how: Remeasure) -> RunOptions:
     """Return the options of the baseline's run, but for those that are given now."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    given = how.model_fields_set - {*OWNERS, *besides}
+    given = how.model_fields_set - {*OWNERS, "report"}
     return RunOptions.parse(run | {name: getattr(how, name) for name in given})
 
 
@@ -420,10 +354,6 @@ def _plan_again(
         text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
         if baseline.section(OWNERS[name]) is None:
             raise UsageError(text, "Leave it out.")
-    if how.baseline_model and not examples:
-        raise UsageError(
-            "--baseline-model needs examples of the baseline's model", f"Give them: {advice}"
-        )
     extra: dict[str, Any] = {"attack": {"transfer": examples}}
     extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
     for section in baseline.sections:
@@ -433,6 +363,6 @@ def _plan_again(
             known = {**kind.once, **section.settings, **extra.get(section.measure, {})}
             measures[section.measure] = kind.parse(known)
             counts[section.measure] = len(section.ids) or baseline.run.data.samples
-    options = _repeat_run(baseline, how, {"report"})
+    options = _repeat_run(baseline, how)
     place = launcher.find_place()
     return Request(model, measures, options, counts, command=typed_command(), place=place)

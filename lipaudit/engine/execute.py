@@ -11,42 +11,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from lipaudit.attacks.evaluate import note_masking
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results
 from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
-from lipaudit.engine.prepare import Job, Request, leave_out_layers, load_options, prepare
+from lipaudit.engine.prepare import Job, leave_out_layers
 from lipaudit.errors import (
-    BaselineError,
     EvaluationError,
-    InputError,
     find_user_error,
     out_of_memory,
 )
 from lipaudit.measures import load_measures
-from lipaudit.measures.attack import TRANSFER, AttackOptions
 from lipaudit.measures.base import (
     MeasureOptions,
     Part,
     in_order,
     listening,
     sample_ids,
-    share_columns,
 )
-from lipaudit.models.net import OWN, Net
+from lipaudit.models.net import OWN
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
-from lipaudit.models.sources.loader import load_net
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import RunOptions
 from lipaudit.tables import Note, Report, Section
-from lipaudit.tables.trials import WHOLE, WORST, is_repeat, worst_cases
 
 
 class Observer:
@@ -328,91 +316,3 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
                 f"the model fails on sample {sample}: {reason}",
                 "Leave that sample out, or fix the model. On overflow, try --dtype float64.",
             ) from (cause or error)
-
-
-def load_again(report: Report, model: str, run: RunOptions) -> Net:
-    """Load the model of a report from where it is now; see `attack_again`.
-
-    Raises:
-        LipauditError: it cannot be loaded, or has other weights.
-    """
-    net = load_net(model, load_options(run))
-    if net.weights_sha256 != report.run.model.weights_sha256:
-        raise InputError(
-            f"the weights of {model} are not those of the report", "Name the model of that run."
-        )
-    return net
-
-
-def attack_again(report: Report, model: str, run: RunOptions, examples: Path) -> Report:
-    """Try saved examples on the model of a report, in every ball of its attacks.
-
-    Args:
-        report: a report with attacks in balls.
-        model: where its model is now.
-        run: the options to load its model and samples.
-        examples: the file of `--save-adv` of another model on the same samples.
-
-    Returns:
-        The report with the attack `transfer`, which counts in the worst case; where that is new,
-        calibration and the worst class are unknown. A note names each ball whose worst case fell.
-
-    Raises:
-        LipauditError: the model or the samples cannot be loaded, or are others.
-        BaselineError: the report does not say which samples each attack broke.
-    """
-    section = report.section("attack")
-    assert section is not None
-    before = {row.trial: row for row in section.rows}
-    names = {trial.column("robust") for trial in (*before, *worst_cases(before))}
-    if not names or names - section.samples.keys():
-        raise BaselineError("the report lacks verdicts of its attacks", "Measure it again.")
-    balls = {row.trial.radius.text: row.norm for row in section.rows if row.norm not in WHOLE}
-    plan = {"eps": ",".join(balls), "norm": max(balls.values()), "attack": TRANSFER}
-    options = AttackOptions.parse(plan | {"transfer": (examples,)})
-    request = Request(model, {"attack": options}, run, {"attack": len(section.ids)})
-    job = prepare(request, net=load_again(report, model, run))
-    if job.samples.batch.ids != section.ids:
-        raise InputError(
-            f"the samples in {run.data} are not those of the report", "Name the data of that run."
-        )
-    (found,) = execute(job).sections
-    added = _add_verdicts(section, found, examples)
-    sections = [added if each is section else each for each in report.sections]
-    return report.model_copy(update={"sections": tuple(sections)})
-
-
-def _add_verdicts(section: Section, found: Section, examples: Path) -> Section:
-    """Return a section of attacks with the verdicts of saved examples, in its worst cases, too."""
-    columns: dict[str, Any] = dict(section.samples)
-    rows = {row.trial: row for row in section.rows}
-    notes = [*section.notes, *found.notes]
-    once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
-    for row in found.rows:
-        name = row.trial.column("robust")
-        verdicts: Any = found.samples[name]
-        columns[name] = tuple(map(min, verdicts, columns.get(name, verdicts)))
-        counted = np.array(columns[name])[once, None]
-        # Calibration and the worst class are unknown.
-        cells: dict[str, Any] = dict.fromkeys(("ece", "robust_class", "class"))
-        for column, values in share_columns("robust", counted).items():
-            cells[column] = float(values[0])
-        old = rows.get(row.trial, row)
-        rows[row.trial] = old.replace(**cells)
-        if row.trial.attack == WORST and cells["robust"] != old.robust:
-            text = (
-                f"{row.trial.ball}: robust accuracy {cells['robust']:.4g} with {examples.name}, "
-                f"{old.robust:.4g} without"
-            )
-            notes.append(Note.info("examples-back", text))
-    trials = AttackOptions.parse({**section.settings, "transfer": (examples,)}).trials()
-    verdicts = [columns[trial.key.column("robust")] for trial in trials]
-    flags = np.array(verdicts, dtype=bool).T
-    labels = np.array(columns["label"])
-    notes += note_masking(trials, flags[once], labels[once], None)
-    update = {
-        "samples": columns,
-        "rows": tuple(rows.values()),
-        "notes": tuple(dict.fromkeys(notes)),
-    }
-    return section.model_copy(update=update)

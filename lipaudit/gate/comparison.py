@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, permutations
 from typing import Any, Literal
 
+import numpy as np
+
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
-from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
+from lipaudit.gate.judging import Contrast, examine, judge_change
 from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL
@@ -26,8 +28,8 @@ from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
 class HeadChange(Verdict):
     """The verdict on the change of one head, with 95 % limits for this head alone.
 
-    Its p-value is two-sided, of "it has not changed beyond the accuracy of norms" (Student's t);
-    `p_adjusted` is the same after Holm's correction over the heads of the column.
+    `p_adjusted` is the p-value of "it has not changed beyond the accuracy of norms" (two-sided
+    sign test), over all heads of the column together.
 
     Attributes:
         layer: layer of the head.
@@ -99,6 +101,8 @@ class Comparison(Frozen):
 
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns compared head by head. In other sections: all columns with a better direction."""
+STILL = 0.01
+"""Heads of which half of the samples change by less than 1 % have not moved."""
 LISTED = 6
 """Number of left-out rows that a note names."""
 REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
@@ -222,17 +226,17 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     examined, section = examine(rule, new, old, lenient=True), new.section(rule.measure)
     if isinstance(examined, Verdict) or section is None:
         return
-    # Two-sided, and beyond the accuracy of norms: a head may move either way.
-    tests = {}
-    for contrast in (contrast for contrast in examined if contrast.changes.size):
-        sides = (statistics.judge_mean(way * contrast.changes) for way in (1, -1))
-        tests[contrast.name] = min(1.0, 2 * min(side.p(TOLERANCE) for side in sides))
-    adjusted = statistics.correct_by_holm(tests, ALPHA)
+    tested = [contrast for contrast in examined if contrast.evidence is not None]
+    adjusted = dict[str, float]()
+    if tested:
+        changes = np.stack([contrast.changes for contrast in tested])
+        # A head may move either way.
+        shares = statistics.correct_jointly(changes, STILL, both_sides=True)
+        adjusted = {c.name: float(p) for c, p in zip(tested, shares, strict=True)}
     rows = pairing.index_rows(section)
     for contrast in examined:
         name = contrast.name
-        fields = dict(judge_change(rule, contrast))
-        fields |= {"p": tests.get(name), "p_adjusted": adjusted.get(name, (None,))[0]}
+        fields = dict(judge_change(rule, contrast)) | {"p_adjusted": adjusted.get(name)}
         yield HeadChange(**fields, layer=rows[name]["layer"], head=rows[name]["head"])
 
 

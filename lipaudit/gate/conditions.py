@@ -6,12 +6,13 @@ A baseline is an ordinary report, reduced so that it fits into git.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate import pairing
-from lipaudit.gate.rules import DEFAULT_RULES
+from lipaudit.gate.rules import Rule, choose_rules
 from lipaudit.tables import Report, Section
 from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
 
@@ -106,10 +107,14 @@ def find_problems(report: Report) -> list[str]:
     It must be complete and converged, with finite figures for the default rules.
     """
     reasons = [why for s in report.sections if (why := pairing.find_fault(report, s))]
-    for rule in DEFAULT_RULES:
+    rules = list[Rule]()
+    with suppress(UsageError):  # no default rule exists for its sections
+        rules += choose_rules(report)
+    for rule in rules:
         section = report.section(rule.measure)
+        assert section is not None
         try:
-            _ = section and pairing.read_trusted(rule, report, section)
+            pairing.read_trusted(rule, report, section)
         except LipauditError as error:
             reasons.append(error.message)
     return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
@@ -233,8 +238,7 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
     for key in sorted((new.keys() | old.keys()) - FREE):
         before, after = (each.get(key, "unset") for each in (old, new))
         if isinstance(before, list) and isinstance(after, list):
-            # Radii are equal in any notation: 1/20 and 0.05.
-            read = parse_budget if key == "eps" else str
+            read = _read_radius if key == "eps" else str
             known = [read(each) for each in after]
             lost = ", ".join(str(each) for each in before if read(each) not in known)
             changes += [f"{key} lacks {lost}"] if lost else []
@@ -242,3 +246,10 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
             ends = (ABSENT if each is None else str(each) for each in (before, after))
             changes.append(f"{key} {' became '.join(ends)}")
     return "; ".join(changes)
+
+
+def _read_radius(text: object) -> object:
+    """Return a radius that is equal in any notation: 1/20 and 0.05; foreign texts as they are."""
+    with suppress(UsageError):
+        return parse_budget(str(text))
+    return str(text)

@@ -2,16 +2,19 @@
 
 The gate, a comparison and a ranking all take this way: a rule names a column and a statistic,
 `examine` contrasts the values of two reports on their shared samples, and a verdict says what the
-test of the contrast proves. `decide` asks whether the limit of a rule is exceeded, `judge_change`
-whether there is a change at all; both read the same contrast, so a change has one interval.
+test of the contrast proves. A rule is `regressed` if a change for the worse is proven, over all
+rules and rows together, and its estimate is beyond the limit. `judge_change` says whether there is
+a change at all. Both read the same contrast, so a change has one interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,17 @@ import numpy as np
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.pairing import Key, RuleValues
-from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
-from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
-from lipaudit.measures import USUAL
+from lipaudit.gate.rules import (
+    NORM,
+    RADIUS,
+    Judgement,
+    Rule,
+    Verdict,
+    VerdictStatus,
+    choose_rules,
+    list_absent,
+)
+from lipaudit.gate.statistics import ALPHA, DIGITS, FEWEST, LEVEL, Evidence, Values
 from lipaudit.tables import Reduction, Report, Section
 from lipaudit.tables.columns import reduce_values
 from lipaudit.tables.summary import summary
@@ -31,8 +42,15 @@ TOLERANCE = 1e-4
 """Default relative accuracy of norms; smaller changes count as no change."""
 ROUNDING = 1e-6
 """Rounding error of a difference (a margin), as a share of the larger value."""
-CLEAN = parse_rule("attack.correct >= -0pp")
-"""Clean accuracy is shown beside the verdicts, if both reports have it."""
+FELL = (
+    "the first-order radius (margin over gradient norm) fell too: smaller norms do not make this "
+    "model more robust"
+)
+MANY = 10**9
+"""Largest number of samples that a verdict asks for."""
+OF_WEIGHTS = "the weights"
+"""Domain of figures that depend on no sample: any change of them is certain."""
+_LARGEST = Fraction(sys.float_info.max)
 NONE = np.zeros(0)
 
 
@@ -69,15 +87,16 @@ def judge(
     baseline: Report,
     rules: Sequence[Rule] = (),
     *,
-    alpha: float = 0.05,
+    alpha: float = ALPHA,
     strict: bool = False,
 ) -> Judgement:
     """Judge a report against a baseline.
 
     Absolute limits are judged on the current report alone. Changes are judged on the shared
-    samples, pair by pair. Holm's procedure over the rules limits the chance of flagging any rule
-    that holds to alpha. A rule over several rows enters with the smallest p-value of its rows,
-    corrected by Holm over these rows.
+    samples, pair by pair: a rule is regressed if a change for the worse is proven and its estimate
+    is beyond the limit. A checkpoint that is no worse is flagged with a probability of at most
+    alpha, over all rules and rows (Holm's procedure over the rules; over the rows of a rule sign
+    flips, or Holm's procedure).
 
     Args:
         current: the report to judge.
@@ -85,7 +104,7 @@ def judge(
         rules: the rules; empty: `DEFAULT_RULES` for the sections that a report has. A note names
             the others, if an audit usually has their section.
         alpha: chance of a false alarm of the whole gate.
-        strict: whether `inconclusive` and `pass (not proven)` fail.
+        strict: whether `inconclusive` and `pass` fail where the limit is not proven to hold.
 
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric.
@@ -94,40 +113,35 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    absent = [r for r in DEFAULT_RULES if not rules and r not in chosen and r.measure in USUAL]
-    notes = [f"not judged, because neither report has its section: {r.text}" for r in absent]
-    clean = examine(CLEAN, current, baseline, lenient=True)
-    if isinstance(clean, list):
-        notes.append(f"clean accuracy, which never fails: {judge_change(CLEAN, clean[0]).figures}")
-    codes = "gradient-masking", "examples-back"
-    signs = (n.text for s in baseline.sections for n in s.notes if n.code in codes)
+    notes = [] if rules else list_absent(chosen)
+    notes_of_baseline = [note for section in baseline.sections for note in section.notes]
+    signs = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
     notes += (f"{baseline.run.label}: {text}" for text in signs)
     notes += (text for _, text in conditions.list_differences(current, baseline))
+    verdicts = _decide(chosen, examinations, alpha)
     return Judgement(
         current=current.run.label,
         baseline=baseline.run.label,
         alpha=alpha,
         strict=strict,
-        verdicts=tuple(_decide(chosen, examinations, alpha)),
+        verdicts=tuple(_add_remarks(verdicts, current, baseline)),
         notes=tuple(notes),
         warnings=tuple(note.text for note in summary(current).warnings),
     )
 
 
-def choose_rules(*reports: Report) -> tuple[Rule, ...]:
-    """Return the default rules for the sections of reports.
-
-    Raises:
-        UsageError: there are none.
-    """
-    known = {section.measure for report in reports for section in report.sections}
-    chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
-    if not chosen:
-        raise UsageError(
-            f"no default rule exists for {', '.join(sorted(known)) or 'an empty report'}",
-            "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name.",
-        )
-    return chosen
+def _add_remarks(
+    verdicts: Iterable[Verdict], current: Report, baseline: Report
+) -> Iterator[Verdict]:
+    """Say beside a norm that improved whether the radius fell, too."""
+    for verdict in verdicts:
+        if verdict.metric == NORM.metric and verdict.status == "improved":
+            radius = examine(RADIUS, current, baseline, lenient=True)
+            fell = isinstance(radius, list) and judge_change(RADIUS, radius[0]).status
+            if fell == "regressed":
+                yield verdict.model_copy(update={"remark": FELL})
+                continue
+        yield verdict
 
 
 def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
@@ -219,12 +233,15 @@ def _contrast_reports(
     tol = new.settings.get("tol")  # of a plug-in, it may be anything
     tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
     contrasts = [_contrast(rule, name, before, after, ids, tol) for name in before.points]
-    # Without a test of a share of samples, a gate would fail by chance.
-    about, untested = rule.about, any(contrast.evidence is None for contrast in contrasts)
-    share = about.format.endswith("%") and about.status in ("estimate", "empirical")
-    if share and untested and not (about.reduction or lenient or rule.per_sample):
+    # Without a test, a gate would fail by chance; figures of the weights do not vary.
+    untested = all(contrast.evidence is None for contrast in contrasts)
+    if untested and not lenient and rule.about.domain != OF_WEIGHTS:
         text = f"{rule.text!r}: how far {rule.measure}.{rule.column} varies by chance is unknown"
-        raise UsageError(text, "Use an absolute limit, such as <= 0.1 or >= 0.5.")
+        advice = "Use an absolute limit, such as <= 0.1 or >= 0.5."
+        how = rule.about.reduction
+        if how is not None and how.values in new.sample_columns:
+            advice = f"Judge its samples: {rule.measure}.{how.values}:{how.stat}. {advice}"
+        raise UsageError(text, advice)
     return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
 
 
@@ -285,14 +302,16 @@ def _contrast(
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
-        # The medians of each sample over the rows that have a figure of every sample.
+        # The statistic of each sample over the rows that have a figure of every sample.
         both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
         known = [lines for lines in both if np.isfinite(lines).all()]
-        if not known:
+        if not known or rule.stat == "each":
             return Contrast(str(name), first, last, same=same)
-        before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
+        before, now = (
+            reduce_values(rule.stat, np.stack(lines), axis=0) for lines in zip(*known, strict=True)
+        )
         worse = _compute_change(rule, before, now)
-        evidence = statistics.judge_mean(worse)
+        evidence = statistics.judge_median(worse)
     # Stored arrays without ids name no sample.
     named = ids if worse.size == len(ids) else ()
     return Contrast(str(name), first, last, evidence, before, now, worse, named, same)
@@ -312,14 +331,19 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
             f"{rule.text!r}: the variation of a maximum is unknown",
             "Use an absolute limit for `max`, or judge p95.",
         )
-    if rule.stat in ("median", "each"):
-        return (statistics.judge_median if rule.stat == "median" else statistics.judge_mean)(worse)
+    stat = rule.stat
+    least = statistics.LEAST.get(stat, FEWEST)
+    if stat == "each" and rule.about.format.endswith("%") and rule.limit.kind == "difference":
+        # The row is a mean of shares: the median of shares that seldom change would be 0.
+        stat, least = "mean", statistics.LEAST["share"]
+    if stat in ("median", "each"):
+        return statistics.judge_median(worse)
 
     def change(before: Values, now: Values) -> Values:
-        ends = (reduce_values(rule.stat, values, axis=1) for values in (before, now))
+        ends = (reduce_values(stat, values, axis=1) for values in (before, now))
         return _compute_change(rule, *ends)
 
-    return statistics.judge_by_bootstrap(old, new, change, statistics.LEAST[rule.stat])
+    return statistics.judge_by_bootstrap(old, new, change, least)
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
@@ -350,6 +374,11 @@ def _compute_margin(rule: Rule) -> float:
     return round(rule.worse * value, DIGITS)
 
 
+def _compute_null(rule: Rule) -> float:
+    """Return the change that a test must exceed: none, or the improvement that a rule demands."""
+    return min(0.0, _compute_margin(rule))
+
+
 def _express_change(rule: Rule, worse: float) -> float:
     """Return a change in the printed form: new over old minus 1, or new minus old."""
     value = rule.worse * worse + 0.0  # no change is 0.0, also where lower is worse: never -0.0
@@ -357,78 +386,160 @@ def _express_change(rule: Rule, worse: float) -> float:
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 
 
-def _express_limits(rule: Rule, evidence: Evidence, level: float) -> tuple[float, float]:
-    """Return the limits of a change in the printed form, the lower one first."""
-    low, high = sorted(_express_change(rule, limit) for limit in evidence.limits(level))
-    return low, high
-
-
 def _decide(
     rules: Sequence[Rule], examinations: Sequence[list[Contrast] | Verdict], alpha: float
 ) -> Iterator[Verdict]:
-    """Correct for many rules, then within each rule for many rows, both by Holm's procedure."""
+    """Correct for many rows within each rule, then for many rules by Holm's procedure."""
     rows = list[dict[str, float]]()
     for rule, found in zip(rules, examinations, strict=True):
         tested = found if isinstance(found, list) else []
-        margin = _compute_margin(rule)
-        rows.append({c.name: c.evidence.p(margin) for c in tested if c.evidence and not c.same})
-    # By the union bound, whatever the dependence between rows.
-    smallest = {i: min(1.0, len(ps) * min(ps.values())) for i, ps in enumerate(rows) if ps}
-    corrected = statistics.correct_by_holm(smallest, alpha)
+        rows.append(_adjust_rows(rule, [c for c in tested if c.evidence and not c.same]))
+    smallest = {i: min(ps.values()) for i, ps in enumerate(rows) if ps}
+    corrected = statistics.correct_by_holm(smallest)
     for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True)):
         if isinstance(examined, Verdict):
             yield examined
             continue
-        of_rule, level = corrected.get(i, (0.0, alpha))
-        of_rows = statistics.correct_by_holm(rows[i], level)
+        of_rule, times = corrected.get(i, (1.0, 1))
         for contrast in examined:
-            p, row_level = of_rows.get(contrast.name, (None, alpha))
-            # Rejected at its own level exactly when the adjusted one is at most alpha.
-            adjusted = None if p is None else min(1.0, max(of_rule, p * alpha / level))
-            yield _make_verdict(rule, contrast, row_level, adjusted)
+            of_row = rows[i].get(contrast.name)
+            verdict = _make_verdict(rule, contrast, alpha / 2)
+            if of_row is None:
+                yield _doubt_untested(verdict, rule)
+                continue
+            adjusted = min(1.0, max(of_rule, of_row * times))
+            level = alpha / max(2, len(smallest) * len(rows[i]))
+            yield _settle(verdict, rule, contrast, adjusted, alpha, level)
+
+
+def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
+    """Take back a claim that no test proves: of a change, other than of the weights."""
+    doubted = {"regressed": "inconclusive", "improved": "pass"}
+    if verdict.old is None or verdict.status not in doubted or rule.about.domain == OF_WEIGHTS:
+        return verdict
+    return verdict.model_copy(update={"status": doubted[verdict.status]})
+
+
+def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[str, float]:
+    """Return the p-value of "no worse" of every row, corrected for the rows of a rule.
+
+    Sign tests of many rows are corrected jointly, other tests by Holm's procedure.
+    """
+    null = _compute_null(rule)
+    tests = {c.name: c.evidence.p(null) for c in contrasts if c.evidence}
+    if len(tests) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
+        changes = np.stack([contrast.changes for contrast in contrasts])
+        quiet = statistics.QUIET * max(0.0, _compute_margin(rule))
+        adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
+        return dict(zip(tests, adjusted, strict=True))
+    return {name: p for name, (p, _) in statistics.correct_by_holm(tests).items()}
 
 
 def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
     """Say whether there is a change at all: the verdict on a rule without a margin."""
     verdict = _make_verdict(rule, contrast, level)
-    ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
-    none = ("change_status", "change_low", "change_high", "samples_needed")
-    status = _reword(verdict.status, ends, verdict.unit)
-    return verdict.model_copy(update=dict.fromkeys(none) | {"status": status})
+    status = verdict.change_status
+    if status is None:
+        status = _reword(verdict.status, [verdict.change], verdict.unit)
+    return verdict.model_copy(update={"status": status, "change_status": None})
 
 
-def _make_verdict(
-    rule: Rule, contrast: Contrast, level: float, adjusted: float | None = None
-) -> Verdict:
-    """Return the verdict on a contrast: by its test, else by its plain values."""
+def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
+    """Return the figures of a contrast, and the verdict where it has no test.
+
+    Args:
+        rule: the rule.
+        contrast: the contrast.
+        level: one-sided level of the limits, and of the word for the change alone.
+    """
     evidence, old, new = contrast.evidence, contrast.old, contrast.new
     known: dict[str, Any] = {"rule": rule.text, "metric": rule.metric, "name": contrast.name}
     known |= {"old": old, "new": new, "unit": rule.limit.unit}
-    worse = contrast.changes
     if evidence is not None and evidence.mcnemar is not None:
+        worse = contrast.changes
         known |= {"lost": int((worse > 0).sum()), "gained": int((worse < 0).sum())}
         known["mcnemar"] = evidence.mcnemar
-    if evidence is None or contrast.same:
+    if contrast.same:
+        return Verdict(status="unchanged", **known)
+    if evidence is None:
         status: VerdictStatus = "pass"
-        if contrast.same:
-            status = "unchanged"
-        elif _breaks_limit(rule, new, old):
+        if _breaks_limit(rule, new, old):
             status = "regressed"
         elif old is not None and _breaks_limit(rule, old, new):
             status = "improved"
         return Verdict(status=status, **known)
-    bound, lowest = _compute_margin(rule), evidence.limits(level)[0]
-    known |= {"p": evidence.p(bound), "p_adjusted": adjusted, "samples": evidence.samples}
-    known["low"], known["high"] = _express_limits(rule, evidence, level)
-    ends = known["change_low"], known["change_high"] = _express_limits(rule, evidence, LEVEL)
-    change = _reword(_read_status(evidence, LEVEL, 0.0), ends, rule.limit.unit)
-    status = _read_status(evidence, level, bound)
-    if status == "inconclusive" and math.isfinite(lowest):
-        # The distance to the limit shrinks with the root of the number of samples.
-        ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
-        known["samples_needed"] = math.ceil(evidence.samples * ratio**2)
-    known |= {"paired": _express_change(rule, evidence.estimate), "level": level}
-    return Verdict(status=status, change_status=change, **known)
+    low, high = evidence.limits(level)
+    ends = sorted(_express_change(rule, end) for end in (low, high))
+    known |= {"low": ends[0], "high": ends[1], "samples": evidence.samples}
+    known |= {"paired": _express_change(rule, evidence.estimate)}
+    known["p"] = evidence.p(_compute_null(rule))
+    alone: VerdictStatus = "inconclusive"
+    if round(low, DIGITS) > 0:
+        alone = "regressed"
+    elif round(high, DIGITS) < 0:
+        alone = "improved"
+    alone = _reword(alone, ends, rule.limit.unit)
+    return Verdict(status="pass", change_status=alone, **known)
+
+
+def _settle(
+    verdict: Verdict,
+    rule: Rule,
+    contrast: Contrast,
+    adjusted: float,
+    alpha: float,
+    level: float,
+) -> Verdict:
+    """Decide a tested change: proven or not, within the limit or beyond it.
+
+    Args:
+        verdict: its figures.
+        rule: the rule.
+        contrast: the contrast, with a test.
+        adjusted: p-value of "no worse" over all rules and rows.
+        alpha: error probability of the gate.
+        level: level of one test among all, from which the needed samples are estimated.
+    """
+    evidence = contrast.evidence
+    assert evidence is not None
+    margin = _compute_margin(rule)
+    p = verdict.p or 0.0
+    estimate = round(evidence.estimate, DIGITS)
+    high = round(evidence.limits(alpha / 2)[1], DIGITS)
+    update: dict[str, Any] = {"p_adjusted": adjusted}
+    # The limits of the row alone must exclude 0, too: then `compare` uses the same word.
+    worse_is_proven = adjusted <= alpha and p <= alpha / 2
+    if estimate > margin and not worse_is_proven:
+        update |= {
+            "status": "inconclusive",
+            "samples_needed": _estimate_needed(evidence, p, level),
+        }
+    elif estimate > margin:
+        update["status"] = "regressed"
+    elif estimate < -abs(margin) and high < 0:
+        update["status"] = "improved"
+    elif high <= margin:
+        update["status"] = "pass (proven)"
+    return verdict.model_copy(update=update)
+
+
+def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
+    """Estimate the number of samples that would prove a change of the same size.
+
+    The distance of a limit from the estimate shrinks with the root of the number of samples, and
+    the normal quantile of a p-value grows with it.
+    """
+    least = max(evidence.least, math.ceil(-math.log2(level)))
+    if evidence.samples < least:
+        return least
+    low = evidence.limits(level)[0]
+    if math.isfinite(low) and evidence.estimate > 0:
+        ratio = (evidence.estimate - min(low, 0.0)) / evidence.estimate
+    elif 0 < p < 0.5:
+        ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
+    else:
+        return None
+    return max(evidence.samples + 1, math.ceil(min(evidence.samples * ratio**2, MANY)))
 
 
 def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
@@ -438,10 +549,15 @@ def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
     """
     bound = rule.limit.value
     if old is not None and rule.limit.kind == "relative":
-        bound = _to_decimal(float(_to_decimal(old) * (1 + bound)))
+        bound = _round_digits(_to_decimal(old) * (1 + bound))
     elif old is not None and rule.limit.kind == "difference":
-        bound = _to_decimal(float(_to_decimal(old) + bound))
+        bound = _round_digits(_to_decimal(old) + bound)
     return rule.worse * (_to_decimal(new) - bound) > 0
+
+
+def _round_digits(value: Fraction) -> Fraction:
+    """Round to 12 digits; a value that is no float stays as it is."""
+    return _to_decimal(float(value)) if abs(value) < _LARGEST else value
 
 
 def _to_decimal(value: float) -> Fraction:
@@ -449,20 +565,7 @@ def _to_decimal(value: float) -> Fraction:
 
 
 def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Turn a status against a margin of 0 into the answer whether there is a change."""
+    """Turn a status into the answer whether there is a change."""
     if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         return "unchanged"
-    return "inconclusive" if status in ("pass", "pass (not proven)") else status
-
-
-def _read_status(evidence: Evidence, level: float, bound: float) -> VerdictStatus:
-    """Derive a verdict from the limits; equality with the margin passes."""
-    found = evidence.estimate, *evidence.limits(level)
-    estimate, low, high = (round(value, DIGITS) for value in found)
-    if low > bound:
-        return "regressed"
-    if high < -abs(bound):
-        return "improved"
-    if estimate > bound:
-        return "inconclusive"
-    return "pass" if high <= bound else "pass (not proven)"
+    return "inconclusive" if status == "pass" else status

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
-from lipaudit.gate.rules import Rule
+from lipaudit.gate.rules import RADIUS, Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.tables import Reduction, Report, Row, Section, trials
 from lipaudit.tables.columns import naming, reduce_values
@@ -23,10 +23,10 @@ from lipaudit.tables.trials import WORST, TrialKey
 Record = TypeVar("Record", Report, Section)
 Key = TrialKey | str
 """The name of a row or a per-sample column; trials are equal in any notation of their radius."""
-TESTED = ("each", "median")
-"""Row statistics with a test over samples; other statistics are compared as plain values."""
 RIGHT = Reduction("mean", "correct")
 """Share of samples that are right, which a row has but no array."""
+AGREEMENT = 1e-4
+"""Relative error between a row and its samples, which are stored with six digits."""
 _NAMES = ("layer", "head", "part", "from", "to", "mode", "n", "r", "module")
 
 
@@ -38,7 +38,7 @@ class RuleValues:
         names: names of the rows or columns.
         points: the value to judge, by row or column; one value, named "", for a statistic over
             rows.
-        pairs: the values per sample behind each point, (samples,), if stored; for the median over
+        pairs: the values per sample behind each point, (samples,), if stored; for a statistic over
             rows, those behind each row.
     """
 
@@ -83,7 +83,7 @@ def read(
         # The values per sample behind rows: an array with the column's name, rows x samples.
         stored, shape = section.arrays.get(rule.column), (len(rows), len(section.ids))
         pairs = {}
-        if rule.stat in TESTED and stored is not None and stored.shape == shape:
+        if stored is not None and stored.shape == shape:
             lines = dict(zip(rows, stored.numpy()[:, take], strict=True))
             # If a sample has no such token, the mean over tokens is compared without a test.
             whole = [k for k in points if not is_mean(rule) or np.isfinite(lines[k]).all()]
@@ -151,6 +151,8 @@ def read_trusted(
     """
     if reason := find_fault(report, section, lenient=lenient):
         raise EvaluationError(reason)
+    if contradiction := find_contradiction(section, rule.column):
+        raise EvaluationError(contradiction)
     reading = read(rule, section)
     if not lenient:
         require_finite(rule, reading)
@@ -163,11 +165,62 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
     Raises:
         EvaluationError: a value is NaN or infinite.
     """
+    # A radius is infinite where the gradient is 0.
+    is_bad = np.isnan if rule.column == RADIUS.column else lambda values: ~np.isfinite(values)
     for name, point in reading.points.items():
         behind = reading.pairs.get(name, np.array([point]))
-        if bad := int((~np.isfinite(behind)).sum()) or int(not math.isfinite(point)):
+        bad = max(int(is_bad(behind).sum()), int(is_bad(np.array(point))))
+        if bad:
             count = "1 value is" if bad == 1 else f"{bad} values are"
             raise EvaluationError(f"{rule.metric}: {count} not finite")
+
+
+def find_contradiction(section: Section, column: str) -> str:
+    """Return which row does not have the figure that its own samples give, or nothing.
+
+    Args:
+        section: the section.
+        column: the column of rows, or of the samples behind rows.
+    """
+    once = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
+    for name, about in section.columns.items():
+        how = about.reduction
+        if how is None or how.per or column not in (name, how.values):
+            continue
+        for key, cell, values in _list_reduced(section, name, how):
+            weighted = how.weights in section.arrays
+            if cell is None or weighted or values.size != len(section.ids):
+                continue
+            known = values[once]
+            known = known[~np.isnan(known)]
+            if not known.size:
+                continue
+            expected = float(reduce_values(how.stat, known))
+            if not np.isclose(cell, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
+                where = f"{section.measure}.{name} of {key}" if str(key) else section.measure
+                text = f"{where} is {cell:.4g}, and its samples give {expected:.4g}"
+                return f"{text}: the report contradicts itself"
+    return ""
+
+
+def _list_reduced(
+    section: Section, name: str, how: Reduction
+) -> Iterator[tuple[Key, float | None, Values]]:
+    """Yield the rows whose samples are stored: the name, the cell and the value of each sample."""
+    rows = index_rows(section)
+    stored = section.arrays.get(how.values)
+    if stored is not None:
+        if stored.shape == (len(rows), len(section.ids)):
+            for (key, row), values in zip(rows.items(), stored.numpy(), strict=True):
+                yield key, row.get(name), values
+        return
+    for key, row in rows.items():
+        column = row.key.column(how.values) if row.key else how.values
+        cells = section.samples.get(column, ())
+        of_row = row.key is not None or len(rows) == 1
+        if of_row and not any(isinstance(cell, str) for cell in cells):
+            values = [np.nan if cell is None else float(cell) for cell in cells]
+            yield key, row.get(name), np.array(values)
 
 
 def is_mean(rule: Rule) -> bool:
@@ -202,6 +255,11 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = np.array([np.nan if v is None else float(v) for v in cells])
+    if rule.column == RADIUS.column and values:
+        # Another class is at distance 0 from a misclassified sample, which has no radius.
+        right = section.samples.get("correct", ())
+        wrong = [i for i, flag in enumerate(right) if flag is not None and not flag]
+        values[""][wrong] = 0.0
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
         attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)

@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from pydantic import computed_field
 
 from lipaudit.errors import ExitCode, UsageError, suggestion
-from lipaudit.measures import layouts
-from lipaudit.tables import Column, Layout, Section
-from lipaudit.tables.columns import Float, Frozen
-from lipaudit.tables.trials import FLAGS
+from lipaudit.measures import USUAL, layouts
+from lipaudit.tables import Column, Layout, Report, Section
+from lipaudit.tables.columns import Float, Frozen, group_values
+from lipaudit.tables.trials import FLAGS, TrialKey
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
@@ -29,8 +29,9 @@ _RULE = re.compile(
     r"(?P<metric>[\w.]+)\s*(?:@(?P<selector>[^:<>]*?))?\s*(?::\s*(?P<stat>\w+))?\s*"
     r"(?P<op><=|>=)\s*(?P<limit>\S+)"
 )
-# No infinity, underscore or fraction, which Fraction() would take.
-_LIMIT = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)(?P<unit>%|pp|)")
+# No infinity, underscore or fraction, which Fraction() would take, and no power that takes
+# forever.
+_LIMIT = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?)(?P<unit>%|pp|)")
 _EXAMPLE = "Write a rule like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
 
 
@@ -196,8 +197,11 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
 
 
 def _limit(text: str, rule: str) -> Limit:
-    if match := _LIMIT.fullmatch(text):
-        value, signed, unit = Fraction(match["number"]), text[0] in "+-", match["unit"]
+    match = _LIMIT.fullmatch(text)
+    if match and math.isfinite(float(match["number"])):
+        value = Fraction(match["number"])
+        signed = text[0] in "+-"
+        unit = match["unit"]
         if not unit:
             return Limit("difference" if signed else "absolute", value)
         if signed and unit == "pp":
@@ -208,12 +212,77 @@ def _limit(text: str, rule: str) -> Limit:
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 
 
-_DEFAULT = (
-    "jacobian.norm:median <= +5%, bounds.exact:each <= +20%, attack.robust >= -2pp, "
-    "certify.certified >= -2pp, smoothing.certified >= -2pp, corrupt.accuracy@mean >= -1pp"
+DEFAULT_RULES = tuple(
+    parse_rule(text)
+    for text in (
+        "attack.correct >= -2pp",
+        "attack.robust >= -2pp",
+        "certify.certified >= -2pp",
+        "smoothing.certified >= -2pp",
+        "corrupt.accuracy@mean >= -2pp",
+        "jacobian.correct >= -2pp",
+        "jacobian.radius_first_order:median >= -10%",
+        "jacobian.norm:median <= +10%",
+        "bounds.exact:each <= +20%",
+    )
 )
-DEFAULT_RULES = tuple(map(parse_rule, _DEFAULT.split(", ")))
-"""Default rules; each keeps its level with any number of samples."""
+"""Default rules. Clean accuracy is judged once: by the first rule on `correct` that applies."""
+_CORRECT = "correct"
+RADIUS, NORM = (
+    parse_rule(text)
+    for text in ("jacobian.radius_first_order:median >= +0%", "jacobian.norm:median <= +0%")
+)
+"""No change of the radius, and of the norm that is set against it."""
+WORDS = {
+    "correct": "clean accuracy",
+    "clean": "clean accuracy",
+    "robust": "robust accuracy",
+    "certify.certified": "certified accuracy",
+    "smoothing.certified": "smoothed certified accuracy",
+    "corrupt.accuracy": "accuracy under corruptions",
+    "jacobian.norm": "Jacobian norm",
+    "jacobian.radius_first_order": "first-order radius",
+    "bounds.exact": "head norm",
+}
+"""Words for metrics, or for columns of any measure."""
+
+
+def choose_rules(*reports: Report) -> tuple[Rule, ...]:
+    """Return the default rules for the sections of reports; clean accuracy is judged once.
+
+    Raises:
+        UsageError: there are none.
+    """
+    sections = [section for report in reports for section in report.sections]
+    chosen = list[Rule]()
+    for rule in DEFAULT_RULES:
+        owners = [section for section in sections if section.measure == rule.measure]
+        clean = rule.column == _CORRECT
+        if clean and any(other.column == _CORRECT for other in chosen):
+            continue
+        # Only labelled samples have these two.
+        if clean or rule.column == RADIUS.column:
+            owners = [section for section in owners if rule.column in section.samples]
+        if owners:
+            chosen.append(rule)
+    if not chosen:
+        known = sorted({section.measure for section in sections})
+        raise UsageError(
+            f"no default rule exists for {', '.join(known) or 'an empty report'}",
+            "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name.",
+        )
+    return tuple(chosen)
+
+
+def list_absent(chosen: Sequence[Rule]) -> list[str]:
+    """Name the default rules of usual measures that neither report has."""
+    judged = {rule.measure for rule in chosen}
+    absent = [rule for rule in DEFAULT_RULES if rule.measure in {*USUAL} - judged]
+    groups = group_values((rule.measure, rule.text) for rule in absent)
+    return [
+        f"not judged, because neither report has a section {measure}: {', '.join(texts)}"
+        for measure, texts in groups.items()
+    ]
 
 
 # Verdicts
@@ -222,8 +291,8 @@ DEFAULT_RULES = tuple(map(parse_rule, _DEFAULT.split(", ")))
 VerdictStatus = Literal[
     "unchanged",
     "improved",
+    "pass (proven)",
     "pass",
-    "pass (not proven)",
     "inconclusive",
     "regressed",
     "not comparable",
@@ -235,8 +304,6 @@ EXIT: dict[VerdictStatus, ExitCode] = {
     "regressed": ExitCode.REGRESSION,
 }
 """Exit code of each failing status, the most severe first."""
-UNPROVEN: frozenset[VerdictStatus] = frozenset({"inconclusive", "pass (not proven)"})
-"""Statuses that fail under --strict."""
 
 
 class Verdict(Frozen):
@@ -253,23 +320,21 @@ class Verdict(Frozen):
         old: the baseline's value on the shared samples.
         new: the current value on the shared samples.
         paired: the tested change, sample by sample: the median of the samples' changes
-            (`median`), their geometric mean (`each`), else the change of the two values.
-        low: lower limit of the paired change at one-sided confidence 1 - level.
-        high: upper limit of the paired change at one-sided confidence 1 - level.
+            (`median`, `each`), else the change of the two values.
+        low: lower 95 % limit of the paired change, for this row or column alone.
+        high: upper 95 % limit of the paired change, for this row or column alone.
         unit: unit of change, paired, low and high.
-        p: p-value of "the rule holds".
-        p_adjusted: the same after Holm's correction over all rules.
-        level: level of the test, and of low and high.
-        change_status: whether there is a change at all, independent of the rule, in the words of
-            `compare`; None without a test.
-        change_low: lower 95 % limit of the paired change alone, as in `compare`.
-        change_high: upper 95 % limit, as in `compare`.
+        p: p-value of "no worse", for this row or column alone.
+        p_adjusted: the same over all rules and rows together.
+        change_status: whether there is a change at all, for this row or column alone and
+            independent of the rule, in the words of `compare`; None without a test.
         lost: number of samples that changed from yes to no, for shares.
         gained: number of samples that changed from no to yes, for shares.
-        mcnemar: exact two-sided p-value of "lost and gained are equally likely", for information.
+        mcnemar: exact two-sided p-value of "lost and gained are equally likely".
         samples: number of pairs behind the verdict; 0 without a test.
         samples_needed: approximate number of samples that would settle an inconclusive change.
         reason: why the rule was not judged.
+        remark: what else a reader of the figures must know.
     """
 
     rule: str
@@ -284,16 +349,14 @@ class Verdict(Frozen):
     unit: str = ""
     p: Float | None = None
     p_adjusted: Float | None = None
-    level: Float | None = None
     change_status: VerdictStatus | None = None
-    change_low: Float | None = None
-    change_high: Float | None = None
     lost: int | None = None
     gained: int | None = None
     mcnemar: Float | None = None
     samples: int = 0
     samples_needed: int | None = None
     reason: str = ""
+    remark: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -301,22 +364,62 @@ class Verdict(Frozen):
         """Return the change of the two values; None for an absolute limit."""
         if self.old is None or self.new is None:
             return None
-        if self.unit != "%" or self.new == self.old:
+        if self.new == self.old:
+            return 0.0
+        if self.unit != "%":
             return self.new - self.old
-        return self.new / self.old - 1 if self.old else math.copysign(math.inf, self.new)
+        if self.old == 0:
+            return math.copysign(math.inf, self.new)
+        return self.new / self.old - 1
+
+    @property
+    def proven(self) -> bool:
+        """Say whether the verdict leaves no doubt that the rule holds, as --strict asks."""
+        tested = self.low is not None
+        return self.status != "inconclusive" and not (self.status == "pass" and tested)
 
     @property
     def line(self) -> str:
         """Return the verdict as one line, with what would settle an inconclusive change."""
         where = f" {self.name}" if self.name else ""
-        parts = [f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"]
-        if self.samples_needed:
-            edge = amount(self.low if ">=" in self.rule else self.high, self.unit)
-            parts.append(
-                f"about {self.samples_needed} samples would decide it (this run has "
-                f"{self.samples}), or a limit beyond {edge}"
-            )
-        return "; ".join(parts)
+        text = f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"
+        return "; ".join(filter(None, (text, self.remark, self.advice)))
+
+    @property
+    def advice(self) -> str:
+        """Return what would settle an inconclusive change; empty for any other."""
+        if not self.samples_needed:
+            return ""
+        return f"about {self.samples_needed} samples would settle it (this run has {self.samples})"
+
+    @property
+    def sentence(self) -> str:
+        """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
+        column = self.metric.partition("@")[0].partition(":")[0]
+        words = WORDS.get(column) or WORDS.get(column.rpartition(".")[2]) or self.metric
+        stat = self.metric.rpartition(":")[2]
+        if stat in ("p95", "max") and words != self.metric:
+            words = f"{words}, {stat},"
+        trial = TrialKey.parse(self.name)
+        where = trial.ball if trial else self.name
+        subject = f"{words} ({where})" if where else words
+        new, old = (_write_figure(value, self.unit) for value in (self.new, self.old))
+        if self.old is None:
+            return f"{subject} {new} breaks the limit of {self.rule}"
+        return f"{subject} {old} -> {new}"
+
+    @property
+    def proof(self) -> str:
+        """Return what is proven of a regression: `proven: at least 1.9 points lower`."""
+        if self.low is None or self.high is None:
+            return ""
+        end = min(self.low, self.high, key=abs)
+        if not math.isfinite(end) or self.change_status != "regressed":
+            return "proven"
+        size = abs(100 * end if self.unit else end)
+        unit = {"%": " %", "pp": " points", "": ""}[self.unit]
+        way = "higher" if end > 0 else "lower"
+        return f"proven: at least {math.floor(10 * size) / 10:g}{unit} {way}"
 
     @property
     def figures(self) -> str:
@@ -324,17 +427,17 @@ class Verdict(Frozen):
         texts = self.texts
         if not texts["baseline"]:
             return texts["current"]
-        values, change = f"{texts['baseline']} -> {texts['current']}", texts["change"]
+        values = f"{texts['baseline']} -> {texts['current']}"
+        change = texts["change"]
         if self.low is not None:
-            paired = f"paired {texts['paired']}"
-            change += f"; {paired}" if texts["paired"] != change else ""
-            limits = "limits " * (" to " in texts["limits"]) + texts["limits"]
-            change += f", {limits}, n = {self.samples}"
+            if texts["paired"] != change:
+                change += f"; paired {texts['paired']}"
+            limits = texts["limits"]
+            change += f", limits {limits}" if " to " in limits else f", {limits}"
+            change += f", n = {self.samples}"
             # Beside a verdict that leaves open whether there is a change at all.
             if self.change_status in {"regressed", "improved"} - {self.status}:
-                ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
-                word = f"{self.change_status}, 95 % limits {' to '.join(ends)}"
-                change += f"; the change alone: {word}"
+                change += f"; the change alone: {self.change_status}"
         elif self.status in ("pass", "improved", "regressed"):
             change += ", without a test"
         return f"{values} ({change})"
@@ -357,17 +460,20 @@ class Verdict(Frozen):
         }
 
 
+LISTED = 4
+"""Number of changes that the answer of a gate names."""
+
+
 class Judgement(Frozen):
     """Everything a gate decided.
 
     Attributes:
         current: the judged model.
         baseline: the model of the baseline.
-        alpha: the chance of flagging any rule that holds.
+        alpha: the chance of flagging a checkpoint that is no worse.
         strict: whether verdicts that are not proven fail.
         verdicts: one per rule and row, in the order of the rules.
-        notes: differences that permit the comparison, dropped rules, and the clean accuracy,
-            which never fails.
+        notes: differences that permit the comparison, and dropped rules.
         warnings: warnings of the current report, which affect its figures.
         baseline_file: path of the baseline as given; empty if unknown.
     """
@@ -391,23 +497,68 @@ class Judgement(Frozen):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
+    def outcome(self) -> str:
+        """Return the outcome in a word or two: pass, worse, not proven, not comparable, error."""
+        if self.exit_code == ExitCode.REGRESSION:
+            return "worse"
+        if self.exit_code in (ExitCode.INTERNAL, ExitCode.BASELINE):
+            return self._list_gravest()[0].status
+        open_ones = any(verdict.status == "inconclusive" for verdict in self.verdicts)
+        return "not proven" if open_ones or self.exit_code else "pass"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
     def reason(self) -> str:
-        """Return the outcome as one line."""
-        bad = [verdict for verdict in self.verdicts if self.fails(verdict)]
-        if not bad:
-            counts = Counter(verdict.status for verdict in self.verdicts)
-            return f"pass: {', '.join(f'{number} {status}' for status, number in counts.items())}"
-        gravest = [verdict for verdict in bad if self._code(verdict) == self.exit_code]
-        return gravest[0].line + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+        """Return the answer in a sentence: what is worse, or not proven, or the counts."""
+        gravest = self._list_gravest()
+        if self.outcome == "pass":
+            return f"pass: {self.counts}"
+        if self.outcome not in ("worse", "not proven"):
+            more = f" (and {len(gravest) - 1} more)" if len(gravest) > 1 else ""
+            return gravest[0].line + more
+        shown = []
+        for verdict in gravest[:LISTED]:
+            detail = verdict.proof if self.outcome == "worse" else verdict.advice
+            shown.append(f"{verdict.sentence} ({detail})" if detail else verdict.sentence)
+        more = f", and {len(gravest) - LISTED} more" if len(gravest) > LISTED else ""
+        return f"{self.outcome}: {', '.join(shown)}{more}"
+
+    @property
+    def counts(self) -> str:
+        """Return how many verdicts have each status."""
+        counts = Counter(verdict.status for verdict in self.verdicts)
+        return ", ".join(f"{number} {status}" for status, number in counts.items())
+
+    @property
+    def summary(self) -> str:
+        """Return the outcome with the counts, and with the samples that would settle it."""
+        needed = [v.samples_needed for v in self.verdicts if v.samples_needed]
+        text = f"{self.outcome}: {self.counts}"
+        if self.outcome == "not proven" and needed:
+            text += f"; about {max(needed)} samples would settle it"
+        return text
+
+    def _list_gravest(self) -> list[Verdict]:
+        """Return the verdicts behind the outcome."""
+        bad = [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
+        open_ones = [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]
+        return bad if self.exit_code else open_ones
 
     def fails(self, verdict: Verdict) -> bool:
         """Say whether a verdict fails the gate."""
         return self._code(verdict) is not ExitCode.OK
 
     def _code(self, verdict: Verdict) -> ExitCode:
-        if self.strict and verdict.status in UNPROVEN:
+        if self.strict and not verdict.proven:
             return ExitCode.NOT_PROVEN
         return EXIT.get(verdict.status, ExitCode.OK)
+
+
+def _write_figure(value: float | None, unit: str) -> str:
+    """Write a figure for a sentence: a share in percent, anything else with four digits."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} %" if unit == "pp" else f"{value:.4g}"
 
 
 def amount(value: float | None, unit: str) -> str:

@@ -1,17 +1,19 @@
 """Tests and confidence limits for changes of paired samples; tests and limits agree.
 
-Every function measures a change for the worse (positive is worse). So `p(margin)` tests "the
-change is at most the margin". `limits(level)` are one-sided: the change is above the first and
-below the second, each with confidence 1 - level. `limits(level)[0] > margin` and
-`p(margin) <= level` are the same statement.
+Every function measures a change for the worse (positive is worse). `p(margin)` tests "the change
+is at most the margin", where the margin is 0 (no worse) or below. `limits(level)` are one-sided:
+the change is above the first and below the second, each with confidence 1 - level.
+`limits(level)[0] > 0` and `p(0) <= level` are the same statement.
+
+The null hypothesis is "no worse": old and new values of a sample are exchangeable, or the new ones
+are better. Sign tests hold for every distribution whose median change is at most 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -28,8 +30,12 @@ ALPHA = 0.05
 LEVEL = ALPHA / 2
 """One-sided level of each limit; both limits form a 95 % interval."""
 RESAMPLES = 1999
-"""Draws of a bootstrap: with them (1999 + 1) times a level of 0.025 is a whole rank."""
-LEAST = {"mean": 256, "p95": 512}
+"""Draws of a bootstrap or of signs: (1999 + 1) times a level of 0.025 is a whole rank."""
+FEWEST = 5
+"""Samples that a test needs: of fewer, not even equal signs are rarer than one in 16."""
+QUIET = 0.25
+"""Share of a limit: rows whose changes are usually smaller are no part of the correction."""
+LEAST = {"share": 32, "mean": 256, "p95": 512}
 """Samples from which the bootstrap of a statistic keeps twice its level, simulated at the margin
 (docs/theory/gate.md). With fewer, one in ten samples falling to a tenth raises up to 53 % of
 alarms: the few samples that carry the statistic need not show a fall that the population has."""
@@ -37,10 +43,6 @@ DIGITS = 12
 """Decimals of changes: a change at the limit is not above it by a rounding error."""
 _CHUNK = 2**21
 """Resampled values at a time: 16 MB an array."""
-_FAR = 1e150
-"""Largest t, whose square is a float; with one degree of freedom P(T > t) is 3e-151 there."""
-_TERMS = 40
-"""Terms of a continued fraction: 30 leave an error of 1.5e-12 for 10,000 samples, 15 of 7e-9."""
 _UNKNOWN: Limits = (-math.inf, math.inf)
 
 
@@ -51,15 +53,19 @@ class Evidence:
     Attributes:
         estimate: the observed change (positive is worse).
         samples: number of pairs.
-        p: margin -> p-value of "the change is at most the margin".
+        p: margin -> p-value of "the change is at most the margin", for margins of at most 0.
         limits: level -> lower and upper one-sided limit.
-        mcnemar: exact two-sided p-value of "no change" for shares, for information only.
+        least: number of samples that the test needs at a usual level.
+        of_signs: whether the p-value depends on the signs of the changes alone.
+        mcnemar: exact two-sided p-value of "no change" for shares.
     """
 
     estimate: float
     samples: int
     p: Callable[[float], float]
     limits: Callable[[float], Limits]
+    least: int = FEWEST
+    of_signs: bool = False
     mcnemar: float | None = None
 
 
@@ -68,109 +74,86 @@ def judge_median(changes: Values) -> Evidence:
 
     The limits are order statistics: x_(k) with the largest k such that P(B <= k - 1) <= level
     for B ~ Binomial(n, 1/2). Exact for every continuous distribution, conservative with ties.
+    Infinite changes (a norm became 0, or left 0) count like any other.
     Source: Conover, Practical Nonparametric Statistics, 3rd ed., sections 3.2 and 3.4.
     """
-    x, n = np.sort(changes.round(DIGITS)), changes.size
+    x = np.sort(round_changes(changes))
+    n = changes.size
 
     def p(margin: float) -> float:
+        if n < FEWEST:
+            return 1.0
         above = int((x > margin).sum())
         # P(B >= above) = P(B <= n - above), since B is symmetric.
         return sum_binomial(n - above, n)
 
     def limits(level: float) -> Limits:
         k = sign_test_place(n, level)
-        return (float(x[k - 1]), float(x[n - k])) if k else _UNKNOWN
+        if not k:
+            return _UNKNOWN
+        return float(x[k - 1]), float(x[n - k])
 
-    return Evidence(float(np.median(x)), n, p, limits)
+    return Evidence(find_middle(x), n, p, limits, of_signs=True)
 
 
-def judge_mean(changes: Values) -> Evidence:
-    """Judge the centre of paired changes, their mean or their median, by Student's t.
+def round_changes(changes: Values) -> Values:
+    """Round to 12 decimals; what is too large for that stays as it is."""
+    with np.errstate(over="ignore"):
+        return np.where(np.abs(changes) < 1e12, changes.round(DIGITS), changes)
 
-    Few samples suffice if the changes agree, like the changes of one head's norm; identical
-    changes are certain. Exact for normal changes. For skewed changes no test of few samples can
-    judge the mean alone: falls that no sample shows may lower it by any amount. If the lower limit
-    is then above the mean, it is still below the median, so the claim is about the larger of the
-    two (simulated in docs/theory/gate.md).
+
+def find_middle(ordered: Values) -> float:
+    """Return the median of ordered values; 0 halfway between the two infinities."""
+    lower = float(ordered[(ordered.size - 1) // 2])
+    upper = float(ordered[ordered.size // 2])
+    if lower == -math.inf and upper == math.inf:
+        return 0.0
+    # Halved before the sum, which may not be a float.
+    return lower / 2 + upper / 2 if lower != upper else lower
+
+
+def flip_signs(n: int) -> Values:
+    """Return the signs that a test gives to n samples, (draws, n): the observed ones first.
+
+    All 2^n if they are few, else random ones with a fixed seed: the same reports get the same
+    verdict.
     """
-    x, n = changes.round(DIGITS), changes.size
-    if n < 2 or not np.isfinite(x).all() or np.ptp(x) == 0:
-        # Without a spread: all equal, or infinite because a norm is zero.
-        lowest, highest = float(x.min()), float(x.max())
-        return Evidence(
-            estimate=float(np.median(x)),
-            samples=n,
-            p=lambda margin: 0.0 if n > 1 and lowest > margin else 1.0,
-            limits=lambda _: (lowest, highest) if n > 1 else _UNKNOWN,
-        )
-    mean, error = float(x.mean()), float(x.std(ddof=1) / math.sqrt(n))
-
-    def p(margin: float) -> float:
-        return exceed_t((mean - margin) / error, n - 1)
-
-    def limits(level: float) -> Limits:
-        half = error * invert_t(level, n - 1)
-        return mean - half, mean + half
-
-    return Evidence(mean, n, p, limits)
+    if 2**n <= RESAMPLES + 1:
+        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
+    else:
+        bits = np.random.default_rng(0).integers(2, size=(RESAMPLES + 1, n))
+        bits[0] = 0
+    return np.where(bits, -1.0, 1.0)
 
 
-def exceed_t(t: float, n: int) -> float:
-    """Return P(T > t) for Student's t with n degrees of freedom, to 12 digits, also in the tail.
-
-    It is half the regularised incomplete beta function at x = n / (n + t^2), with the parameters
-    n/2 and 1/2, by its continued fraction.
-    Source: NIST Digital Library of Mathematical Functions, 8.17.22.
-    """
-    # Not by scipy, whose import takes 0.2 s: as long as all else that `gate` does.
-    if t < 0:
-        return 1 - exceed_t(-t, n)
-    square = min(t, _FAR) ** 2 / n
-    a, b, x = n / 2, 0.5, 1 / (1 + square)
-    # Beyond this point the other end is nearer: I_x(a, b) = 1 - I_(1-x)(b, a).
-    if near := x > (a + 1) / (a + b + 2):
-        a, b, x = b, a, square * x
-    fraction = 1.0
-    for m in range(_TERMS, -1, -1):
-        even = (m + 1) * (b - m - 1) * x / ((a + 2 * m + 1) * (a + 2 * m + 2))
-        odd = (a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        fraction = 1 - odd / (1 + even / fraction)
-    power = math.sqrt(square) * math.exp(-(n + 1) / 2 * math.log1p(square))
-    share = power / (a * fraction * _compute_beta(n))
-    return (1 - share if near else share) / 2
+def _count_tail(draws: Values, observed: float) -> float:
+    """Return the share of draws that are at least the observed value, which is one of them."""
+    if not math.isfinite(observed):
+        return 1.0
+    close = 1e-9 * abs(observed)  # the same sum in another order
+    return float((draws >= observed - close).mean())
 
 
-@cache
-def invert_t(level: float, n: int) -> float:
-    """Return the t with P(T > t) = level, for Student's t with n degrees of freedom."""
-    if level < 1 / _FAR:
-        return math.inf
-    if level > 0.5:
-        return -invert_t(1 - level, n)
-    # Newton's steps from 0 never pass the solution, because P(T > t) is convex for t > 0.
-    t, further = -1.0, 0.0
-    while further > t:
-        t = further
-        density = math.exp(-(n + 1) / 2 * math.log1p(t * t / n)) / _compute_beta(n) / math.sqrt(n)
-        further = t + (exceed_t(t, n) - level) / density
-    return t
-
-
-@cache
-def _compute_beta(n: int) -> float:
-    """Return B(n/2, 1/2), by B(a + 1, b) = B(a, b) a / (a + b) from B(1/2, 1/2) or B(1, 1/2)."""
-    first = math.pi if n % 2 else 2.0
-    return first * math.prod(k / (k + 1) for k in range(2 - n % 2, n, 2))
+def _widen(limits: Limits, tails: Sequence[float], level: float) -> Limits:
+    """Let limits contain 0 unless the exact test of its side rejects 0, too."""
+    low, high = limits
+    if tails[0] > level:
+        low = min(low, 0.0)
+    if tails[1] > level:
+        high = max(high, 0.0)
+    return low, high
 
 
 def judge_by_bootstrap(
     old: Values, new: Values, change: Callable[[Values, Values], Values], least: int
 ) -> Evidence:
-    """Judge the change of a statistic by the paired percentile bootstrap.
+    """Judge the change of a statistic by the paired bootstrap, and by exchanging old and new.
 
-    Samples are drawn with replacement, both models together. Do not use it for a maximum: the
-    bootstrap of an extreme is inconsistent.
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
+    Limits are those of the percentile bootstrap: samples are drawn with replacement, both models
+    together. "No worse" is rejected only if the exact test rejects it, too, which exchanges the
+    old and the new value of each sample at random. Do not use it for a maximum: the bootstrap of
+    an extreme is inconsistent.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapters 13 and 15.
 
     Args:
         old: values of the baseline, (samples,).
@@ -178,75 +161,133 @@ def judge_by_bootstrap(
         change: maps (draws, samples) of both to the draws' changes, (draws,).
         least: smallest number of samples; fewer prove nothing.
     """
-    n, pieces = old.size, list[Values]()
+    n = old.size
     estimate = float(change(old[None], new[None])[0])
-    if n > 1 and np.array_equal(old, new):
-        # Equal values on all samples are certain, even with few samples.
-        pieces = [np.zeros(RESAMPLES)]
-    elif n >= least:
-        # A fixed seed, so that the same reports give the same verdict.
-        generator, rows = np.random.default_rng(0), max(1, _CHUNK // n)
-        for start in range(0, RESAMPLES, rows):
-            index = generator.integers(n, size=(min(rows, RESAMPLES - start), n), dtype=np.int32)
-            pieces.append(change(old[index], new[index]))
-    draws = np.sort(np.concatenate(pieces).round(DIGITS)) if pieces else None
+    if np.array_equal(old, new):
+        return Evidence(
+            estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
+        )
+    if n < least:
+        return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
+    generator = np.random.default_rng(0)
+    rows = max(1, _CHUNK // n)
+    pieces = list[Values]()
+    exchanged = [np.array([estimate])]
+    for start in range(0, RESAMPLES, rows):
+        size = min(rows, RESAMPLES - start), n
+        index = generator.integers(n, size=size, dtype=np.int32)
+        pieces.append(change(old[index], new[index]))
+        swap = generator.integers(2, size=size) > 0
+        exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
+    draws = np.sort(round_changes(np.concatenate(pieces)))
+    nulls = np.concatenate(exchanged)
+    if np.isnan(draws).any():  # infinite in some draws, before and after
+        return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
+    tails = [_count_tail(way * nulls, way * estimate) for way in (1, -1)]
 
     def p(margin: float) -> float:
-        return 1.0 if draws is None else (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
+        by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
+        return max(by_draws, tails[0]) if margin == 0 else by_draws
 
     def limits(level: float) -> Limits:
-        k = 0 if draws is None else int(level * (RESAMPLES + 1) + 1e-9)
-        return _UNKNOWN if draws is None or not k else (float(draws[k - 1]), float(draws[-k]))
+        k = int(level * (RESAMPLES + 1) + 1e-9)
+        if not k:
+            return _UNKNOWN
+        return _widen((float(draws[k - 1]), float(draws[-k])), tails, level)
 
-    return Evidence(estimate, n, p, limits)
+    return Evidence(estimate, n, p, limits, least)
 
 
 def judge_share(worse: int, better: int, samples: int) -> Evidence:
-    """Judge the change of a share from its paired table by Bonett and Price's limits.
+    """Judge the change of a share from its paired table: exact McNemar test, Bonett-Price limits.
 
-    D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2) and
-    (better + 1) / (n + 2); it also works without discordant pairs.
-    Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479.
+    McNemar's one-sided p-value is P(B >= worse) for B ~ Binomial(worse + better, 1/2). The limits
+    are those of D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2)
+    and (better + 1) / (n + 2), which work without discordant pairs, too; they contain 0 unless
+    McNemar's test rejects it.
+    Sources: McNemar, Psychometrika 12 (1947) 153; Bonett and Price, J. Educ. Behav. Stat. 37
+    (2012) 479.
 
     Args:
         worse: pairs that got worse.
         better: pairs that got better.
         samples: number of pairs.
     """
-    up, down = (worse + 1) / (samples + 2), (better + 1) / (samples + 2)
-    centre, error = up - down, math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
+    up = (worse + 1) / (samples + 2)
+    down = (better + 1) / (samples + 2)
+    centre = up - down
+    error = math.sqrt((up + down - centre**2) / (samples + 2))
+    flips = worse + better
+    tails = [sum_binomial(better, flips), sum_binomial(worse, flips)]
+
+    def p(margin: float) -> float:
+        if samples < FEWEST:
+            return 1.0
+        # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
+        by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
+        return max(by_limits, tails[0]) if margin == 0 else by_limits
 
     def limits(level: float) -> Limits:
         half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels
         # Two shares differ by at most 1.
-        return max(-1.0, centre - half), min(1.0, centre + half)
+        ends = max(-1.0, centre - half), min(1.0, centre + half)
+        return _widen(ends, tails, level)
 
-    flips = worse + better
-    return Evidence(
-        estimate=(worse - better) / samples,
-        samples=samples,
-        # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
-        p=lambda margin: math.erfc((centre - margin) / error / math.sqrt(2)) / 2,
-        limits=limits,
-        mcnemar=min(1.0, 2 * sum_binomial(min(worse, better), flips)) if flips else 1.0,
-    )
+    both_sides = min(1.0, 2 * min(tails))
+    return Evidence((worse - better) / samples, samples, p, limits, mcnemar=both_sides)
 
 
-def correct_by_holm(
-    p_values: Mapping[Name, float], alpha: float
-) -> dict[Name, tuple[float, float]]:
+# Many tests together
+
+
+def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, int]]:
     """Adjust p-values by Holm's step-down procedure.
 
     Returns:
-        The adjusted p-value of each hypothesis, and the level at which it was tested: its raw
-        p-value is at most that level exactly when its adjusted one is at most alpha.
+        The adjusted p-value of each hypothesis, and by how many hypotheses its own was multiplied.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
-    found, running, level = {}, 0.0, 0.0
+    found = dict[Name, tuple[float, int]]()
+    running = 0.0
     for step, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        open_ones = len(p_values) - step
-        if running <= alpha:  # no earlier hypothesis was kept
-            level = alpha / open_ones
-        running = max(running, min(1.0, p_values[name] * open_ones))
-        found[name] = running, level
+        left = len(p_values) - step
+        running = max(running, min(1.0, p_values[name] * left))
+        found[name] = running, left
     return found
+
+
+def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) -> Values:
+    """Adjust the sign tests of many rows on the same samples, by flipping all signs of a sample.
+
+    The statistic of a row is its number of changes for the worse. Its adjusted p-value is the
+    share of draws in which a row that is not yet rejected reaches that number (step-down). Rows
+    that move together count as one; independent rows are corrected as by Holm. Rows that hardly
+    move, by the median size of their changes, are left out: sizes do not depend on the signs.
+    Exact if old and new values of a sample, over all rows, are exchangeable.
+    Source: Westfall and Young, Resampling-Based Multiple Testing (1993), section 2.6.
+
+    Args:
+        changes: changes for the worse, (rows, samples).
+        quiet: largest median size of the changes of a row that hardly moves; its p-value is 1.
+        both_sides: whether a change for the better counts, too.
+    """
+    rows, n = changes.shape
+    adjusted = np.ones(rows)
+    if n < FEWEST:
+        return adjusted
+    rounded = round_changes(changes)
+    signs = np.sign(rounded)
+    # Flipped signs sum to (positive - negative), so (sum + nonzero) / 2 are positive.
+    sums = flip_signs(n) @ signs.T
+    if both_sides:
+        sums = np.abs(sums)
+    counts = (sums + np.abs(signs).sum(1)) / 2
+    sizes = [find_middle(line) for line in np.sort(np.abs(rounded))]
+    moving = np.flatnonzero(np.array(sizes) > quiet)
+    ranked = moving[np.argsort(-counts[0, moving], kind="stable")]
+    counts = counts[:, ranked]
+    # The largest count over each row and all after it, in every draw.
+    largest = np.maximum.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
+    shares = (largest >= counts[0]).mean(0)
+    adjusted[ranked] = np.maximum.accumulate(shares)
+    return adjusted

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
-from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
+from lipaudit.gate.rules import Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
@@ -277,7 +277,7 @@ def describe_ranking(ranking: Ranking) -> str:
 # Judgements
 
 
-MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
+MARKS = {"improved": "✓", "pass (proven)": "✓", "pass": "✓", "unchanged": "="}
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
 """Verdicts, the most severe first."""
 ALONE = 6
@@ -288,31 +288,46 @@ COLUMNS = ("baseline", "current", "change", "paired", "limits", "samples")
 
 
 def write_verdicts(judgement: Judgement) -> list[str]:
-    """Write a judgement line by line, the outcome last."""
-    lines = [f"{judgement.current} against {judgement.baseline}", ""]
+    """Write a judgement line by line: the answer first, the outcome with its counts last."""
+    lines = [judgement.reason, f"{judgement.current} against {judgement.baseline}", ""]
     lines += [f"! warning: {text}" for text in judgement.warnings]
-    for rule, listed, passed in _group_verdicts(judgement):
+    groups = [*_group_verdicts(judgement)]
+    # Rules that fail come first, then those that are open.
+    groups.sort(key=lambda group: min((rank_verdict(judgement, v) for v in group[1]), default=2))
+    for rule, listed, passed in groups:
         first = listed[:MOST]
         lines += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in first]
         cut = Counter[str](verdict.status for verdict in listed[MOST:])
+        more = "more " if first else ""
         for status, count in (cut + passed).items():
             where = "; -f table lists them" if status in cut else ""
-            lines.append(f"  {rule}: {count} {'more ' * bool(first)}rows {status}{where}")
+            lines.append(f"  {rule}: {count} {more}rows {status}{where}")
     lines += [f"  note: {note}" for note in judgement.notes]
-    return [*lines, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
+    return [*lines, "", f"{judgement.summary} (exit code {judgement.exit_code})"]
+
+
+def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
+    """Return 0 for a verdict that fails, 1 for one that is open, 2 for the others."""
+    if judgement.fails(verdict):
+        return 0
+    return 1 if verdict.status == "inconclusive" else 2
 
 
 def make_judgement_page(judgement: Judgement) -> Document:
-    """Return the page of a judgement: the outcome, a table of verdicts, the remarks."""
-    statuses = [verdict.status for verdict in judgement.verdicts]
-    counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
-    answer = Paragraph(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
+    """Return the page of a judgement: the answer, a table of verdicts, the remarks."""
+    ending = "failed" if judgement.exit_code else "passed"
+    tone: Literal["kept", "open", "broken"] = "broken" if judgement.exit_code else "kept"
     if not judgement.exit_code:
-        tone = "open" if UNPROVEN.intersection(statuses) else "kept"
-        answer = Paragraph(f"PASSED: {counts}", tone)  # type: ignore[arg-type]
+        if judgement.outcome == "not proven":
+            ending = "not proven"
+        if not all(verdict.proven for verdict in judgement.verdicts):
+            tone = "open"
+    code = f" (exit code {judgement.exit_code})"
+    answer = Paragraph(f"{ending.upper()}{code}: {judgement.reason}", tone)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     strict = ", and rules that are not proven fail" if judgement.strict else ""
     facts = (
+        ("verdicts", judgement.counts),
         ("current", judgement.current),
         ("baseline", judgement.baseline + file),
         ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
@@ -320,7 +335,6 @@ def make_judgement_page(judgement: Judgement) -> Document:
     warnings = (Note.warn("differs", text) for text in judgement.warnings)
     opening = open_page(answer, "", facts, warnings)
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
-    ending = "failed" if judgement.exit_code else "passed"
     title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
     return Document(title, (opening, chapter))
 
@@ -340,7 +354,8 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
             known = [each for each in values if each is not None and not verdict.reason]
             return not judgement.fails(verdict), -sign * known[0] if known else -math.inf
 
-        few, passed = len(verdicts) <= ALONE, ("pass", "unchanged")
+        few = len(verdicts) <= ALONE
+        passed = ("pass (proven)", "pass", "unchanged")
         listed = [v for v in verdicts if few or judgement.fails(v) or v.status not in passed]
         others = Counter[str](v.status for v in verdicts if v not in listed)
         yield rule, sorted(listed, key=rank) if len(listed) > ALONE else listed, others
@@ -354,7 +369,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     """Explain the failing verdicts in a sentence each, then tabulate all, failing ones first."""
     groups = [*_group_verdicts(judgement)]
     verdicts = [verdict for _, listed, _ in groups for verdict in listed]
-    verdicts.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
+    verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
     rows: list[Cells] = []
     for v in verdicts:
         mark = f"{_choose_mark(judgement, v)} {v.status}"
@@ -363,7 +378,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         more, blank = "more " * bool(listed), dict.fromkeys(COLUMNS, "")
         for status, n in passed.items():
             rows.append({"verdict": status, "rule": rule, "row": f"{n} {more}rows", **blank})
-    grave = [v for v in verdicts if judgement.fails(v) or v.status == "inconclusive"]
+    grave = [v for v in verdicts if rank_verdict(judgement, v) < 2 or v.remark]
     points = tuple(("", verdict.line, "") for verdict in grave[:MOST])
     notes = tuple(("note", text, "") for text in judgement.notes)
     table = [make_table("", rows)] if rows else []

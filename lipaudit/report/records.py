@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
     from lipaudit.gate.comparison import Comparison, Ranking
-    from lipaudit.gate.rules import Judgement
+    from lipaudit.gate.rules import Judgement, Verdict
 
 JSON = "json"
 
@@ -63,31 +64,37 @@ _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 def write_junit(judgement: Judgement) -> bytes:
-    """Write one test case per verdict."""
+    """Write one test case per verdict; what is inconclusive is skipped, not passed."""
     from xml.etree import ElementTree
 
-    failed = [v for v in judgement.verdicts if judgement.fails(v)]
-    errors = [v for v in failed if v.reason]
-    counts = {
-        "tests": str(len(judgement.verdicts)),
-        "failures": str(len(failed) - len(errors)),
-        "errors": str(len(errors)),
-    }
+    kinds = Counter(_choose_kind(judgement, verdict) for verdict in judgement.verdicts)
+    counts = {"tests": str(len(judgement.verdicts))}
+    for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        counts[name] = str(kinds[kind])
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
         name, line = f"{verdict.rule} {verdict.name}".rstrip(), _xml(verdict.line)
         about = {"classname": _xml(verdict.metric), "name": _xml(name)}
         test = ElementTree.SubElement(suite, "testcase", about)
-        if judgement.fails(verdict):
-            kind = "error" if verdict.reason else "failure"
-            ElementTree.SubElement(test, kind, {"message": line, "type": verdict.status})
+        kind = _choose_kind(judgement, verdict)
+        if kind == "system-out":
+            ElementTree.SubElement(test, kind).text = line
         else:
-            ElementTree.SubElement(test, "system-out").text = line
+            ElementTree.SubElement(test, kind, {"message": line, "type": verdict.status})
+    answer = f"{judgement.reason} (exit code {judgement.exit_code})"
+    ElementTree.SubElement(suite, "system-out").text = _xml(answer)
     if judgement.warnings:
         ElementTree.SubElement(suite, "system-err").text = _xml("\n".join(judgement.warnings))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _choose_kind(judgement: Judgement, verdict: Verdict) -> str:
+    """Return the JUnit element of a verdict."""
+    if judgement.fails(verdict):
+        return "error" if verdict.reason else "failure"
+    return "skipped" if verdict.status == "inconclusive" else "system-out"
 
 
 def _xml(text: str) -> str:

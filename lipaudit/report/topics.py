@@ -224,10 +224,13 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Verdicts of the gate": {
         "unchanged": "Equal weights, and values that agree within the accuracy of the norms.",
         "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
-        "pass": "Statistically shown to be no worse than the limit allows.",
-        "pass (not proven)": "Within the limit; chance may hide a regression. --strict fails it.",
-        "inconclusive": "Chance may explain the change: measure more samples. --strict fails it.",
-        "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
+        "pass": "The change is within the limit. --strict fails it where chance may hide more.",
+        "pass (proven)": "The 95 % limits of the change are within the limit of the rule.",
+        "inconclusive": "Beyond the limit, but chance may explain it: measure more samples. "
+        "--strict fails it.",
+        "regressed": "Beyond the limit, and proven to be worse: the gate fails (exit code 1).",
+        "verdicts": "How many rules and rows have each verdict.",
+        "not proven": "Outcome of a gate: a rule is inconclusive, or --strict is not satisfied.",
         "not comparable": "The two reports were measured in different ways (exit code 5).",
         "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
     },

@@ -1,8 +1,6 @@
 """Examples of another model, and signs of masked gradients: caught where made, else absent."""
 
 import json
-import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,8 @@ from safetensors.torch import load_file, save_file
 from lipaudit.attacks.transfer import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.engine.execute import attack_again
 from lipaudit.models.sources.loader import load_net
-from lipaudit.schema import dumps, load
-from lipaudit.settings import RunOptions
-from tests.commands import invoke, refuse, replace_parts
+from tests.commands import invoke, refuse
 
 # The weights of the demo, behind logits so large that the gradient of their cross-entropy
 # underflows, or behind a rounding of the input, whose derivative is 0.
@@ -183,142 +178,6 @@ def test_a_gate_and_a_comparison_find_the_examples_that_the_baseline_saved():
     found, says = measure_again(*commands[0])
     assert {row["attack"] for row in found} == {"worst", "pgd"}
     assert "moved or changed" in says
-
-
-@pytest.mark.parametrize(
-    ("baseline", "model", "masked"),
-    [
-        ("demo", "demo:robust", {"old": False, "new": False}),
-        ("demo:robust", "py:masked.py:hot", {"old": False, "new": True}),
-        ("py:masked.py:hot", "demo:robust", {"old": True, "new": False}),
-    ],
-)
-def test_each_model_is_attacked_with_the_examples_of_the_other(baseline, model, masked):
-    """As if both had been attacked by hand; the one with masked gradients is named, either way."""
-    how = ("--attack", "pgd", "--steps", 5, "--eps", "0.05,0.1")
-    attack(baseline, *how, "--save-adv", "a.safetensors", "-o", "old.json")
-    given = ("--baseline-model", baseline) if baseline.startswith("py:") else ()
-    found = ("compare", "old.json", model, "--report", "new.json", *given, "-f", "json")
-    both = invoke(*found)
-    assert f"examples in new-adv.safetensors, tried on {baseline}, too" in both.stderr
-    attack(baseline, *how, "--transfer", "new-adv.safetensors", "-o", "hand.json")
-    assert both.stdout == invoke("compare", "hand.json", "new.json", "-f", "json").stdout
-    options, adv = RunOptions(data="demo"), Path("new-adv.safetensors")
-    again = attack_again(load(Path("old.json")), baseline, options, adv)
-    section, wanted = again.section("attack"), load(Path("hand.json")).section("attack")
-    for name in (name for name in wanted.samples if name.startswith("robust@")):
-        assert section.samples[name] == wanted.samples[name]
-    shares, known = (
-        {row.trial: (row.robust, row.robust_low, row.robust_high) for row in each.rows}
-        for each in (section, wanted)
-    )
-    assert shares == known
-    assert len(known) == 6  # worst, pgd and transfer in two balls
-    signs = {"old": read_signs(json.loads(dumps(again))["sections"][0])}
-    signs["new"] = read_signs(json.loads(Path("new.json").read_text())["sections"][0])
-    assert {name: "transfer" in text for name, text in signs.items()} == masked
-    noted = invoke("gate", model, "-b", "old.json", "--report", "new.json", *given, code=None)
-    assert (f"{baseline}: gradients may be masked" in noted.stdout) == masked["old"]
-    # The page shows a figure that is in no file: it says where both come from.
-    first = {row.trial: row.robust for row in load(Path("old.json")).section("attack").rows}
-    for trial, (share, *_) in known.items():
-        if trial.attack == "worst":
-            change = f"robust accuracy {share:.4g} with new-adv.safetensors, {first[trial]:.4g}"
-            said = f"{baseline}: {trial.ball}: {change} without" in noted.stdout
-            assert said == (share != first[trial])
-
-
-def test_a_baseline_that_cannot_be_loaded_is_named_and_one_that_is_typed_is_refused(monkeypatch):
-    attack(
-        "demo", "--attack", "pgd", "--eps", "0.1", "--save-adv", "a.safetensors", "-o", "b.json"
-    )
-    text, spec = Path("b.json").read_text(), '"model": {"spec": "demo"'
-    command = ("gate", "demo:robust", "--report", "now.json", "-b", "moved.json")
-    reasons = {
-        "demo:jasmin": "the weights of demo:jasmin are not those of the report",
-        "gone.pt": "no model 'gone.pt'",
-        "py:masked.py:hot": "a report may not run code",
-    }
-    assert spec in text
-    for model, says in reasons.items():
-        Path("moved.json").write_text(text.replace(spec, f'"model": {{"spec": "{model}"'))
-        done = invoke(*command)
-        assert f"was not tried on the baseline's model: {says}" in done.stderr
-        assert "improved: attack.robust" in done.stdout
-    elsewhere = (*command, "--baseline-model")
-    assert "safetensors, tried on demo, too" in invoke(*elsewhere, "demo").stderr
-    same = invoke("gate", "demo", *elsewhere[2:], "demo").stderr
-    assert "--baseline-model is not attacked again: demo has its weights" in same
-    replace_parts(monkeypatch, "attack", lambda *_: pytest.fail("measured"))
-    assert reasons["demo:jasmin"] in invoke(*elsewhere, "demo:jasmin", code=4).stderr
-    assert reasons["gone.pt"] in invoke(*elsewhere, "gone.pt", code=4).stderr
-    with monkeypatch.context() as launched:
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        for name, value in ranks.items():
-            launched.setenv(name, value)
-        refuse(2, "not for --baseline-model", *elsewhere, "demo")
-    Path("a.safetensors").unlink()
-    refused = invoke(*elsewhere, "demo", code=2).stderr
-    assert "needs examples of the baseline's model" in refused
-
-
-def test_the_code_of_an_architecture_that_a_report_names_is_run_only_where_it_is_allowed():
-    """A file of weights runs nothing, but the report's options may name any code for it."""
-    for name, model in {"then": "standard", "now": "robust"}.items():
-        weights = str(files("lipaudit.models") / f"assets/demo_{model}.safetensors")
-        shutil.copy(weights, f"{name}.safetensors")
-        code = f"""
-from pathlib import Path
-from lipaudit.models.sources.loader import load_net
-
-def make():
-    Path("{name}.ran").touch()
-    return load_net("demo").module
-"""
-        Path(f"{name}.py").write_text(code)
-    how = ("--attack", "fgsm", "--eps", "0.1", "--save-adv", "a.safetensors", "-o", "b.json")
-    attack("then.safetensors", "--arch", "py:then.py:make", *how)
-    Path("then.ran").unlink()
-    command = ("gate", "now.safetensors", "--arch", "py:now.py:make", "-b", "b.json")
-    said = invoke(*command, code=None).stderr
-    assert "a report may not run code; to allow it, add --baseline-model then.safetensors" in said
-    assert not Path("then.ran").exists()
-    allowed = invoke(*command, "--baseline-model", "then.safetensors").stderr
-    assert "tried on then.safetensors, too" in allowed
-    assert Path("then.ran").exists()
-
-
-def test_examples_are_saved_over_no_file_that_is_needed(monkeypatch):
-    """Nor where they cannot be written; either is found before the measurement."""
-    how = ("--attack", "fgsm", "--eps", "0.1", "-o", "b.json", "--save-adv")
-    attack("demo:jasmin", *how, "other.safetensors")
-    attack("demo", *how, "r-adv.safetensors")
-    before = Path("r-adv.safetensors").read_bytes()
-    Path("s-adv.safetensors").symlink_to("other.safetensors")
-    Path("d-adv.safetensors").mkdir()
-    replace_parts(monkeypatch, "attack", lambda *_: pytest.fail("measured"))
-    command, other = ("gate", "demo:robust", "-b", "b.json"), ("--transfer", "other.safetensors")
-    says = "would overwrite r-adv.safetensors, which is still needed hint: Give another --report"
-    refuse(2, says, *command, "--report", "r.json")
-    refuse(2, says, *command, "--report", "r.json", *other)
-    refuse(2, "would overwrite s-adv", *command, "--report", "s.json", *other)
-    refuse(2, "d-adv.safetensors: it is a folder", *command, "--report", "d.json")
-    assert Path("r-adv.safetensors").read_bytes() == before
-    several = ("compare", "b.json", "demo:robust", "demo:jasmin", "--report", "one.json")
-    refuse(2, "--report names one file, and 2 MODELs are measured", *several)
-
-
-def test_a_baseline_without_the_verdicts_of_its_attacks_is_not_comparable():
-    attack(
-        "demo", "--attack", "fgsm", "--eps", "0.1", "--save-adv", "a.safetensors", "-o", "b.json"
-    )
-    text = json.loads(Path("b.json").read_text())
-    (section,) = text["sections"]
-    section["samples"] = {n: v for n, v in section["samples"].items() if "robust@" not in n}
-    Path("b.json").write_text(json.dumps(text))
-    command = ("gate", "demo:robust", "-b", "b.json", "--report", "now.json")
-    assert "the report lacks verdicts of its attacks" in invoke(*command, code=5).stderr
-    refuse(5, "lacks verdicts", *command, "--baseline-model", "demo")
 
 
 def test_what_transfers_nothing_is_not_tried_again():

@@ -97,7 +97,7 @@ def test_without_a_default_rule_one_is_asked_for():
         ),
         (
             "corrupt demo --corruption fog",
-            "corrupt.accuracy@mean >= -1pp",
+            "corrupt.accuracy@mean >= -2pp",
             ("corrupt.drop <= +1pp",),
         ),
     ],

@@ -6,7 +6,6 @@ from scipy import stats
 
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import compare, judge
-from lipaudit.gate.judging import TOLERANCE
 from lipaudit.measures import layouts
 from lipaudit.tables.report import Failure
 from tests.gate.cases import (
@@ -44,33 +43,36 @@ def heads(factors):
     return exact_heads(pair_of(report(bounds(EXACT)), new(bounds(EXACT * factors))))
 
 
-def test_a_head_changes_by_the_geometric_mean_with_the_limits_of_student():
+def test_a_head_changes_by_the_median_with_its_order_statistics():
     factors = np.array([[1.0, 1.02, 0.9, 1.5, 1.0, 0.97]]).T * np.exp(NOISE)
     exact = heads(factors)
     assert {(head.unit, head.samples) for head in exact} == {("%", 8)}
     stored = np.array([[float(f"{v:.6g}") for v in line] for line in EXACT * factors])
     ratios = np.log(stored) - np.log([[float(f"{v:.6g}") for v in line] for line in EXACT])
     for head, line in zip(exact, ratios, strict=True):
-        low, high = stats.ttest_1samp(line, 0).confidence_interval(0.95)
-        expected = np.expm1([line.mean(), low, high])
+        # Of 8 samples the extremes are limits: below both with 1/256, and the next with 9/256.
+        expected = np.expm1([np.median(line), line.min(), line.max()])
         assert [head.paired, head.low, head.high] == pytest.approx(expected, rel=1e-6, abs=1e-9)
-        ps = (
-            stats.ttest_1samp(line, TOLERANCE, alternative="greater").pvalue,
-            stats.ttest_1samp(line, -TOLERANCE, alternative="less").pvalue,
-        )
-        assert head.p == pytest.approx(2 * min(ps), rel=1e-6)
+        above = int((line > 0).sum())
+        assert head.p == pytest.approx(stats.binomtest(above, 8, alternative="greater").pvalue)
 
 
-def test_what_stands_is_corrected_for_all_heads_by_holm():
-    changes = heads(np.array([[1.0, 1.05, 1.07, 1.5, 0.94, 1.0]]).T * np.exp(NOISE))
-    ps = sorted(head.p for head in changes)
-    adjusted = np.maximum.accumulate([min(1.0, p * (6 - i)) for i, p in enumerate(ps)])
-    by_p = sorted(changes, key=lambda head: head.p)
-    assert [head.p_adjusted for head in by_p] == pytest.approx(adjusted)
-    assert [head.stands for head in by_p] == list(adjusted <= 0.05)
-    assert 0 < sum(head.stands for head in changes) < sum(head.p <= 0.05 for head in changes)
-    for head in heads(1 + 5e-5):  # below the accuracy of norms
-        assert (head.p, head.stands) == (1.0, False)
+def test_what_stands_is_corrected_for_all_heads_together():
+    """All 256 flips of the samples, counted one by one; a head may move either way."""
+    factors = np.array([[1.0, 1.05, 1.07, 1.5, 0.94, 0.5]]).T * np.exp(NOISE)
+    changes = heads(factors)
+    assert np.median(np.abs(np.log(factors)), axis=1).min() > 0.01  # all of them move
+    signs = np.array([[-1 if ratio < 1 else 1 for ratio in line] for line in factors])
+    flips = np.array([[1 - 2 * (i >> j & 1) for j in range(8)] for i in range(256)])
+    counts = np.abs(flips @ signs.T)
+    assert max(abs(head.change) for head in changes) > 0.4
+    for i, head in enumerate(changes):
+        most = counts[:, [j for j in range(6) if counts[0, j] <= counts[0, i]]].max(1)
+        assert head.p_adjusted == pytest.approx((most >= counts[0, i]).mean())
+        assert head.stands == (head.p_adjusted <= 0.05)
+    assert 0 < sum(head.stands for head in changes) < 6
+    for head in heads(1.009):  # less than 1 %
+        assert (head.p_adjusted, head.stands) == (1.0, False)
 
 
 CLEAN, BALL = "attack.correct", "attack.robust@worst,linf,2/255"

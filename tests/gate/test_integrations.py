@@ -72,7 +72,7 @@ def test_the_action_passes_every_input_as_it_is(action, shell):
 
 @pytest.mark.parametrize(
     ("growth", "code", "verdict"),
-    [(1.0, 0, "pass: 1 unchanged"), (1.5, 1, "regressed: jacobian.")],
+    [(1.0, 0, "pass: 1 unchanged"), (1.5, 1, "worse: Jacobian norm ")],
 )
 def test_a_job_gets_a_summary_and_outputs(action, shell, tmp_path, growth, code, verdict):
     weights = "a" if growth == 1 else "b"

@@ -21,8 +21,9 @@ def write(judgement, name):
 @pytest.fixture(scope="module")
 def failed():
     changed = EXACT * np.where(np.arange(12) == 7, 1.5, 1)[:, None]
-    worse = new(bounds(changed), attack(flags(90) - flags(6)), spec=HOSTILE)
-    return judge(worse, report(bounds(EXACT), attack(flags(90))))
+    worse = new(bounds(changed), attack(flags(90) - flags(4)), spec=HOSTILE)
+    chosen = rules("bounds.exact:each <= +20%", "attack.robust >= -2pp")
+    return judge(worse, report(bounds(EXACT), attack(flags(90))), chosen)
 
 
 def test_of_many_rows_a_log_tells_those_that_grew_most_and_counts_the_others():
@@ -36,8 +37,8 @@ def test_of_many_rows_a_log_tells_those_that_grew_most_and_counts_the_others():
     assert "  bounds.exact:each <= +20%: 2 more rows regressed; -f table lists them" in lines
     assert max(verdict.paired for verdict in many.verdicts[1::2]) > 0.39
     for status, count in Counter(verdict.status for verdict in many.verdicts[1::2]).items():
-        more = f"  bounds.exact:each <= +20%: {count} more rows {status}; -f table lists them"
-        assert more in lines
+        listed = "" if status.startswith("pass") else "; -f table lists them"
+        assert f"  bounds.exact:each <= +20%: {count} more rows {status}{listed}" in lines
 
 
 def test_every_format_writes_the_figures_of_a_verdict_alike():
@@ -87,13 +88,13 @@ def test_the_change_is_that_of_the_two_figures():
 def test_no_change_is_never_minus_zero(rule):
     old, current = report(jacobian(np.ones(64))), new(jacobian(np.ones(64)))
     (verdict,) = judge(current, old, rules(f"jacobian.{rule}")).verdicts
-    ends = (verdict.low, verdict.high, verdict.change_low, verdict.change_high, verdict.paired)
-    assert list(map(str, ends)) == ["0.0"] * 5
+    ends = (verdict.low, verdict.high, verdict.paired)
+    assert list(map(str, ends)) == ["0.0"] * 3
 
 
 def test_limits_are_called_infinite_only_where_they_are():
     better = judge(new(attack(np.ones(128, int))), report(attack(flags(0))))
-    assert better.verdicts[0].status == "improved"
+    assert better.verdicts[1].status == "improved"
     assert "no finite limits" not in write(better, "text")
     one = judge(new(jacobian([2.0])), report(jacobian([1.0])))
     assert "(+100%, no finite limits, n = 1)" in write(one, "text")
@@ -102,20 +103,22 @@ def test_limits_are_called_infinite_only_where_they_are():
     norms[[0, 1], [0, 1]] = 0.0
     old, current = (bounds(norms[i : i + 1], heads=1) for i in (0, 1))
     (head,) = judge(new(current), report(old)).verdicts
-    assert (head.low, head.high, head.samples) == (-1.0, math.inf, 30)
-    assert "no finite limits" in head.figures
+    assert (head.low, head.high, head.samples) == (0.0, 0.0, 30)
+    assert "no finite limits" not in head.figures
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
     lines = write(failed, "text").splitlines()
-    assert lines[0] == "<script>|`x`|\\x0a::error::\\x1b[31m against demo"
-    assert lines[2].startswith(
+    assert lines[0] == (
+        "worse: head norm (layer 3 head 1) 0.9521 -> 1.428 (proven: at least 50 % higher)"
+    )
+    assert lines[1] == "<script>|`x`|\\x0a::error::\\x1b[31m against demo"
+    assert lines[3].startswith(
         "✗ regressed: bounds.exact:each <= +20% layer 3 head 1: 0.9521 -> 1.428 (+50%, limits"
     )
-    assert lines[3] == "  bounds.exact:each <= +20%: 11 more rows pass"
-    assert lines[4].startswith("~ inconclusive: attack.robust >= -2pp worst,linf,2/255")
-    assert lines[-1].startswith("regressed: bounds.exact:each <= +20% layer 3 head 1")
-    assert lines[-1].endswith("(exit code 1)")
+    assert lines[4] == "  bounds.exact:each <= +20%: 11 more rows pass (proven)"
+    assert lines[5].startswith("~ inconclusive: attack.robust >= -2pp worst,linf,2/255")
+    assert lines[-1] == "worse: 11 pass (proven), 1 regressed, 1 inconclusive (exit code 1)"
 
 
 def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
@@ -124,7 +127,9 @@ def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
     assert len(cases) == len(failed.verdicts) == int(suite.get("tests"))
     broken = [case for case in cases if case.find("failure") is not None]
     assert [case.get("name") for case in broken] == ["bounds.exact:each <= +20% layer 3 head 1"]
-    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    counts = [suite.get(kind) for kind in ("failures", "errors", "skipped")]
+    assert counts == ["1", "0", "1"]  # what is not proven did not pass
+    assert suite.find("system-out").text == f"{failed.reason} (exit code 1)"
     unjudged = judge(report(jacobian(), dtype="float16"), report(jacobian()))
     suite = ElementTree.fromstring(write(unjudged, "junit")).find("testsuite")
     assert (suite.get("failures"), suite.get("errors")) == ("0", "1")
@@ -136,7 +141,8 @@ def test_the_outcome_comes_first_then_warnings_then_what_failed(failed, format):
     text = write(failed.model_copy(update=update), format)
     text = " ".join(text.replace("\\", "").split()).replace("&lt;", "<")
     words = (
-        "FAILED (exit code 1): 1 regressed, 1 inconclusive, 11 pass",
+        "FAILED (exit code 1): worse: head norm (layer 3 head 1) 0.9521 -",
+        "11 pass (proven), 1 regressed, 1 inconclusive",
         "base.json",
         "zero gradients",
         "What is the verdict on each rule?",
@@ -144,7 +150,7 @@ def test_the_outcome_comes_first_then_warnings_then_what_failed(failed, format):
     )
     places = [text.find(word) for word in words]
     if format == "html":  # its header links to the sections
-        places[3] = text.find(f"<h2>{words[3]}")
+        places[4] = text.find(f"<h2>{words[4]}")
     assert -1 not in places
     assert places == sorted(places)
 
@@ -154,12 +160,27 @@ def test_a_pass_says_whether_all_of_it_is_proven():
         return of_judgement(judgement).page().chapters[0].blocks[0]
 
     same = judge(report(jacobian()), report(jacobian()))
-    assert answer(same) == Paragraph("PASSED: 1 unchanged", "kept")
+    assert answer(same) == Paragraph("PASSED (exit code 0): pass: 1 unchanged", "kept")
     wide = NORMS * np.exp(np.random.default_rng(0).normal(0, 0.5, NORMS.size))
     noisy = judge(new(jacobian(wide)), report(jacobian()), rules("jacobian.norm:median <= +5%"))
-    assert [v.status for v in noisy.verdicts] == ["pass (not proven)"]
+    assert [v.status for v in noisy.verdicts] == ["pass"]
     assert answer(noisy).tone == "open"
     assert answer(noisy.model_copy(update={"strict": True})).tone == "broken"
+
+
+def test_no_format_calls_an_inconclusive_rule_a_pass():
+    """The first line and the last say "not proven", and how many samples would settle it."""
+    open_one = judge(new(attack(flags(86))), report(attack(flags(90))))
+    needed = open_one.verdicts[1].samples_needed
+    first, *_, last = write(open_one, "text").splitlines()
+    said = f"about {needed} samples would settle it"
+    assert first.startswith("not proven: robust accuracy (linf 2/255) 70.3 % -> 67.2 % (about ")
+    assert said in first
+    assert last == f"not proven: 1 pass, 1 inconclusive; {said} (exit code 0)"
+    for format in ("table", "markdown", "html"):
+        text = " ".join(write(open_one, format).split()).replace("&gt;", ">").replace("\\", "")
+        assert "NOT PROVEN (exit code 0): not proven: robust accuracy (linf 2/255)" in text, format
+        assert "PASSED" not in text
 
 
 def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):

@@ -61,11 +61,12 @@ def test_the_same_change_has_one_word_and_one_interval(change, rule):
             assert other.status == "unchanged"
             continue
         assert verdict.change_status == other.status
-        assert (verdict.change_low, verdict.change_high) == (other.low, other.high)
-    if (change, rule) == ("a little steeper", RULES[0]):  # what is left open names the change
-        assert verdict.status != "regressed"
+        assert (verdict.low, verdict.high) == (other.low, other.high)
+        assert verdict.status != "regressed" or other.status == "regressed"
+    if (change, rule) == ("a little steeper", RULES[0]):  # a change within the limit is named
+        assert verdict.status == "pass"
         assert verdict.change_status == "regressed"
-        assert "; the change alone: regressed, 95 % limits +" in verdict.line
+        assert "; the change alone: regressed" in verdict.line
 
 
 HEADS = np.random.default_rng(7).lognormal(0, 0.3, (4, 12))
@@ -106,19 +107,20 @@ def test_heads_and_their_median_have_one_word_and_one_interval(metric, change):
     judged = judge(current, old, rules(f"{metric}:median <= +5%", f"{metric}:max <= 1e9"))
     gate, found = judged.verdicts[0], {v.metric: v for v in pair.verdicts}[f"{metric}:median"]
     assert gate.change_status == found.status
-    assert (gate.change_low, gate.change_high) == (found.low, found.high)
-    # Student's t on the log-ratios of the medians over the heads that all samples have
+    assert (gate.low, gate.high) == (found.low, found.high)
+    # order statistics of the log-ratios of the medians over the heads that all samples have
     before, kept = (Array.of(values).numpy() for values in (before, kept))  # as a report has them
     whole = np.isfinite(kept).all(1)
     ratios = np.log(np.median(kept[whole], 0) / np.median(before[whole], 0))
-    if np.ptp(ratios) > 0:
-        ends = stats.t.interval(0.95, ratios.size - 1, ratios.mean(), stats.sem(ratios))
-        assert (found.low, found.high) == pytest.approx(np.expm1(ends))
+    rank = int(stats.binom.ppf(0.025, ratios.size, 0.5))
+    if rank:
+        ends = np.sort(ratios)[[rank - 1, ratios.size - rank]]
+        assert (found.low, found.high) == pytest.approx(np.expm1(ends), abs=1e-9)
     assert gate.samples == found.samples == ratios.size
     if change == "a little steeper":
         rows = judge(current, old, rules(f"{metric}:each <= +5%")).verdicts
         heads = [h for h in pair.heads if h.metric == f"{metric}:each"]
-        assert [(v.change_low, v.change_high) for v in rows] == [(h.low, h.high) for h in heads]
+        assert [(v.low, v.high) for v in rows] == [(h.low, h.high) for h in heads]
         assert [(v.name, v.old, v.new) for v in rows] == [(h.name, h.old, h.new) for h in heads]
 
 
@@ -128,6 +130,11 @@ def test_means_over_tokens_count_the_tokens_of_each_shared_sample():
     current = current.model_copy(update={"arrays": current.arrays | {"rows": tokens}})
     judged = judge(new(current), report(old), rules("attention.softmax_norm:max <= +50%"))
     assert judged.verdicts[0].new == (1.0 + 3 * 3.0) / 4
+
+
+def without_rows(section):
+    """Rows made by hand count repeats, which those of a run do not."""
+    return section.model_copy(update={"rows": ()})
 
 
 def test_a_share_is_the_same_in_every_command():
@@ -140,8 +147,8 @@ def test_a_share_is_the_same_in_every_command():
     ids = (first, *others, *(f"{first}-{i}" for i in range(2, 8)))
     old, current = (
         report(
-            with_samples(attack(line, correct=correct), ids=ids),
-            jacobian(norms * factor, ids=ids),
+            without_rows(with_samples(attack(line, correct=correct), ids=ids)),
+            without_rows(jacobian(norms * factor, ids=ids)),
             weights=name,
             spec=name,
         )
@@ -171,7 +178,7 @@ BASE = tuple(range(8))
 OTHER = {
     "a superset in another order": (*range(5, 11), *range(4, -1, -1)),
     "a subset": (6, 2, 3),
-    "some of them and others": (11, 7, 1, 0, 9, 3),
+    "some of them and others": (11, 7, 1, 0, 9, 3, 4, 5),
     "one of them": (4, 10),
     "the same in another order": BASE[::-1],
 }
@@ -210,29 +217,20 @@ def every_rule(audit):
     return sensible
 
 
-def recomputed(verdict, report):
-    """Whether a report keeps what a figure is made of: values per sample, for each row."""
-    rule = parse_rule(verdict.rule)
-    how = layouts()[rule.measure].columns[rule.column].reduction if not rule.per_sample else None
-    kept = how and not how.per and how.values in report.section(rule.measure).arrays
-    return rule.per_sample or bool(kept)
-
-
 @pytest.mark.parametrize(
-    ("name", "status", "of_whole_rows"),
+    ("name", "status"),
     [
-        ("a superset in another order", "unchanged", "not comparable"),
-        ("the same in another order", "unchanged", "unchanged"),
-        ("a subset", "not comparable", "not comparable"),
-        ("some of them and others", "not comparable", "not comparable"),
+        ("a superset in another order", "unchanged"),
+        ("the same in another order", "unchanged"),
+        ("a subset", "not comparable"),
+        ("some of them and others", "not comparable"),
     ],
 )
-def test_every_rule_finds_equal_weights_unchanged(audit, every_rule, name, status, of_whole_rows):
-    """The gate wants most samples of the baseline, and values per sample if there are more."""
-    other, statuses = audit(OTHER[name]), {True: set(), False: set()}
-    for verdict in judge(other, audit(BASE), every_rule).verdicts:
-        statuses[recomputed(verdict, other)].add(verdict.status)
-    assert statuses == {True: {status}, False: {of_whole_rows}}
+def test_every_rule_finds_equal_weights_unchanged(audit, every_rule, name, status):
+    """The gate wants most samples of the baseline."""
+    other = audit(OTHER[name])
+    judged = judge(other, audit(BASE), every_rule).verdicts
+    assert {verdict.status for verdict in judged} == {status}
     assert judge(other, audit(BASE)).exit_code == (0 if status == "unchanged" else 5)
 
 

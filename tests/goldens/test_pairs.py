@@ -9,7 +9,7 @@ import pytest
 from tests.goldens.test_values import PAIRS, check, run_command, shorten, walk
 
 MODELS = {"old": "demo", "new": "demo:jasmin"}
-RULES = ("bounds.exact_max:p95 <= +10%", "jacobian.mean <= +5%", "attack.robust >= -2pp")
+RULES = ("bounds.exact_max:p95 <= +10%", "bounds.exact:max <= +5%", "attack.robust >= -2pp")
 PASSING = re.compile(r"seconds|hash|version|created|time|path|file|device")
 """Fields that depend on the day and the machine."""
 

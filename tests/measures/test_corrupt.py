@@ -152,14 +152,14 @@ def test_texts_are_judged_as_plain_transformers_judges_them(folder, tmp_path):
 
 
 def test_reports_are_compared_sample_by_sample():
-    how = {"samples": 30, "corruption": "fog,contrast", "severity": "2,4"}
+    how = {"samples": 40, "corruption": "fog,contrast", "severity": "2,4"}
     old, new = (lipaudit.measure(f"demo{name}", "corrupt", **how) for name in (":robust", ""))
     rules = [parse_rule(f"corrupt.{text} >= -1pp") for text in ("accuracy", "severity_4@fog")]
     verdicts = judge(new, old, rules).verdicts
     assert [v.name for v in verdicts] == ["clean", "mean", "fog", "contrast", "fog"]
     assert verdicts[0].lost is not None  # clean samples are right or wrong: limits of a share
     # Right at every severity or not: a share with a test, on shared samples alone, too.
-    for current in (new, lipaudit.measure("demo", "corrupt", **how | {"samples": 29})):
+    for current in (new, lipaudit.measure("demo", "corrupt", **how | {"samples": 39})):
         worst = judge(current, old, [parse_rule("corrupt.worst@fog >= -1pp")]).verdicts[0]
         assert (worst.samples, worst.lost is not None) == (len(current.section("corrupt").ids), 1)
     assert verdicts[1].lost is None
@@ -167,8 +167,15 @@ def test_reports_are_compared_sample_by_sample():
     for verdict, before, now in zip(verdicts[1:4], *(each[1:] for each in lines), strict=True):
         assert (verdict.old, verdict.new) == pytest.approx((before.mean(), now.mean()))
         change = now - before
-        ends = stats.t.interval(0.95, 29, change.mean(), stats.sem(change))
-        assert (verdict.change_low, verdict.change_high) == pytest.approx(ends, abs=1e-5)
+        ends = stats.bootstrap((change,), np.mean, method="percentile").confidence_interval
+        within = 0.1 * (ends.high - ends.low)
+        assert (verdict.low, verdict.high) == pytest.approx(tuple(ends), abs=within)
+        # Exchanging old and new within the samples is scipy's permutation test of pairs.
+        exact = stats.permutation_test(
+            (before, now), lambda a, b: (a - b).mean(), permutation_type="samples",
+            alternative="greater",
+        )  # fmt: skip
+        assert verdict.p == pytest.approx(exact.pvalue, abs=0.02)
     assert verdicts[2].status == "regressed"
     pair = compare([old, new]).pairs[0]
     named = [v.name for v in pair.verdicts if v.metric == "corrupt.accuracy:each"]

@@ -41,7 +41,7 @@ def folder(report, tmp_path, monkeypatch):
     return tmp_path
 
 
-GATE = ("gate", "a.json", "-b", "a.json", "--fail-on", "bounds.layers.exact <= +5%")
+GATE = ("gate", "a.json", "-b", "a.json", "--fail-on", "bounds.layers.exact <= 500")
 
 
 def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):

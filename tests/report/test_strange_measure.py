@@ -108,18 +108,20 @@ def test_rows_of_one_name_stand_together():
 
 
 def test_rules_judge_rows_by_the_names_that_their_columns_give_and_samples_in_pairs():
-    assert verdicts(build(trunk=2.5, weights="b"), "spread.spread <= +5%") == {
+    with pytest.raises(UsageError, match="varies by chance is unknown"):
+        verdicts(build(trunk=2.5, weights="b"), "spread.spread <= +5%")
+    assert verdicts(build(trunk=2.5, weights="b"), "spread.spread <= 2.1") == {
         ("spread.spread:each", "stem depth 0"): "pass",
         ("spread.spread:each", "trunk depth 3"): "regressed",
     }
     for selector in ("stem", "depth=0"):
-        found = verdicts(build(trunk=9.0, weights="b"), f"spread.spread@{selector} <= +5%")
+        found = verdicts(build(trunk=9.0, weights="b"), f"spread.spread@{selector} <= 2.1")
         assert list(found.values()) == ["pass"]
     current = build(times=1.1, weights="b")
     (verdict,) = judge(current, build(), rules("spread.tension <= +5%")).verdicts
     assert (verdict.status, verdict.samples) == ("regressed", 64)
     assert (verdict.low, verdict.change, verdict.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert list(verdicts(current, "spread.tension <= +20%").values()) == ["pass"]
+    assert list(verdicts(current, "spread.tension <= +20%").values()) == ["pass (proven)"]
 
 
 def test_what_it_does_not_have_is_refused():

@@ -15,7 +15,7 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
-from lipaudit.gate.judging import Contrast, examine, judge_change
+from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
 from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL
@@ -102,7 +102,7 @@ class Comparison(Frozen):
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns compared head by head. In other sections: all columns with a better direction."""
 STILL = 0.01
-"""Heads of which half of the samples change by less than 1 % have not moved."""
+"""Heads of which half of the samples change by less than 1 % hardly move."""
 LISTED = 6
 """Number of left-out rows that a note names."""
 REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
@@ -230,8 +230,13 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     adjusted = dict[str, float]()
     if tested:
         changes = np.stack([contrast.changes for contrast in tested])
-        # A head may move either way.
-        shares = statistics.correct_jointly(changes, STILL, both_sides=True)
+        # A head may move either way. Half of the level is for those that move by 1 % or more, or a
+        # loud one would be lost among many that tremble.
+        families = [
+            statistics.correct_jointly(changes, quiet, both_sides=True)
+            for quiet in (TOLERANCE, STILL)
+        ]
+        shares = np.minimum(1.0, 2 * np.minimum(*families))
         adjusted = {c.name: float(p) for c, p in zip(tested, shares, strict=True)}
     rows = pairing.index_rows(section)
     for contrast in examined:

@@ -419,7 +419,7 @@ class Verdict(Frozen):
         size = abs(100 * end if self.unit else end)
         unit = {"%": " %", "pp": " points", "": ""}[self.unit]
         way = "higher" if end > 0 else "lower"
-        return f"proven: at least {math.floor(10 * size) / 10:g}{unit} {way}"
+        return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
 
     @property
     def figures(self) -> str:
@@ -460,6 +460,8 @@ class Verdict(Frozen):
         }
 
 
+ROUNDING = 0.01
+"""Share of a tenth by which a figure of six digits may miss it."""
 LISTED = 4
 """Number of changes that the answer of a gate names."""
 

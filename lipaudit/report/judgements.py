@@ -322,12 +322,13 @@ def make_judgement_page(judgement: Judgement) -> Document:
             ending = "not proven"
         if not all(verdict.proven for verdict in judgement.verdicts):
             tone = "open"
-    code = f" (exit code {judgement.exit_code})"
-    answer = Paragraph(f"{ending.upper()}{code}: {judgement.reason}", tone)
+    text = f"{ending.upper()} (exit code {judgement.exit_code}): {judgement.reason}"
+    if judgement.outcome != "pass":
+        text += f". Verdicts: {judgement.counts}."
+    answer = Paragraph(text, tone)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     strict = ", and rules that are not proven fail" if judgement.strict else ""
     facts = (
-        ("verdicts", judgement.counts),
         ("current", judgement.current),
         ("baseline", judgement.baseline + file),
         ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),

@@ -229,7 +229,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "inconclusive": "Beyond the limit, but chance may explain it: measure more samples. "
         "--strict fails it.",
         "regressed": "Beyond the limit, and proven to be worse: the gate fails (exit code 1).",
-        "verdicts": "How many rules and rows have each verdict.",
         "not proven": "Outcome of a gate: a rule is inconclusive, or --strict is not satisfied.",
         "not comparable": "The two reports were measured in different ways (exit code 5).",
         "error": "The current figures are unfinished, not finite or not converged (exit code 3).",

@@ -46,8 +46,8 @@ FELL = (
     "the first-order radius (margin over gradient norm) fell too: smaller norms do not make this "
     "model more robust"
 )
-MANY = 10**9
-"""Largest number of samples that a verdict asks for."""
+MANY = 1000
+"""Largest ratio between an interval and its change for which a verdict asks for samples."""
 OF_WEIGHTS = "the weights"
 """Domain of figures that depend on no sample: any change of them is certain."""
 _LARGEST = Fraction(sys.float_info.max)
@@ -533,13 +533,13 @@ def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
     if evidence.samples < least:
         return least
     low = evidence.limits(level)[0]
-    if math.isfinite(low) and evidence.estimate > 0:
-        ratio = (evidence.estimate - min(low, 0.0)) / evidence.estimate
+    if math.isfinite(low) and 0 < evidence.estimate < math.inf:
+        ratio = 1 - min(low, 0.0) / evidence.estimate
     elif 0 < p < 0.5:
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
     else:
         return None
-    return max(evidence.samples + 1, math.ceil(min(evidence.samples * ratio**2, MANY)))
+    return max(evidence.samples + 1, math.ceil(evidence.samples * min(ratio, MANY) ** 2))
 
 
 def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:

@@ -1,0 +1,85 @@
+"""A checkpoint that lost 12.5 points of clean accuracy once passed the gate: it and its mirror."""
+
+import numpy as np
+import pytest
+
+from lipaudit.gate import compare, judge
+from lipaudit.report import of_judgement, render
+from tests.gate.cases import attack, flags, jacobian, new, report, with_samples
+
+COUNT = 128
+NORMS = np.random.default_rng(3).lognormal(0.0, 0.5, COUNT)
+
+
+def turn(ones, lost, gained):
+    """Flags before and after: so many ones, of which some are lost, and some others gained."""
+    before = flags(ones, COUNT)
+    after = before.copy()
+    after[:lost] = 0
+    after[ones : ones + gained] = 1
+    return before, after
+
+
+CLEAN, ROBUST = turn(115, 22, 6), turn(83, 36, 19)
+
+
+def measure(clean, robust, scale, radius, **run):
+    norms = jacobian(scale * NORMS)
+    figures = with_samples(norms, correct=clean.astype(bool), radius_first_order=radius / NORMS)
+    make = new if run else report
+    return make(figures, attack(robust, correct=clean), **run)
+
+
+OLD = measure(CLEAN[0], ROBUST[0], 1.0, 1.0)
+WORSE = measure(CLEAN[1], ROBUST[1], 0.25, 0.6, weights="b")
+
+
+def describe(current, baseline):
+    judgement = judge(current, baseline)
+    text = render(of_judgement(judgement), "text").decode().splitlines()
+    verdicts = compare([baseline, current]).pairs[0].verdicts
+    words = {(v.metric, v.name): (v.status, v.low, v.high) for v in verdicts}
+    return judgement, text, words
+
+
+def test_a_worse_checkpoint_fails_and_the_answer_comes_first():
+    judgement, text, words = describe(WORSE, OLD)
+    assert judgement.exit_code == 1
+    assert text[0].startswith(
+        "worse: clean accuracy 89.8 % -> 77.3 % (proven: at least 4.3 points lower), "
+        "robust accuracy (linf 2/255) 64.8 % -> 51.6 % (proven: at least 1.9 points lower)"
+    )
+    assert text[-1] == "worse: 3 regressed, 1 improved (exit code 1)"
+    (norm,) = (v for v in judgement.verdicts if v.metric == "jacobian.norm:median")
+    assert "smaller norms do not make this model more robust" in norm.line
+    for verdict in judgement.verdicts:  # compare says the same
+        status, low, high = words[verdict.metric, verdict.name]
+        assert (status, low, high) == (verdict.status, verdict.low, verdict.high)
+    for name in ("markdown", "junit", "html"):
+        page = " ".join(render(of_judgement(judgement), name).decode().replace("\\", "").split())
+        assert "worse: clean accuracy 89.8 % -" in page, name
+
+
+def test_the_mirror_passes_and_an_equal_one_too():
+    judgement, text, words = describe(
+        OLD.model_copy(update={"run": WORSE.run}), WORSE.model_copy(update={"run": OLD.run})
+    )
+    assert judgement.exit_code == 1  # by its norms alone: accuracy and radius improved
+    statuses = {v.metric: v.status for v in judgement.verdicts}
+    assert statuses["attack.correct:mean"] == statuses["attack.robust:mean"] == "improved"
+    assert statuses["jacobian.radius_first_order:median"] == "improved"
+    assert words["attack.correct:mean", ""][0] == "improved"
+    assert text[0].startswith("worse: Jacobian norm ")
+    equal, text, _ = describe(measure(CLEAN[0], ROBUST[0], 1.0, 1.0, weights="c"), OLD)
+    assert (equal.exit_code, equal.outcome) == (0, "pass")
+    assert text[0].startswith("pass: ")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_that_is_only_noisy_does_not_fail(seed):
+    rng = np.random.default_rng(seed)
+    noise = np.exp(rng.normal(0, 0.15, (2, COUNT)))
+    clean = np.where(rng.random(COUNT) < 0.03, 1 - CLEAN[0], CLEAN[0])
+    robust = np.where(rng.random(COUNT) < 0.05, 1 - ROBUST[0], ROBUST[0])
+    judgement, _, _ = describe(measure(clean, robust, noise[0], noise[1], weights="d"), OLD)
+    assert judgement.exit_code == 0

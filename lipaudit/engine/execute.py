@@ -30,7 +30,7 @@ from lipaudit.measures.base import (
     listening,
     sample_ids,
 )
-from lipaudit.models.net import OWN
+from lipaudit.models.net import OWN, Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads

@@ -333,8 +333,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         )
     stat = rule.stat
     least = statistics.LEAST.get(stat, FEWEST)
-    if stat == "each" and rule.about.format.endswith("%") and rule.limit.kind == "difference":
-        # The row is a mean of shares: the median of shares that seldom change would be 0.
+    if stat == "each" and pairing.is_mean(rule) and rule.limit.kind == "difference":
+        # The row is a mean, and differences add up: a median of flags that seldom change is 0.
         stat, least = "mean", statistics.LEAST["share"]
     if stat in ("median", "each"):
         return statistics.judge_median(worse)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -41,6 +41,8 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Methods of transformers and timm that return the output layer, or a tuple of several.
 HEADS = ("get_output_embeddings", "get_classifier")
+# The weight of a linear layer: name, parameter, and whether inputs are its rows.
+Linear = tuple[str, Tensor, bool]
 
 
 def round_weights(module: nn.Module, how: str) -> str:
@@ -63,52 +65,97 @@ def round_weights(module: nn.Module, how: str) -> str:
         InputError: there is no linear layer to round.
     """
     bits, group = read_quantization(how)
-    half = 2 ** (bits - 1)
-    fixed, listed = _find_fixed(module), [*_list_weights(module)]
-    weights = {id(p): (name, p, turned) for name, p, turned in listed if id(p) not in fixed}
-    left = [name.removesuffix(".weight") for name, p, _ in listed if id(p) in fixed]
+    fixed = _find_fixed(module)
+    weights: dict[int, Linear] = {}
+    left: list[str] = []
+    for name, p, turned in _list_weights(module):
+        if id(p) in fixed:
+            left.append(name.removesuffix(".weight"))
+        else:
+            weights[id(p)] = name, p, turned
     if not weights:
+        text = f"--quantize {how}: {type(module).__name__} has no linear layer to round"
+        if left:
+            text += f" but its output ({few(left)})"
         raise InputError(
-            f"--quantize {how}: {type(module).__name__} has no linear layer to round"
-            + f" but its output ({few(left)})" * bool(left),
+            text,
             "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
         )
-    widths = {name: p.shape[0 if turned else 1] for name, p, turned in weights.values()}
-    odd = [name for name, width in widths.items() if group and width % group]
-    if odd:
-        raise UsageError(
-            f"--quantize {how}: groups of {group} do not divide the "
-            f"{widths[odd[0]] if odd else 0} inputs of {few(odd, 1)}",
-            f"Use a divisor of {math.gcd(*widths.values())}, which divides all layers, or "
-            "leave the "
-            "group out.",
-        )
+    if group:
+        _require_whole_groups(weights.values(), group, how)
+
+    count = 0
     for _, p, turned in weights.values():
         # One layer at a time: a copy of all would double the memory.
-        w = p.data.float() if p.dtype in HALF else p.data
-        rows = (w.T if turned else w).reshape(-1, group or w.shape[0 if turned else 1])
-        # The smallest scale of torchao: rows of zeros stay zeros.
-        scale = rows.abs().amax(1, keepdim=True) / (half - 0.5)
-        scale = scale.clamp(min=torch.finfo(torch.float32).eps)
-        # Integers have no -0, whose bits would differ: adding 0 makes it 0.
-        rounded = ((rows * (1.0 / scale)).round().clamp(-half, half - 1) + 0.0) * scale
-        p.data = rounded.reshape(w.T.shape).T.contiguous() if turned else rounded.reshape(w.shape)
-    count = sum(p.numel() for _, p, _ in weights.values())
+        w = p.data
+        if w.dtype in HALF:
+            w = w.float()
+        if turned:
+            w = w.T
+        groups = w.reshape(-1, group or w.shape[1])
+        rounded = _round_rows(groups, bits).reshape(w.shape)
+        if turned:
+            rounded = rounded.T.contiguous()
+        p.data = rounded
+        count += p.numel()
+
     share = count / sum(p.numel() for p in module.parameters())
-    per = f"group of {group} inputs" if group else "output channel"
+    per = "output channel"
+    if group:
+        per = f"group of {group} inputs"
+    rest = "no linear layer is left"
+    if left:
+        rest = f"linear layers left as they are: {few(left)}"
     return (
         f"weights of {len(weights)} linear layers ({share:.0%} of the parameters) rounded to "
-        f"the nearest int{bits} value, with one scale per {per}; "
-        + (f"linear layers left as they are: {few(left)}" if left else "no linear layer is left")
+        f"the nearest int{bits} value, with one scale per {per}; {rest}"
     )
 
 
-def _list_weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+def _require_whole_groups(weights: Iterable[Linear], group: int, how: str) -> None:
+    """Refuse groups that do not divide the inputs of all layers.
+
+    Raises:
+        UsageError: they do not; the message names the first such layer.
+    """
+    widths: dict[str, int] = {}
+    odd: list[str] = []
+    for name, p, turned in weights:
+        axis = 0 if turned else 1
+        width = p.shape[axis]
+        widths[name] = width
+        if width % group:
+            odd.append(name)
+    if odd:
+        raise UsageError(
+            f"--quantize {how}: groups of {group} do not divide the {widths[odd[0]]} inputs of "
+            f"{few(odd, 1)}",
+            f"Use a divisor of {math.gcd(*widths.values())}, which divides all layers, or leave "
+            "the group out.",
+        )
+
+
+def _round_rows(rows: Tensor, bits: int) -> Tensor:
+    """Round each row to integers of a number of bits, times the scale of the row."""
+    half = 2 ** (bits - 1)
+    scale = rows.abs().amax(1, keepdim=True) / (half - 0.5)
+    # The smallest scale of torchao: rows of zeros stay zeros.
+    scale = scale.clamp(min=torch.finfo(torch.float32).eps)
+    codes = (rows * (1.0 / scale)).round().clamp(-half, half - 1)
+    # Integers have no -0, whose bits would differ: adding 0 makes it 0.
+    return (codes + 0.0) * scale
+
+
+def _list_weights(module: nn.Module) -> Iterator[Linear]:
     """Yield the weights of linear layers: name, parameter, and whether inputs are its rows."""
     for path, part in module.named_modules():
         turned = type(part).__name__ == "Conv1D"  # of transformers: a linear layer, transposed
-        names = ("weight",) if turned or isinstance(part, nn.Linear) else ()
-        for name in PACKED if isinstance(part, nn.MultiheadAttention) else names:
+        names: tuple[str, ...] = ()
+        if isinstance(part, nn.MultiheadAttention):
+            names = PACKED
+        elif turned or isinstance(part, nn.Linear):
+            names = ("weight",)
+        for name in names:
             p = part._parameters.get(name)
             if p is not None and p.ndim == 2:
                 yield f"{path}.{name}".lstrip("."), p, turned
@@ -116,13 +163,23 @@ def _list_weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 def _find_fixed(module: Any) -> set[int]:
     """Return the ids of the parameters of embeddings and of the output that the model names."""
-    outputs = [getattr(module, get)() for get in HEADS if hasattr(module, get)]
-    outputs = [p for each in outputs for p in (each if isinstance(each, tuple) else [each])]
-    outputs += [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    fixed = {id(p) for part in outputs if part is not None for p in part.parameters()}
+    parts: list[Any] = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    for get in HEADS:
+        if not hasattr(module, get):
+            continue
+        output = getattr(module, get)()
+        if isinstance(output, tuple):
+            parts += output
+        else:
+            parts.append(output)
     # Of a model without a task, `base_model` is the model itself, and nothing is behind it.
     base = getattr(module, getattr(module, "base_model_prefix", ""), module)
-    return fixed | {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
+    fixed = set(map(id, module.parameters()))
+    fixed.difference_update(map(id, base.parameters()))
+    for part in parts:
+        if part is not None:
+            fixed.update(map(id, part.parameters()))
+    return fixed
 
 
 def plan_dequantising(
@@ -146,40 +203,58 @@ def plan_dequantising(
     if not stored:
         return "", (), None
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
-    layouts = LAYOUTS.get(method, ("",))
-    layout = str(stored.get("checkpoint_format") or stored.get("version") or layouts[0]).lower()
-    odd = f" in the layout {layout}" * (method in LAYOUTS and layout not in layouts)
-    groups = stored.get("config_groups") or {}
-    schemes = [*groups.values()] if isinstance(groups, dict) else [groups]
-    if not all(isinstance(each, dict) for each in schemes):  # {"FP8": [layers]}
-        odd = " with schemes that config.json only names"
-    # Transformers reads all layers by one of them.
-    elif any(each.get("weights") != schemes[0].get("weights") for each in schemes):
-        odd = " with schemes that differ between layers"
-    if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
-        odd = " with rotated activations"
+    layout = ""
+    odd = _find_odd_scheme(stored)
+    if method in LAYOUTS:
+        layouts = LAYOUTS[method]
+        named = stored.get("checkpoint_format") or stored.get("version") or layouts[0]
+        layout = str(named).lower()
+        if layout not in layouts and not odd:
+            odd = f" in the layout {layout}"
     if odd or method not in LIBRARIES:
+        advice = "Give a dequantised copy, or the float checkpoint with --quantize."
+        if not odd:
+            advice = f"{suggestion(method, LIBRARIES)} {advice}"
         raise InputError(
-            f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise",
-            ("" if odd else suggestion(method, LIBRARIES) + " ")
-            + "Give a dequantised copy, or the float checkpoint with --quantize.",
+            f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise", advice
         )
     library = LIBRARIES[method]
-    text = f"{path} is quantised by {method}, and its library is not installed"
     if library and find_spec(library) is None:
-        raise InputError(text, f"Run pip install {library.replace('_', '-')}.")
+        raise InputError(
+            f"{path} is quantised by {method}, and its library is not installed",
+            f"Run pip install {library.replace('_', '-')}.",
+        )
     if kinds and kinds <= FLOATS:
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"
-        return "", (Note.warn("not-quantised", f"config.json names {method}, {text}"),), None
+        note = Note.warn("not-quantised", f"config.json names {method}, {text}")
+        return "", (note,), None
     if method in LAYOUTS:
         del config.quantization_config
-        text, state = read_codes(path, layout if method == "gptq" else method, later=later)
+        if method == "awq":
+            layout = method
+        text, state = read_codes(path, layout, later=later)
         return text, (), state
     if method in ("torchao", "bitsandbytes"):
         return "", (), None  # by `dequantise`
     stored["dequantize"] = True
     return f"weights stored as {method} were dequantised by transformers on loading", (), None
+
+
+def _find_odd_scheme(stored: Mapping[str, Any]) -> str:
+    """Return what of a quantisation cannot be undone by any method; empty if nothing."""
+    if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
+        return " with rotated activations"
+    groups = stored.get("config_groups") or {}
+    schemes = [groups]
+    if isinstance(groups, dict):
+        schemes = [*groups.values()]
+    if not all(isinstance(each, dict) for each in schemes):  # {"FP8": [layers]}
+        return " with schemes that config.json only names"
+    # Transformers reads all layers by one of them.
+    if any(each.get("weights") != schemes[0].get("weights") for each in schemes):
+        return " with schemes that differ between layers"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -198,7 +273,11 @@ class Codes:
 
     def turn(self) -> Codes:
         """Return the weight transposed."""
-        return replace(self, compute=lambda: self.compute().T.contiguous(), shape=self.shape[::-1])
+
+        def compute() -> Tensor:
+            return self.compute().T.contiguous()
+
+        return replace(self, compute=compute, shape=self.shape[::-1])
 
     def __getitem__(self, key: Any) -> Tensor:
         if not self.later:
@@ -227,25 +306,32 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     for file in list_weight_files(each.name for each in path.iterdir()):
         if not file.endswith(".json"):
             state |= read_weights(path / file)[0]
-    kinds, count = Counter[str](), 0
+    kinds = Counter[str]()
+    count = 0
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
-        names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
-        parts = {part: state.pop(name) for part, name in names.items() if name in state}
+        parts: dict[str, Tensor] = {}
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            name = f"{layer}.{part}"
+            if name in state:
+                parts[part] = state.pop(name)
         with explain_failure(
             f"{layer} of {path} cannot be dequantised as {layout}",
             "Copy or download it again, or give a dequantised copy.",
         ):
-            groups = {*range(len(parts["scales"]))}
-            if "g_idx" in parts and not groups.issuperset(parts["g_idx"].tolist()):
+            groups = range(len(parts["scales"]))
+            if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
                 raise ValueError("g_idx names a group without a scale")
             # Without values: shapes that do not fit are found before the model is built.
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
-        kinds[f"{layout} int{32 * parts['qweight'].numel() // shape.numel()}"] += 1
+        bits = 32 * parts["qweight"].numel() // shape.numel()
+        kinds[f"{layout} int{bits}"] += 1
         compute = partial(dequantise_codes, layout, **parts)
-        state[f"{layer}.weight"] = Codes(compute, shape, later and ".experts." not in layer)
+        waits = later and ".experts." not in layer
+        state[f"{layer}.weight"] = Codes(compute, shape, waits)
         count += shape.numel()
-    return _describe(kinds, count / sum(v.shape.numel() for v in state.values())), state
+    share = count / sum(v.shape.numel() for v in state.values())
+    return _describe(kinds, share), state
 
 
 def turn_codes(module: Any, state: dict[str, Any]) -> None:
@@ -278,17 +364,24 @@ def dequantise_codes(
         ValueError: another number of bits, or shapes do not fit.
     """
     bits = 32 * qzeros.shape[1] // scales.shape[1]
-    if bits not in ((4,) if layout == "awq" else (2, 3, 4, 8)):
+    known = {4} if layout == "awq" else {2, 3, 4, 8}
+    if bits not in known:
         raise ValueError(f"{bits} bits")
     if layout == "awq":
-        words = (_unpack(each, bits).view(len(each), -1, 8) for each in (qweight, qzeros))
-        codes, zeros = (each[:, :, PLACES].flatten(1) for each in words)
+        codes = _unpack_by_places(qweight)
+        zeros = _unpack_by_places(qzeros)
     else:
-        # Version 1 stores zero - 1: subtracted from whole words, unless values cross their ends.
-        one, whole = layout == "gptq", 32 % bits == 0
-        zeros = _unpack(qzeros + (2**32 - 1) // (2**bits - 1) * (one and whole), bits)
-        zeros = (zeros + (one and not whole)) & (2**bits - 1)
         codes = _unpack(qweight.T, bits).T
+        largest = 2**bits - 1
+        if layout != "gptq":
+            zeros = _unpack(qzeros, bits)
+        # Version 1 stores zero - 1: 1 is added in whole words, unless values cross their ends.
+        elif 32 % bits == 0:
+            ones = (2**32 - 1) // largest
+            zeros = _unpack(qzeros + ones, bits)
+        else:
+            zeros = _unpack(qzeros, bits) + 1
+        zeros &= largest
     if g_idx is None:
         g_idx = torch.arange(len(scales), device=codes.device)
         g_idx = g_idx.repeat_interleave(len(codes) // len(scales))
@@ -296,8 +389,17 @@ def dequantise_codes(
     if codes.shape != (*g_idx.shape, scales.shape[1]) or zeros.shape != scales.shape:
         sizes = (tuple(each.shape) for each in (codes, g_idx, zeros, scales))
         raise ValueError("codes {} with groups {}, zeros {} and scales {} differ".format(*sizes))
-    kind, group = scales.dtype, g_idx.long()
-    return ((codes.to(kind) - zeros.to(kind)[group]) * scales[group]).T.contiguous()
+    kind = scales.dtype
+    group = g_idx.long()
+    # (code - zero) scale, (inputs, outputs)
+    values = (codes.to(kind) - zeros.to(kind)[group]) * scales[group]
+    return values.T.contiguous()
+
+
+def _unpack_by_places(words: Tensor) -> Tensor:
+    """Return the 4-bit integers in words of AWQ, in order."""
+    eights = _unpack(words, 4).view(len(words), -1, 8)
+    return eights[:, :, PLACES].flatten(1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -306,8 +408,10 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
         raise ValueError(f"packed in {words.dtype}")
     width = math.gcd(bits, 8)  # of pieces that lie in one byte
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
-    pieces = words.contiguous().view(torch.uint8)[:, :, None] >> shifts & (2**width - 1)
-    pieces = pieces.reshape(len(words), -1, bits // width) << shifts[: bits // width]
+    count = bits // width  # of pieces in one value
+    octets = words.contiguous().view(torch.uint8)
+    pieces = (octets[:, :, None] >> shifts) & (2**width - 1)
+    pieces = pieces.reshape(len(words), -1, count) << shifts[:count]
     return pieces.sum(2, dtype=torch.uint8)
 
 
@@ -324,7 +428,8 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
         InputError: the library cannot dequantise a weight.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    kinds, weights = Counter[str](), dict[int, nn.Parameter]()
+    kinds = Counter[str]()
+    weights: dict[int, nn.Parameter] = {}
     part: Any
     for path, part in parts.items():
         for name, p in [*part._parameters.items()]:
@@ -339,20 +444,26 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                     compute, kind = _find_values(part, p)
                     values = compute()
                 kinds[f"{library} {kind}"] += 1
-                weight = defer(compute, values.shape) if later else nn.Parameter(values, False)
-                weights[id(p)] = weight
+                if later:
+                    weights[id(p)] = defer(compute, values.shape)
+                else:
+                    weights[id(p)] = nn.Parameter(values, False)
+            weight = weights[id(p)]
             if library == "torchao":
-                part._parameters[name] = weights[id(p)]
+                part._parameters[name] = weight
                 continue
             # A linear layer of bitsandbytes has a forward pass of its own.
             linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
-            linear.weight, linear.bias = weights[id(p)], part.bias
+            linear.weight = weight
+            linear.bias = part.bias
             owner, _, key = path.rpartition(".")
-            parts[owner]._modules = {**parts[owner]._modules, key: linear}
+            around = parts[owner]
+            around._modules = {**around._modules, key: linear}
     if not kinds:
         return ""
     count = sum(weight.numel() for weight in weights.values())
-    return _describe(kinds, count / sum(p.numel() for p in module.parameters()))
+    share = count / sum(p.numel() for p in module.parameters())
+    return _describe(kinds, share)
 
 
 def _describe(kinds: Mapping[str, int], share: float) -> str:
@@ -371,7 +482,9 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
         if kind == "Params4bit":
             state = p.quant_state
             return partial(functional.dequantize_4bit, p.data, state), state.quant_type
-        scales = part.state.SCB if p.SCB is None else p.SCB
+        scales = p.SCB
+        if scales is None:
+            scales = part.state.SCB
         return partial(functional.int8_vectorwise_dequant, p.data, scales), "int8"
     if getattr(p, "act_pre_scale", None) is not None:
         raise ValueError("its layer also scales activations (SmoothQuant, AWQ)")

@@ -196,8 +196,11 @@ LITTLE = 0.2
 def summary(report: Report) -> Summary:
     """Return the summary of a report; figures that it lacks are left out."""
 
-    def rank(a: Accuracy) -> tuple[bool, str, float]:  # the clean one has no norm: it is the first
-        return a.kind in ("certified", "smoothed"), a.norm, float(parse_radius(a.eps or "0"))
+    def rank(accuracy: Accuracy) -> tuple[bool, str, float]:
+        # The clean one has no norm: it is the first.
+        radius = parse_radius(accuracy.eps or "0")
+        proven = accuracy.kind in ("certified", "smoothed")
+        return proven, accuracy.norm, float(radius)
 
     readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
         "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
@@ -207,100 +210,165 @@ def summary(report: Report) -> Summary:
         "fragile": ("attention", _make_fragile),
         "bounds": ("bounds", _list_tightness),
     }
-    figures = {
-        name: read(section)
-        for name, (measure, read) in readers.items()
-        if (section := report.section(measure)) and section.rows
-    }
-    sources, fragile = figures.get("sources"), figures.get("fragile")
+    figures: dict[str, Any] = {}
+    for name, (measure, read) in readers.items():
+        section = report.section(measure)
+        if section is not None and section.rows:
+            figures[name] = read(section)
+    sources = figures.get("sources")
+    fragile = figures.get("fragile")
     if sources and fragile and sources.patterns is not None and sources.patterns < LITTLE:
         figures["fragile"] = fragile.model_copy(update={"k": None})
-    warnings, accuracies = tuple(_list_warnings(report)), _list_accuracies(report)
-    return Summary(warnings=warnings, accuracy=tuple(sorted(accuracies, key=rank)), **figures)
+    return Summary(
+        warnings=tuple(_list_warnings(report)),
+        accuracy=tuple(sorted(_list_accuracies(report), key=rank)),
+        **figures,
+    )
 
 
 def list_shared_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share: on model and data, not on single figures."""
     if not report.sections:
         return []
-    first, *others = [s for s in report.sections if "." not in s.measure] or report.sections
-    return [note for note in first.notes if all(note in section.notes for section in others)]
+    main = [section for section in report.sections if "." not in section.measure]
+    first, *others = main or report.sections
+    shared = list(first.notes)
+    for section in others:
+        shared = [note for note in shared if note in section.notes]
+    return shared
 
 
 def _list_warnings(report: Report) -> Iterator[Note]:
     known = contradictions(report)
     if known:  # one of the two results is wrong
         sample, ball, trial = known[0]
-        by = f" by {trial.attack}" if trial.attack else ""
+        by = ""
+        if trial.attack:
+            by = f" by {trial.attack}"
         text = (
             f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} "
             f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
             "--dtype float64, and report this as a bug in lipaudit"
         )
         yield Note.warn("contradiction", text)
-    given = [("", note) for note in list_shared_notes(report)]
-    given += [(section.measure, note) for section in report.sections for note in section.notes]
-    owners = group_values((note, name) for name, note in given if note.level == "warning")
-    yield from (note.add_lead(measures[0]) for note, measures in owners.items())
+    # The measure that leads each note: that of the first section, none of a shared note.
+    leads: dict[Note, str] = dict.fromkeys(list_shared_notes(report), "")
+    for section in report.sections:
+        for note in section.notes:
+            leads.setdefault(note, section.measure)
+    for note, measure in leads.items():
+        if note.level == "warning":
+            yield note.add_lead(measure)
 
 
 def _list_accuracies(report: Report) -> Iterator[Accuracy]:
-    """Yield the accuracy without attack, those under attack by ball, and the certified ones.
-
-    The first is that of the attacked samples, if there are any. Robust accuracy comes from
-    certificates only if no attack section has the ball.
-    """
-    for section in filter(None, map(report.section, ("attack", "jacobian", "certify", "corrupt"))):
-        cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
-        if flags := finite(flag for name, flag in cells if not is_repeat(name)):
-            right, n = sum(flag > 0 for flag in flags), len(flags)
-            low, high = columns.wilson(right, n)
-            yield Accuracy(kind="clean", share=right / n, low=low, high=high, samples=n)
+    """Yield the accuracy without attack, those under attack by ball, and the certified ones."""
+    for measure in ("attack", "jacobian", "certify", "corrupt"):
+        clean = _make_clean(report.section(measure))
+        if clean is not None:
+            yield clean
             break
     rows = {section.measure: section.rows for section in report.sections}
     balls = group_values(((row.norm, row.eps), row) for row in rows.get("attack", ()))
-    found: list[tuple[str, str, columns.Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
-        worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
-        found += [("attacked", "robust", row, {"attacks": tried}) for row in worst]
+        worst = [row for row in group if row.attack == WORST]
+        if not worst and len(group) == 1:
+            worst = group
+        for row in worst:
+            yield from _make_accuracy("attacked", "robust", row, attacks=tried)
     for row in rows.get("certify", ()):
+        # Robust accuracy comes from certificates only if no attack section has the ball.
         if (row.norm, row.eps) not in balls:
-            found.append(("attacked", "robust", row, {}))
-        found.append(("certified", "certified", row, {"undecided": row.undecided}))
-    found += [("smoothed", "certified", row, {}) for row in rows.get("smoothing", ())]
-    means = [row for row in rows.get("corrupt", ()) if row.corruption == "mean"]
-    found += [("corrupted", "accuracy", row, {}) for row in means]
-    for kind, name, row, more in found:
-        if row[name] is not None:
-            if row.key is not None:
-                more |= {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
-            known = {"share": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
-            yield Accuracy(kind=kind, samples=row.samples, **known, **more)
+            yield from _make_accuracy("attacked", "robust", row)
+        yield from _make_accuracy("certified", "certified", row, undecided=row.undecided)
+    for row in rows.get("smoothing", ()):
+        yield from _make_accuracy("smoothed", "certified", row)
+    for row in rows.get("corrupt", ()):
+        if row.corruption == "mean":
+            yield from _make_accuracy("corrupted", "accuracy", row)
+
+
+def _make_clean(section: Section | None) -> Accuracy | None:
+    """Return the accuracy without attack on the samples of a section; repeats count once."""
+    if section is None:
+        return None
+    flags = finite(_list_unrepeated(section, "correct"))
+    if not flags:
+        return None
+    right = sum(flag > 0 for flag in flags)
+    samples = len(flags)
+    low, high = columns.wilson(right, samples)
+    return Accuracy(kind="clean", share=right / samples, low=low, high=high, samples=samples)
+
+
+def _list_unrepeated(section: Section, name: str) -> Iterator[Any]:
+    """Yield the cells of a per-sample column without repeated samples."""
+    cells = section.samples.get(name, ())
+    for sample, cell in zip(section.ids, cells, strict=False):
+        if not is_repeat(sample):
+            yield cell
+
+
+def _make_accuracy(kind: Any, name: str, row: columns.Row, **others: Any) -> Iterator[Accuracy]:
+    """Yield the share in the column `name` of a row with its limits; nothing without a share."""
+    if row[name] is None:
+        return
+    if row.key is not None:
+        others["norm"] = row.norm
+        others["eps"] = row.trial.radius.text
+        others["ball"] = row.trial.ball
+    yield Accuracy(
+        kind=kind,
+        share=row[name],
+        low=row[f"{name}_low"],
+        high=row[f"{name}_high"],
+        samples=row.samples,
+        **others,
+    )
 
 
 def _make_radii(balls: Section | None, section: Section) -> Radii | None:
     row = section.rows[0]
     if not finite([row.radius]):
         return None
-    proven = balls.samples.get("radius", ()) if balls else ()
+    proven: Iterable[Any] = ()
+    if balls is not None:
+        proven = balls.samples.get("radius", ())
     low, high = columns.median_limits(proven) or (None, None)
-    known = {"norm": row.norm, "median": order(row.radius), "samples": row.samples}
-    return Radii(low=low, high=high, adversarial=row.radius_adversarial, **known)
+    return Radii(
+        norm=row.norm,
+        median=order(row.radius),
+        low=low,
+        high=high,
+        adversarial=row.radius_adversarial,
+        samples=row.samples,
+    )
 
 
 def _make_norms(section: Section) -> ModelNorms | None:
     rows = [row for row in section.rows if not row.module]
     if not rows or not finite((rows[0].median, rows[0].max)):
         return None
-    # The sample with the largest norm; empty if unknown.
+    row = rows[0]
     norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
-    known = [name for name in norms if finite([norms[name]])]
-    sample = max(known, key=lambda name: order(norms[name]), default="")
-    names = ("norm", "median", "p95", "max", "samples", "converged")
-    figures = {"start": rows[0].from_, "end": rows[0].to} | {n: rows[0][n] for n in names}
+    # The sample with the largest norm; empty if unknown.
+    known = [sample for sample, norm in norms.items() if finite([norm])]
+    steepest = max(known, key=lambda sample: order(norms[sample]), default="")
     low, high = columns.median_limits(norms.values()) or (None, None)
-    return ModelNorms(sample=sample, low=low, high=high, **figures)
+    return ModelNorms(
+        start=row.from_,
+        end=row.to,
+        norm=row.norm,
+        median=row.median,
+        low=low,
+        high=high,
+        p95=row.p95,
+        max=row.max,
+        sample=steepest,
+        samples=row.samples,
+        converged=row.converged,
+    )
 
 
 def _make_sources(bounds: Section | None, section: Section) -> Sources | None:
@@ -308,34 +376,43 @@ def _make_sources(bounds: Section | None, section: Section) -> Sources | None:
     known = [row for row in section.rows if finite([row.share])]
     if not known:
         return None
-    shares = {
-        (row.layer, row.head): HeadShare(layer=row.layer, head=row.head, share=row.share)
-        for row in known
-    }
+    shares: dict[tuple[int, int], HeadShare] = {}
+    for row in known:
+        share = HeadShare(layer=row.layer, head=row.head, share=row.share)
+        shares[row.layer, row.head] = share
     first = columns.largest(known, "share", 1)[0]
-    steep = columns.largest(bounds.rows, "exact", 1) if bounds else []
-    steepest = shares.get((steep[0].layer, steep[0].head)) if steep else None
-    totals = {}
-    for name in ("attention", "patterns", "mlps"):
-        cells = zip(section.ids, section.samples.get(name, ()), strict=False)
-        totals[name] = columns.middle(cell for sample, cell in cells if not is_repeat(sample))
-    largest = shares[first.layer, first.head]
-    return Sources(largest=largest, steepest=steepest, samples=first.samples, **totals)
+    steepest = None
+    if bounds is not None:
+        for row in columns.largest(bounds.rows, "exact", 1):
+            steepest = shares.get((row.layer, row.head))
+    return Sources(
+        attention=columns.middle(_list_unrepeated(section, "attention")),
+        patterns=columns.middle(_list_unrepeated(section, "patterns")),
+        mlps=columns.middle(_list_unrepeated(section, "mlps")),
+        largest=shares[first.layer, first.head],
+        steepest=steepest,
+        samples=first.samples,
+    )
 
 
 def _make_heads(section: Section) -> SteepestHeads | None:
     known = [row for row in section.rows if finite([row.exact])]
     if not known:
         return None
-    rows = columns.largest(known, "exact", STEEPEST)
-    steepest = (Head(layer=row.layer, head=row.head, exact=order(row.exact)) for row in rows)
+    steepest = []
+    for row in columns.largest(known, "exact", STEEPEST):
+        head = Head(layer=row.layer, head=row.head, exact=order(row.exact))
+        steepest.append(head)
     typical = median(finite(row.exact for row in known))
     return SteepestHeads(steepest=tuple(steepest), median=typical, heads=len(known))
 
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
     """Return the heads with the largest exact norms as LAYER.HEAD, largest first."""
-    rows = [row for section in sections if section.measure == "bounds" for row in section.rows]
+    rows: list[columns.Row] = []
+    for section in sections:
+        if section.measure == "bounds":
+            rows += section.rows
     return [f"{row.layer}.{row.head}" for row in columns.largest(rows, "exact", count)]
 
 
@@ -348,29 +425,48 @@ def _make_fragile(section: Section) -> Fragile | None:
     rows = [row for row in section.rows if finite([row.intermediate])]
     if not rows:
         return None
-    names = ("intermediate", "uniform", "categorical")
-    shares = {name: sum(finite(row[name] for row in rows)) / len(rows) for name in names}
-    flat = shares["uniform"] > shares["categorical"]
+    shares = {}
+    for name in ("intermediate", "uniform", "categorical"):
+        total = sum(finite(row[name] for row in rows))
+        shares[name] = total / len(rows)
+    side: Literal["uniform", "one-hot"] = "one-hot"
+    if shares["uniform"] > shares["categorical"]:
+        side = "uniform"
     # A row of n <= k keys has no g_k: with short rows only k = 0 affects all rows.
     k: Any = section.settings.get("k", 10)
-    long = isinstance(k, int) and max(row.tokens for row in rows) > k
-    pulled = (k if flat and long else 0) if shares["intermediate"] >= FEW else None
+    has_long_rows = isinstance(k, int) and max(row.tokens for row in rows) > k
+    penalty = None
+    if shares["intermediate"] >= FEW:
+        penalty = 0
+        if side == "uniform" and has_long_rows:
+            penalty = k
     return Fragile(
         share=shares["intermediate"],
         heads=sum(order(row.intermediate) > HALF for row in rows),
         of=len(rows),
-        side="uniform" if flat else "one-hot",
-        k=pulled,
+        side=side,
+        k=penalty,
     )
 
 
 def _list_tightness(section: Section) -> Iterator[Tightness]:
     for name, column in columns.find_bounds(section.columns).items():
-        if logs := finite(columns.log10_ratio(row, name) for row in section.rows):
-            # The largest float is 1.8e308.
-            typical, most = (10**x if x < 308 else math.inf for x in (median(logs), max(logs)))
-            known = {"status": column.status, "median": typical, "largest": most}
-            yield Tightness(bound=name, heads=len(logs), **known)
+        logs = finite(columns.log10_ratio(row, name) for row in section.rows)
+        if logs:
+            yield Tightness(
+                bound=name,
+                status=column.status,
+                median=_raise_ten(median(logs)),
+                largest=_raise_ten(max(logs)),
+                heads=len(logs),
+            )
+
+
+def _raise_ten(exponent: float) -> float:
+    """Return 10^exponent; infinity above the largest float, 1.8e308."""
+    if exponent < 308:
+        return float(10**exponent)
+    return math.inf
 
 
 # Number of samples that are shown.
@@ -409,19 +505,30 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     Without norms, samples with the smallest certified balls come first. Misclassified samples come
     last.
     """
-    balls, figures = broken(report), dict[str, dict[str, Any]]()
-    for section in report.sections:
-        for name, values in section.samples.items():  # of the first section that has it
-            figures.setdefault(name, dict(zip(section.ids, values, strict=False)))
-    norms, right, proven = (figures.get(name, {}) for name in ("norm", "correct", "radius"))
+    balls = broken(report)
+    norms = _find_figures(report, "norm")
+    right = _find_figures(report, "correct")
+    proven = _find_figures(report, "radius")
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
+        wrong = right.get(sample) == 0
+        broken_balls = len(balls.get(sample, ()))
+        norm = order(norms.get(sample))
         radius = min(finite([proven.get(sample)]), default=math.inf)
-        many = len(balls.get(sample, ()))
-        return right.get(sample) == 0, -many, -order(norms.get(sample)), radius
+        return wrong, -broken_balls, -norm, radius
 
-    known = dict.fromkeys(sample for section in report.sections for sample in section.ids)
-    return sorted(known, key=rank)[:count]
+    samples: dict[str, None] = {}
+    for section in report.sections:
+        samples |= dict.fromkeys(section.ids)
+    return sorted(samples, key=rank)[:count]
+
+
+def _find_figures(report: Report, name: str) -> dict[str, Any]:
+    """Return a per-sample column by sample, of the first section that has it."""
+    for section in report.sections:
+        if name in section.samples:
+            return dict(zip(section.ids, section.samples[name], strict=False))
+    return {}
 
 
 def contradictions(report: Report) -> list[Contradiction]:
@@ -432,36 +539,49 @@ def contradictions(report: Report) -> list[Contradiction]:
     certificates = report.section("certify")
     if certificates is None:
         return []
-    proven = [
-        (i, t) for kind, t, i, v in _list_figures(certificates) if kind == "certified" and v == 1
-    ]
-    certified = [(sample, trial) for sample, trial in proven if trial is not None]
+    certified = []
+    for kind, trial, sample, value in _list_figures(certificates):
+        if kind == "certified" and trial is not None and value == 1:
+            certified.append((sample, trial))
     certified += _list_searched(certificates, "radius")
     attacks: dict[str, list[TrialKey]] = {}
     for section in filter(None, (report.section("attack"), certificates)):
         # An attack may stop before its radius: the example is then inside a smaller ball.
-        far = {(i, t): value for kind, t, i, value in _list_figures(section) if kind == "distance"}
+        distances = {}
+        for kind, trial, sample, value in _list_figures(section):
+            if kind == "distance":
+                distances[sample, trial] = value
         for sample, trial in _list_fallen(section):
-            reached = map(_make_radius, finite([far.get((sample, trial))]))
-            ball = replace(trial, radius=min([trial.radius, *reached], key=float))
+            radii = [trial.radius]
+            radii += map(_make_radius, finite([distances.get((sample, trial))]))
+            ball = replace(trial, radius=min(radii, key=float))
             attacks.setdefault(sample, []).append(ball)
         for sample, ball in _list_searched(section, "radius_adversarial"):
             attacks.setdefault(sample, []).append(ball)
     first: dict[str, Contradiction] = {}
     for sample, ball in certified:
         for trial in attacks.get(sample, ()):
-            compared = {trial.norm, ball.norm} <= {*INSIDE}
-            inner = compared and INSIDE.index(trial.norm) <= INSIDE.index(ball.norm)
-            if inner and trial.radius.value <= ball.radius.value:
+            if _is_inside(trial, ball):
                 first.setdefault(sample, Contradiction(sample, ball, trial))
     return list(first.values())
 
 
+def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
+    """Say whether a ball is known to lie inside another one."""
+    if inner.norm not in INSIDE or outer.norm not in INSIDE:
+        return False
+    if INSIDE.index(inner.norm) > INSIDE.index(outer.norm):
+        return False
+    return inner.radius.value <= outer.radius.value
+
+
 def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
     """Yield the correct samples, with each trial that broke them."""
-    right = {i: value for kind, _, i, value in _list_figures(section) if kind == "correct"}
-    for kind, trial, sample, value in _list_figures(section):
-        if kind == "robust" and trial is not None and value == 0 and right.get(sample) != 0:
+    figures = list(_list_figures(section))
+    right = {sample: value for kind, _, sample, value in figures if kind == "correct"}
+    for kind, trial, sample, value in figures:
+        is_broken = kind == "robust" and value == 0
+        if is_broken and trial is not None and right.get(sample) != 0:
             yield sample, trial
 
 

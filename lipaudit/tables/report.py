@@ -86,7 +86,11 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
         labels = kind == "map_tokens"  # the numbers of queries and keys, which label the axes
-        fits = array.shape == (2,) if labels else kind != "map" or len(array.shape) == 2
+        fits = True
+        if labels:
+            fits = array.shape == (2,)
+        elif kind == "map":
+            fits = len(array.shape) == 2
         if array.data and not fits:
             raise ValueError(f"{name} has the shape {array.shape}")
         if kind == "map" and f"map_tokens@{head}" not in arrays:
@@ -208,14 +212,16 @@ class Section(Frozen):
     def _leave_out_empty(self, plain: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
-        return {k: v for k, v in plain(self).items() if k in always or v}
+        values = plain(self)
+        return {name: value for name, value in values.items() if value or name in always}
 
     @field_validator("rows", mode="before")
     @classmethod
     def _read_rows(cls, rows: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
-        return tuple(make_row(info.data.get("columns", {}), row) for row in rows)
+        columns = info.data.get("columns", {})
+        return tuple(make_row(columns, row) for row in rows)
 
     _check_lengths = field_validator("samples")(require_aligned)
     _check_arrays = field_validator("arrays")(require_drawable)
@@ -329,9 +335,13 @@ class Layout:
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
         """Return the cells that columns reduce from these values of each sample."""
-        how = {name: column.reduction for name, column in self.columns.items() if column.reduction}
-        known = ((n, each.stat, samples.get(each.values)) for n, each in how.items())
-        return {n: float(reduce_values(s, v)) for n, s, v in known if v is not None}
+        cells = {}
+        for name, column in self.columns.items():
+            reduction = column.reduction
+            if reduction is not None and reduction.values in samples:
+                values = samples[reduction.values]
+                cells[name] = float(reduce_values(reduction.stat, values))
+        return cells
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""

@@ -103,28 +103,37 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     """
     if ":" not in text:
         return (parse_budget(text),)
+    start: Radius | None = None
+    stop: Radius | None = None
+    count = 0
     match = re.fullmatch(r"([^:]*):([^:]*):\s*(\d{1,4})\s*", text)
-    start, stop = (_radius(match[i]) if match else None for i in (1, 2))
-    count = int(match[3]) if match else 0
+    if match is not None:
+        start = _radius(match[1])
+        stop = _radius(match[2])
+        count = int(match[3])
     if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
         advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
         advice += f" and a COUNT from 2 to {_MOST}."
         raise UsageError(f"{text!r} is not a range of radii", advice)
     _, slash, divisor = stop.text.partition("/")
+    step = (stop.value - start.value) / (count - 1)
     inside = []
     for i in range(1, count - 1):
-        value = start.value + i * (stop.value - start.value) / (count - 1)
-        over = value * Fraction(divisor or 1)
-        short = 10**6 % over.denominator == 0  # at most six decimals
-        text = f"{float(over):.15g}{slash}{divisor}" if short else str(value)
-        inside.append(Radius(text, value))
+        value = start.value + i * step
+        numerator = value * Fraction(divisor or 1)
+        spelling = str(value)
+        if 10**6 % numerator.denominator == 0:  # at most six decimals
+            spelling = f"{float(numerator):.15g}{slash}{divisor}"
+        inside.append(Radius(spelling, value))
     return (start, *inside, stop)
 
 
 def _radius(text: str) -> Radius | None:
     match = _RADIUS.fullmatch(text.strip())
-    divisor = Fraction(match[2] or 1) if match else Fraction(0)
-    if match is None or divisor == 0:
+    if match is None:
+        return None
+    divisor = Fraction(match[2] or 1)
+    if divisor == 0:
         return None
     return Radius(text.strip(), Fraction(match[1]) / divisor)
 
@@ -148,20 +157,27 @@ class TrialKey:
     def parse(cls, text: str) -> TrialKey | None:
         """Read the text that `str` writes; None if it is no trial."""
         words = text.split(",")
-        radius = _radius(words[-1]) if len(words) in (2, 3) else None
-        return None if radius is None else cls("".join(words[:-2]), words[-2], radius)
+        if len(words) not in (2, 3):
+            return None
+        *attack, norm, eps = words
+        radius = _radius(eps)
+        if radius is None:
+            return None
+        return cls("".join(attack), norm, radius)
 
     def __str__(self) -> str:
         """Write the key as in a report's columns: `pgd,linf,2/255`, for a ball `linf,2/255`."""
-        return ",".join(filter(None, (self.attack, self.norm, self.radius.text)))
+        parts = (self.attack, self.norm, self.radius.text)
+        return ",".join(filter(None, parts))
 
     @property
     def ball(self) -> str:
         """Return the ball in words: `linf 2/255`, `2 words`, `1 patch`."""
         if self.norm not in WHOLE:
             return f"{self.norm} {self.radius.text}"
-        one, many = [unit for unit, norm in UNITS.items() if norm == self.norm]
-        return f"{self.radius.text} {one if self.radius.value == 1 else many}"
+        singular, plural = [unit for unit, norm in UNITS.items() if norm == self.norm]
+        unit = singular if self.radius.value == 1 else plural
+        return f"{self.radius.text} {unit}"
 
     def column(self, kind: str) -> str:
         """Return the name of a per-sample column: `robust@pgd,linf,2/255`."""
@@ -173,10 +189,12 @@ class TrialKey:
         Radii match by value, in any notation.
         """
         key, equals, value = word.partition("=")
-        ours = {"attack": self.attack, "norm": self.norm, "eps": self.radius}
-        if equals:
-            return ours.get(key) == (_radius(value) if key == "eps" else value)
-        return word in (self.attack, self.norm) or self.radius == _radius(word)
+        if not equals:
+            return word in (self.attack, self.norm) or self.radius == _radius(word)
+        if key == "eps":
+            return self.radius == _radius(value)
+        names = {"attack": self.attack, "norm": self.norm}
+        return names.get(key) == value
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
@@ -187,10 +205,14 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     [('worst,linf,2/255', 1), ('worst,linf,4/255', 2)]
     """
     known = list(trials)
-    return {
-        ball: [t for t in known if t.norm == ball.norm and t.radius.value <= ball.radius.value]
-        for ball in dict.fromkeys(replace(trial, attack=WORST) for trial in known)
-    }
+    balls: dict[TrialKey, list[TrialKey]] = {}
+    for trial in known:
+        balls[replace(trial, attack=WORST)] = []
+    for ball, inside in balls.items():
+        for trial in known:
+            if trial.norm == ball.norm and trial.radius.value <= ball.radius.value:
+                inside.append(trial)
+    return balls
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:
@@ -204,7 +226,9 @@ def parse_column(name: str) -> tuple[str, TrialKey | None]:
     """
     kind, _, text = name.partition("@")
     trial = TrialKey.parse(text)
-    return (name, None) if trial is None else (kind, trial)
+    if trial is None:
+        return name, None
+    return kind, trial
 
 
 # Samples
@@ -244,7 +268,9 @@ def parse_start(text: str) -> str:
     layer = find_layer(text)
     if layer is None and text not in STARTS[:-1]:
         raise ValueError("it must be pixels, embeddings, layers or one layer: layer:5")
-    return text if layer is None else f"layer:{layer}"
+    if layer is None:
+        return text
+    return f"layer:{layer}"
 
 
 def find_layer(start: str | None) -> int | None:
@@ -254,7 +280,9 @@ def find_layer(start: str | None) -> int | None:
     5
     """
     found = LAYER.fullmatch(start or "")
-    return int(found[1]) if found else None
+    if found is None:
+        return None
+    return int(found[1])
 
 
 class Target(NamedTuple):
@@ -279,8 +307,9 @@ class Target(NamedTuple):
         what, colon, where = text.partition(":")
         placed = what in PLACED and POSITION.fullmatch(where)
         if what not in ENDS or (colon and not placed):
-            ends = f"{', '.join(ENDS[:-1])} or {ENDS[-1]}; {', '.join(PLACED)} take a position"
-            raise ValueError(f"it must be {ends}: logits:5, logits:-2, logits:last")
+            ends = f"{', '.join(ENDS[:-1])} or {ENDS[-1]}"
+            positions = f"{', '.join(PLACED)} take a position: logits:5, logits:-2, logits:last"
+            raise ValueError(f"it must be {ends}; {positions}")
         return cls(what, where)
 
     @property

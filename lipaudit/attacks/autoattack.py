@@ -61,25 +61,33 @@ class UnitCube:
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
         if ball.box is not None:
-            self.low, self.width = ball.box[0], ball.box[1] - ball.box[0]
+            low, high = ball.box
         else:  # a power of two, with a margin on both sides so that clipping never acts
-            reach = 2.0 ** math.ceil(math.log2(float(x.abs().amax()) + 2 * ball.eps))
-            self.low, self.width = -reach, 2 * reach
-        self.f, self.x, self.y, self.ball, self.turn = f, x, y, ball, turn
-        self.unit, self.eps = self._shrink(x), ball.eps / self.width
-        # Points that an attack projects onto the l1 sphere are outside by rounding.
-        self.reach = self.eps * (1 + SPHERE * (ball.norm == "l1"))
-        self.leaves = turn.attack.name in self.can_leave or ball.norm == "l1"
+            largest = float(x.abs().amax()) + 2 * ball.eps
+            high = 2.0 ** math.ceil(math.log2(largest))
+            low = -high
+        self.low, self.width = low, high - low
+        self.f, self.x, self.y = f, x, y
+        self.ball, self.turn = ball, turn
+        self.unit = self._shrink(x)
+        self.eps = self.reach = ball.eps / self.width
+        self.leaves = turn.attack.name in self.can_leave
+        if ball.norm == "l1":
+            # Points that an attack projects onto the l1 sphere are outside by rounding.
+            self.reach = self.eps * (1 + SPHERE)
+            self.leaves = True
         self.ends = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
-        self.settled = torch.zeros(int(turn.rows.max()) + 1, dtype=torch.bool, device=x.device)
+        samples = int(turn.rows.max()) + 1
+        self.settled = torch.zeros(samples, dtype=torch.bool, device=x.device)
 
     def _shrink(self, z: Tensor) -> Tensor:
         return ((z - self.low) / self.width).contiguous()
 
     def evaluate(self, u: Tensor) -> Tensor:
         """Return the logits at some points of the cube."""
-        return logits_of(self.f(self.low + self.width * u.to(self.x.dtype))).float()
+        z = self.low + self.width * u.to(self.x.dtype)
+        return logits_of(self.f(z)).float()
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return the logits of a point per row; 0 for samples that are clearly broken.
@@ -87,19 +95,24 @@ class UnitCube:
         Raises:
             _AllBrokenError: every sample is clearly broken.
         """
-        rows = (~self.settled[self.turn.rows]).nonzero()[:, 0]
+        settled = self.settled[self.turn.rows]
+        rows = (~settled).nonzero()[:, 0]
         if not len(rows):
             raise _AllBrokenError
-        logits, y, points = self.evaluate(u[rows]), self.y[rows], u[rows].detach()
+        logits = self.evaluate(u[rows])
+        y, points = self.y[rows], u[rows].detach()
         found = logits.detach()
         wrong = found.argmax(1) != y
         if self.leaves:
-            wrong &= distance(points, self.unit[rows], self.ball.norm) <= self.reach
-        clear = wrong & (margins(found, y) < -CLEAR * found.abs().amax(1))
+            far = distance(points, self.unit[rows], self.ball.norm)
+            wrong &= far <= self.reach
+        allowed = CLEAR * found.abs().amax(1)
+        clear = wrong & (margins(found, y) < -allowed)
         self.ends[rows[wrong]] = points[wrong].to(self.ends)
         self.broken[rows[wrong]] = True
         self.settled[self.turn.rows[rows[clear]]] = True
-        return logits.new_zeros(len(u), logits.shape[1]).index_copy(0, rows, logits)
+        every = logits.new_zeros(len(u), logits.shape[1])
+        return every.index_copy(0, rows, logits)
 
     @contextmanager
     def search(self) -> Iterator[Tensor]:
@@ -119,7 +132,8 @@ class UnitCube:
 
     def place(self, u: Tensor) -> Tensor:
         """Return points of the cube in the attacked space."""
-        return self.x + self.width * (u - self.unit).to(self.x.dtype)
+        moved = (u - self.unit).to(self.x.dtype)
+        return self.x + self.width * moved
 
 
 @torch.no_grad()
@@ -132,9 +146,11 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack = APGDAttack_targeted(
         cube, turn.attack.steps, NORMS[ball.norm], eps=cube.eps, device=x.device, logger=MUTE
     )
-    attack.loss, attack.y_target = LOSSES[turn.attack.name], turn.target
+    attack.loss = LOSSES[turn.attack.name]
+    attack.y_target = turn.target
     attack.init_hyperparam(cube.unit)
-    steps, early = turn.attack.steps, 3 * turn.attack.steps // 10
+    steps = turn.attack.steps
+    early = 3 * steps // 10
     with cube.search() as start:
         if ball.norm == "l1":  # the package's schedule, with a start of its own
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
@@ -211,7 +227,12 @@ def find_height(rows: int, columns: int) -> int:
     14 x 28, where the last tile crosses the edge. Multiples of 5 have no offset.
     """
     side, spare = divmod(rows, 5)
-    fits = side == 1 or (
-        side > 1 and all(spare // 2 + size // side * side <= size for size in (rows, columns))
-    )
-    return rows if fits else rows + -rows % 5
+    fits = side >= 1
+    if side > 1:
+        for size in (rows, columns):
+            tiled = spare // 2 + size // side * side
+            fits = fits and tiled <= size
+    if fits:
+        return rows
+    missing = -rows % 5
+    return rows + missing

@@ -4,24 +4,18 @@ Random numbers depend on the chunk of the original samples and on the attack, no
 batch or the survivors. So the start of a sample depends only on the seed, the attack, and its
 position in the chunk. Square draws one window for all survivors of a chunk: there a result may
 depend on the 63 other samples (never on the device batch size).
-
-Signs that an attack is weaker than its success rate suggests are those of Croce & Hein's
-AutoAttack (arXiv 2003.01690) and of Carlini et al., *On Evaluating Adversarial Robustness* (arXiv
-1902.06705). Counts add up over chunks; notes are made from the sums.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -38,51 +32,11 @@ from lipaudit.attacks.oracle import (
     Turn,
     logits_and_gradient,
 )
+from lipaudit.attacks.signs import Checks, examine, note_resolution
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm
-
-# Largest change of a logit between two passes of a deterministic model, as a share of the distance
-# of the sample's largest logit from its median. Changes are relative to the median, so neither an
-# offset common to all logits nor a class far below the others affects the test.
-NOISE = 1e-4
-# Further tolerance, in units of rounding of the logit.
-ROUNDINGS = 4
-# Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities.
-SIMPLEX = 1e-5
-# Share of samples that Square may break after the gradient attacks without a warning: some samples
-# are broken by luck.
-SQUARE_GAIN = 0.002
-# Number of samples, and their share, by which an attack that is weaker or knows less may beat the
-# iterative gradient attacks without a sign of masked gradients: random starts break some by luck.
-LUCKY, LUCKY_SHARE = 2, 0.02
-
-
-@dataclass(frozen=True)
-class Checks:
-    """Counts of signs in the clean samples.
-
-    Attributes:
-        classes: number of classes.
-        samples: number of samples examined.
-        correct: number of samples classified correctly.
-        zero_gradients: correct samples with a cross-entropy gradient of exactly 0.
-        random: samples whose logits change in a second pass.
-        probabilities: outputs in [0, 1] with sum 1.
-        nonfinite: samples with a gradient that is not finite.
-    """
-
-    classes: int
-    samples: int
-    correct: int
-    zero_gradients: int
-    random: int
-    probabilities: int
-    nonfinite: int = 0
-
-    def __add__(self, other: Checks) -> Checks:
-        return Checks(self.classes, *map(operator.add, astuple(self)[1:], astuple(other)[1:]))
 
 
 @dataclass(frozen=True)
@@ -249,40 +203,59 @@ class _Session:
         fitted, notes = adapt(attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
         function: AttackFunction = fitted.kind.load()
-        robust, x_adv, confidence = (
-            each.clone() for each in (last.robust, last.x_adv, last.confidence)
-        )
+        robust = last.robust.clone()
+        x_adv = last.x_adv.clone()
+        confidence = last.confidence.clone()
         ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
-        number, turns = 0, fitted.turns if ball.eps > 0 else 0
+        turns = fitted.turns if ball.eps > 0 else 0
+        number = 0
         while number < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
             restart, first = divmod(number, fitted.aims)
             # Few survivors: several targets share a batch.
-            copies = min(max(CHUNK // len(rows), 1), fitted.aims - first)
+            room = max(CHUNK // len(rows), 1)
+            copies = min(room, fitted.aims - first)
             number += copies
-            where = rows.repeat(copies)
-            aims = [ranks[rows, -2 - i] for i in range(first, first + copies)]
+            targets = [ranks[rows, -2 - i] for i in range(first, first + copies)]
             start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
-            turn = Turn(fitted, rng, start, where, torch.cat(aims), restart, chunk.saved)
+            turn = Turn(
+                attack=fitted,
+                generator=rng,
+                start=start,
+                rows=rows.repeat(copies),
+                target=torch.cat(targets),
+                restart=restart,
+                saved=chunk.saved,
+            )
             z, logits = self._run(function, turn, ball, meter)
+            right = logits.argmax(1) == chunk.y[turn.rows]
+            right = right.reshape(copies, -1)
+            robust[rows] = right.all(0)
             # Of rows run together, the first one that broke a sample counts, else the last one.
-            stands = (logits.argmax(1) == chunk.y[where]).reshape(copies, -1)
-            robust[rows] = stands.all(0)
-            chosen = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
-            chosen = chosen * len(rows) + torch.arange(len(rows), device=z.device)
-            x_adv[rows], confidence[rows] = z[chosen], logits[chosen].softmax(1).amax(1)
-        tried = last.robust if fitted.turns else torch.zeros_like(robust)
-        far = distance(x_adv, chunk.x, ball.norm, patch)
-        found = {"tried": tried, "robust": robust, "x_adv": x_adv, "distance": far}
-        return found | {"confidence": confidence, "notes": notes}
+            first_wrong = (~right).int().argmax(0)
+            copy = torch.where(right.all(0), copies - 1, first_wrong)
+            chosen = copy * len(rows) + torch.arange(len(rows), device=z.device)
+            x_adv[rows] = z[chosen]
+            confidence[rows] = logits[chosen].softmax(1).amax(1)
+        return {
+            "tried": last.robust if fitted.turns else torch.zeros_like(robust),
+            "robust": robust,
+            "x_adv": x_adv,
+            "distance": distance(x_adv, chunk.x, ball.norm, patch),
+            "confidence": confidence,
+            "notes": notes,
+        }
 
     def _run(
         self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
     ) -> tuple[Tensor, Tensor]:
         """Return the points of one turn, checked to be inside the ball, and their logits."""
         oracle = Oracle(self.f, turn.rows, self.batch_size, meter)
-        x, y, ball = self.chunk.x[turn.rows], self.chunk.y[turn.rows], ball[turn.rows]
-        name, drawn = turn.attack.name, turn.generator.get_state()
+        x = self.chunk.x[turn.rows]
+        y = self.chunk.y[turn.rows]
+        ball = ball[turn.rows]
+        name = turn.attack.name
+        drawn = turn.generator.get_state()
         while True:
             # Copies, because an attack may change its arguments in place.
             z = function(oracle, x.clone(), y.clone(), ball, turn)
@@ -300,43 +273,60 @@ class _Session:
         """Let an attack change the texts that are not broken yet, and evaluate the result."""
         chunk, texts = self.chunk, self.chunk.texts
         assert texts is not None
-        after, robust = list(last.drafts or texts.drafts), last.robust.clone()
+        reader = texts.reader
+        after = list(last.drafts or texts.drafts)
+        robust = last.robust.clone()
         confidence = last.confidence.clone()
-        rows, budget = robust.nonzero()[:, 0], int(trial.radius.value)
+        rows = robust.nonzero()[:, 0]
+        budget = int(trial.radius.value)
         if len(rows) and budget > 0:
             runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
             turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
-            oracle = TextOracle(texts.reader, self.batch_size, meter)
-            before, y = [texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
+            oracle = TextOracle(reader, self.batch_size, meter)
+            before = [texts.drafts[i] for i in rows.tolist()]
+            y = chunk.y[rows]
             function: RewriteFunction = attack.kind.load()
             changed = function(oracle, list(before), y, budget, turn)
-            check_drafts(changed, before, texts.reader.lexicon, budget, attack.name)
-            logits = oracle([texts.reader.read(draft) for draft in changed])
-            robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
+            check_drafts(changed, before, reader.lexicon, budget, attack.name)
+            logits = oracle([reader.read(draft) for draft in changed])
+            logits = _require_finite(logits, f"{attack.name} texts", chunk)
+            robust[rows] = logits.argmax(1) == y
             confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 after[i] = draft
-        counts = chunk.x.new_tensor([float(len(draft.changed)) for draft in after])
-        found = {"tried": last.robust, "robust": robust, "x_adv": chunk.x, "distance": counts}
-        return found | {"confidence": confidence, "drafts": after}
+        counts = [float(len(draft.changed)) for draft in after]
+        return {
+            "tried": last.robust,
+            "robust": robust,
+            "x_adv": chunk.x,
+            "distance": chunk.x.new_tensor(counts),
+            "confidence": confidence,
+            "drafts": after,
+        }
 
 
 def _draw_starts(
     x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor, copies: int
 ) -> Tensor:
     """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
-    return torch.cat([balls.random_start(x, ball, generator)[rows] for _ in range(copies)])
+    starts = []
+    for _ in range(copies):
+        start = balls.random_start(x, ball, generator)
+        starts.append(start[rows])
+    return torch.cat(starts)
 
 
 def derive_seed(seed: int, attack: str, chunk: int) -> int:
     """Return the seed of an attack's generator on a chunk: 63 bits of a hash of the three."""
-    digest = hashlib.sha256(f"{seed}/{attack}/{chunk}".encode()).digest()
+    text = f"{seed}/{attack}/{chunk}"
+    digest = hashlib.sha256(text.encode()).digest()
     # Not `hash`, which differs between processes; torch takes seeds below 2^63.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
-    bad = int((~logits.isfinite()).any(1).sum())
+    finite = logits.isfinite().all(1)
+    bad = int((~finite).sum())
     if bad:
         raise EvaluationError(
             f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",
@@ -383,16 +373,17 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
             has fewer than k places.
     """
     height, width = shape[1:]
-    sides = [n for n in range(1, height + 1) if height % n == width % n == 0]
 
     def advise(near: int) -> str:
-        return f"--patch-size {min(sides, key=lambda side: abs(side - near))}."
+        """Name the option with the side nearest to a number that divides the image."""
+        sides = [n for n in range(1, height + 1) if height % n == width % n == 0]
+        nearest = min(sides, key=lambda side: abs(side - near))
+        return f"--patch-size {nearest}."
 
     if patch is None:
         raise UsageError(
             "this model shows no grid of patches", f"Give their side in pixels: {advise(16)}"
         )
-    assert patch is not None
     uneven = height % patch[0] or width % patch[1]
     if uneven:
         raise UsageError(
@@ -405,172 +396,3 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
             f"an image has {places} patches of {patch[0]}x{patch[1]} pixels, fewer than {k}",
             "Give fewer: --eps 1patch.",
         )
-
-
-def examine(
-    logits: Float[Tensor, "batch classes"],
-    again: Float[Tensor, "batch classes"],
-    gradient: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
-    nonfinite: int = 0,
-) -> Checks:
-    """Count the signs in the logits of two passes and in the cross-entropy's gradient.
-
-    Args:
-        logits: logits of the first pass.
-        again: logits of the second pass.
-        gradient: gradient of the cross-entropy, made finite.
-        y: labels.
-        nonfinite: number of gradients that were not finite.
-    """
-    correct = logits.argmax(1) == y
-    flat = gradient.flatten(1).abs().amax(1) == 0
-    median = logits.median(1, keepdim=True)[0]
-    change = (logits - median - again + again.median(1, keepdim=True)[0]).abs()
-    rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
-    rise = logits.amax(1, keepdim=True) - median
-    inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
-    simplex = inside & ((logits.sum(1) - 1).abs() < SIMPLEX)
-    return Checks(
-        classes=logits.shape[1],
-        samples=len(y),
-        correct=int(correct.sum()),
-        zero_gradients=int((flat & correct).sum()),
-        random=int((change > NOISE * rise + ROUNDINGS * rounding).any(1).sum()),
-        probabilities=int(simplex.sum()),
-        nonfinite=nonfinite,
-    )
-
-
-def note_signs(
-    checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
-) -> tuple[Note, ...]:
-    """Return warnings for the counts over all samples.
-
-    Args:
-        checks: the counts.
-        guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
-        nonfinite: share of the gradients taken by attacks that were not finite.
-    """
-    # Two standard deviations above the expected number of lucky guesses.
-    mean = checks.samples / checks.classes
-    lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
-    signs = {
-        "zero-gradients": (
-            checks.zero_gradients > 0,
-            f"{checks.zero_gradients} of {checks.correct} correct samples have a cross-entropy "
-            "gradient of exactly 0. FGSM, PGD and APGD-CE cannot attack them",
-        ),
-        "gradients-not-finite": (
-            checks.nonfinite > 0 or nonfinite > 0,
-            f"the gradient is not finite at {checks.nonfinite} of {checks.samples} samples and in "
-            f"{100 * nonfinite:.2g} % of the gradients that attacks took. Attacks ignore NaN, so "
-            "they are weaker than they could be",
-        ),
-        "randomised": (
-            checks.random > 0,
-            f"{checks.random} of {checks.samples} samples get different logits in a second "
-            "forward pass. Attacks need a deterministic model: switch dropout and noise off",
-        ),
-        "probabilities": (
-            checks.samples > 0 and checks.probabilities == checks.samples,
-            "the outputs look like probabilities. Remove the final softmax: attacks on logits are "
-            "stronger",
-        ),
-        "clean-accuracy-at-chance": (
-            guessing and checks.correct < min(lucky, checks.samples),
-            f"{checks.correct} of {checks.samples} samples are correct without an attack, no "
-            f"better than guessing among {checks.classes} classes. Check labels and preprocessing",
-        ),
-    }
-    return tuple(Note.warn(code, text) for code, (present, text) in signs.items() if present)
-
-
-def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
-    """Warn if Square, which needs no gradients, broke samples that the gradient attacks did not.
-
-    Args:
-        before: robust samples before Square, after at least one gradient attack.
-        after: robust samples after Square.
-        samples: all samples, correct or not.
-    """
-    if before - after <= SQUARE_GAIN * samples:
-        return ()
-    text = (
-        f"Square broke {before - after} samples that the gradient attacks did not break. "
-        "Gradients may be masked, so the true robust accuracy may be lower"
-    )
-    return (Note.warn("square-beats-gradients", text),)
-
-
-def note_masking(
-    trials: Sequence[Trial],
-    robust: Bool[np.ndarray, "samples trials"],
-    y: Int[np.ndarray, " samples"],
-    box: tuple[float, float] | None,
-) -> tuple[Note, ...]:
-    """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
-
-    The signs are those of Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
-    examples of another model break samples that no attack on this model broke; Square, which takes
-    no gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
-    survive in an linf ball of half the box. That ball contains the centre of the box, whatever the
-    sample, and a model is right there for the samples of one class at most. A sign has to be
-    larger than LUCKY samples and than LUCKY_SHARE of all.
-
-    Args:
-        trials: the trials.
-        robust: whether each sample survived each trial.
-        y: labels.
-        box: smallest and largest value of the attacked space.
-    """
-    lucky, signs = max(LUCKY, LUCKY_SHARE * len(y)), dict[str, str]()
-    # Of each sign the last, at the largest radius.
-    for trial in sorted(trials, key=lambda trial: trial.radius.value):
-        inside = [
-            i for i, t in enumerate(trials) if (t.norm, t.radius) == (trial.norm, trial.radius)
-        ]
-        efforts = {i: {attack.kind.effort for attack in trials[i].attacks} for i in inside}
-        iterative = [i for i in inside if "steps" in efforts[i]]
-        if not iterative:
-            continue
-        where = f"{trial.norm} {trial.radius.text}"
-        stands, flags = robust[:, iterative].all(1), robust[:, trials.index(trial)]
-        more = f"more than {', '.join(trials[i].label for i in iterative)}"
-        count = int(stands.sum() - flags.sum())
-        if efforts[trials.index(trial)] == {"points"}:
-            own = [i for i in inside if efforts[i] != {"points"}]
-            count = int((robust[:, own].all(1) & ~flags).sum())
-            more = "that no attack on this model broke"
-        if count > lucky:
-            signs[trial.label] = f"{trial.label} broke {count} samples {more} ({where})"
-        left, most = robust[:, inside].all(1).sum(), np.unique(y, return_counts=True)[1].max()
-        wide = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
-        if wide and trial.norm == "linf" and left > most + lucky:
-            signs["survivors"] = (
-                f"{left} of {len(y)} samples survive {where}, a ball that holds the same grey "
-                f"point for all of them, where at most {most} can be right"
-            )
-    text = "gradients may be masked, so the true robust accuracy may be far lower: "
-    return (Note.warn("gradient-masking", text + "; ".join(signs.values())),) if signs else ()
-
-
-def note_resolution(
-    x: Float[Tensor, " batch *sample"], ball: Ball, *, single: bool
-) -> tuple[Note, ...]:
-    """Warn if rounding of x + delta loses much of delta, because samples are large.
-
-    Args:
-        x: the samples.
-        ball: norm and radius.
-        single: whether the attack computes in float32 even if the samples are float64.
-    """
-    if balls.is_resolved(x.float() if single else x, ball):
-        return ()
-    advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
-    dtype = "float32" if single else str(x.dtype).removeprefix("torch.")
-    text = (
-        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
-        f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
-    )
-    return (Note.warn("ball-below-resolution", text),)

@@ -33,7 +33,8 @@ SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
 
 def find_first(broken: Bool[np.ndarray, "samples trials"]) -> Int[np.ndarray, " samples"]:
     """Return the first trial that broke each sample, else the last."""
-    return np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
+    last = broken.shape[1] - 1
+    return np.where(broken.any(1), broken.argmax(1), last)
 
 
 def encode_examples(
@@ -60,10 +61,15 @@ def encode_examples(
     from safetensors.numpy import save
 
     longest = max(x.shape[2] for x in chunks)
-    room = [[(0, longest - n if i == 2 else 0) for i, n in enumerate(x.shape)] for x in chunks]
-    x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(chunks, room, strict=True)])
+    padded = []
+    for x in chunks:
+        margins = [(0, 0)] * x.ndim
+        margins[2] = (0, longest - x.shape[2])
+        padded.append(np.pad(x, margins))
+    x_adv = np.concatenate(padded)
     tensors = {name: np.ascontiguousarray(x_adv[:, i]) for i, name in enumerate(trials)}
-    tensors[FIRST] = np.ascontiguousarray(x_adv[np.arange(len(labels)), find_first(broken)])
+    first = x_adv[np.arange(len(labels)), find_first(broken)]
+    tensors[FIRST] = np.ascontiguousarray(first)
     tensors[LABELS] = labels.astype(np.int64)
     return save(tensors, {MADE_OF: json.dumps(ids)})
 
@@ -137,8 +143,9 @@ def hash_file(path: Path) -> str:
 
 def note_source(path: Path) -> Note:
     """Name a file of examples and its contents."""
-    text = f"transfer tried the examples of {path.name} (sha256 {hash_file(path)[:16]}), moved"
-    return Note.info("transferred-examples", f"{text} into each ball")
+    digest = hash_file(path)[:16]
+    text = f"transfer tried the examples of {path.name} (sha256 {digest}), moved into each ball"
+    return Note.info("transferred-examples", text)
 
 
 def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
@@ -153,9 +160,12 @@ def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
     """
     found = []
     for name, digest in files.items():
-        places = (folder / name, folder / Path(name).name, Path(name))
-        same = (path for path in places if path.is_file() and hash_file(path) == digest)
-        found += [path for path in same if path.suffix == ".safetensors"][:1]
+        if Path(name).suffix != ".safetensors":
+            continue
+        for path in (folder / name, folder / Path(name).name, Path(name)):
+            if path.is_file() and hash_file(path) == digest:
+                found.append(path)
+                break
     return tuple(found)
 
 
@@ -182,5 +192,6 @@ def try_examples(
     best, lowest = x, x.new_full((len(x),), torch.inf)
     for examples in turn.saved[turn.rows].unbind(1):
         z = project(examples, x, ball)
-        best, lowest = choose_closer(z, margins(f(z), y), best, lowest)
+        margin = margins(f(z), y)
+        best, lowest = choose_closer(z, margin, best, lowest)
     return best

@@ -159,8 +159,11 @@ class AttackOptions(MeasureOptions):
     @classmethod
     def _once(cls, names: str | None) -> str | None:
         # No name twice: neither in the whole list nor in that behind `custom:`.
-        for listed in (names or "", (names or "").partition(":")[2]):
-            distinct([name.strip() for name in listed.split(",") if name.strip()])
+        text = names or ""
+        ensemble = text.removeprefix("custom:")
+        for listed in (text, ensemble):
+            stripped = [name.strip() for name in listed.split(",")]
+            distinct([name for name in stripped if name])
         return names
 
     @model_validator(mode="after")
@@ -539,7 +542,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
     import numpy as np
 
-    from lipaudit.attacks.evaluate import note_masking, note_signs, note_square
+    from lipaudit.attacks.signs import note_masking, note_signs, note_square
     from lipaudit.measures import texts
 
     # A continuation and its rival are not two classes: the task is as hard as choosing a text.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from lipaudit.attacks.evaluate import Checks, Outcome
+    from lipaudit.attacks.evaluate import Outcome
+    from lipaudit.attacks.signs import Checks
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
@@ -422,7 +423,7 @@ def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
 
 def sum_checks(parts: Sequence[Part]) -> Checks:
     """Return the signs of weak attacks, counted over all clean samples."""
-    from lipaudit.attacks.evaluate import Checks
+    from lipaudit.attacks.signs import Checks
 
     each = (Checks(**checks) for part in parts for checks in part.facts["checks"])
     return reduce(Checks.__add__, each)

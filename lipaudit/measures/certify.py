@@ -424,7 +424,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> Iterator[Note]:
-    from lipaudit.attacks.evaluate import note_signs
+    from lipaudit.attacks.signs import note_signs
 
     yield from note_signs(base.sum_checks(parts))
     text = (

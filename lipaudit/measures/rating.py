@@ -25,7 +25,8 @@ def calibration_error(confidence: Values, correct: Values) -> float:
 
     bins = np.ceil(confidence * BINS).astype(int).clip(1, BINS)
     gaps = np.bincount(bins, correct - confidence.astype(float))
-    return float(np.abs(gaps).sum() / len(correct))
+    total = np.abs(gaps).sum()
+    return float(total / len(correct))
 
 
 def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
@@ -43,6 +44,11 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
     if not order:
         return {}
-    share = np.stack([np.bincount(where, each) for each in robust.T])[:, order] / counts[order]
-    texts = [f"{known.get(str(numbers[i]), numbers[i])} (n = {counts[i]})" for i in order]
-    return {"robust_class": share.min(1), "class": [texts[i] for i in share.argmin(1)]}
+    texts = []
+    for i in order:
+        name = known.get(str(numbers[i]), numbers[i])
+        texts.append(f"{name} (n = {counts[i]})")
+    right = np.stack([np.bincount(where, trial) for trial in robust.T])
+    shares = right[:, order] / counts[order]
+    worst = shares.argmin(1)
+    return {"robust_class": shares.min(1), "class": [texts[i] for i in worst]}

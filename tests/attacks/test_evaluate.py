@@ -5,15 +5,9 @@ import pytest
 import torch
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import (
-    Checks,
-    Chunk,
-    derive_seed,
-    evaluate_chunk,
-    note_signs,
-    note_square,
-)
+from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
 from lipaudit.attacks.kinds import CHUNK, read_plan
+from lipaudit.attacks.signs import Checks, note_signs, note_square
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])

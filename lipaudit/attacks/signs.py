@@ -1,0 +1,248 @@
+"""Signs that an attack is weaker than its success rate suggests, and the notes on them.
+
+They are those of Croce & Hein's AutoAttack (arXiv 2003.01690) and of Carlini et al., *On
+Evaluating Adversarial Robustness* (arXiv 1902.06705). Counts add up over chunks; notes are made
+from the sums.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lipaudit.attacks import balls
+from lipaudit.attacks.balls import Ball
+from lipaudit.attacks.kinds import Trial
+from lipaudit.tables import Note
+
+# Largest change of a logit between two passes of a deterministic model, as a share of the distance
+# of the sample's largest logit from its median. Changes are relative to the median, so neither an
+# offset common to all logits nor a class far below the others affects the test.
+NOISE = 1e-4
+# Further tolerance, in units of rounding of the logit.
+ROUNDINGS = 4
+# Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities.
+SIMPLEX = 1e-5
+# Share of samples that Square may break after the gradient attacks without a warning: some samples
+# are broken by luck.
+SQUARE_GAIN = 0.002
+# Number of samples, and their share, by which an attack that is weaker or knows less may beat the
+# iterative gradient attacks without a sign of masked gradients: random starts break some by luck.
+LUCKY, LUCKY_SHARE = 2, 0.02
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Counts of signs in the clean samples.
+
+    Attributes:
+        classes: number of classes.
+        samples: number of samples examined.
+        correct: number of samples classified correctly.
+        zero_gradients: correct samples with a cross-entropy gradient of exactly 0.
+        random: samples whose logits change in a second pass.
+        probabilities: outputs in [0, 1] with sum 1.
+        nonfinite: samples with a gradient that is not finite.
+    """
+
+    classes: int
+    samples: int
+    correct: int
+    zero_gradients: int
+    random: int
+    probabilities: int
+    nonfinite: int = 0
+
+    def __add__(self, other: Checks) -> Checks:
+        _, *counts = astuple(self)
+        _, *others = astuple(other)
+        sums = map(operator.add, counts, others)
+        return Checks(self.classes, *sums)
+
+
+def examine(
+    logits: Float[Tensor, "batch classes"],
+    again: Float[Tensor, "batch classes"],
+    gradient: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    nonfinite: int = 0,
+) -> Checks:
+    """Count the signs in the logits of two passes and in the cross-entropy's gradient.
+
+    Args:
+        logits: logits of the first pass.
+        again: logits of the second pass.
+        gradient: gradient of the cross-entropy, made finite.
+        y: labels.
+        nonfinite: number of gradients that were not finite.
+    """
+    correct = logits.argmax(1) == y
+    largest_slope = gradient.flatten(1).abs().amax(1)
+    flat = largest_slope == 0
+    median = logits.median(1, keepdim=True)[0]
+    median_again = again.median(1, keepdim=True)[0]
+    change = (logits - median - again + median_again).abs()
+    rise = logits.amax(1, keepdim=True) - median
+    rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
+    moved = change > NOISE * rise + ROUNDINGS * rounding
+    inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
+    off_one = (logits.sum(1) - 1).abs()
+    simplex = inside & (off_one < SIMPLEX)
+    return Checks(
+        classes=logits.shape[1],
+        samples=len(y),
+        correct=int(correct.sum()),
+        zero_gradients=int((flat & correct).sum()),
+        random=int(moved.any(1).sum()),
+        probabilities=int(simplex.sum()),
+        nonfinite=nonfinite,
+    )
+
+
+def note_signs(
+    checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
+) -> tuple[Note, ...]:
+    """Return warnings for the counts over all samples.
+
+    Args:
+        checks: the counts.
+        guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
+        nonfinite: share of the gradients taken by attacks that were not finite.
+    """
+    # Two standard deviations above the expected number of lucky guesses.
+    mean = checks.samples / checks.classes
+    lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
+    signs = {
+        "zero-gradients": (
+            checks.zero_gradients > 0,
+            f"{checks.zero_gradients} of {checks.correct} correct samples have a cross-entropy "
+            "gradient of exactly 0. FGSM, PGD and APGD-CE cannot attack them",
+        ),
+        "gradients-not-finite": (
+            checks.nonfinite > 0 or nonfinite > 0,
+            f"the gradient is not finite at {checks.nonfinite} of {checks.samples} samples and in "
+            f"{100 * nonfinite:.2g} % of the gradients that attacks took. Attacks ignore NaN, so "
+            "they are weaker than they could be",
+        ),
+        "randomised": (
+            checks.random > 0,
+            f"{checks.random} of {checks.samples} samples get different logits in a second "
+            "forward pass. Attacks need a deterministic model: switch dropout and noise off",
+        ),
+        "probabilities": (
+            checks.samples > 0 and checks.probabilities == checks.samples,
+            "the outputs look like probabilities. Remove the final softmax: attacks on logits are "
+            "stronger",
+        ),
+        "clean-accuracy-at-chance": (
+            guessing and checks.correct < min(lucky, checks.samples),
+            f"{checks.correct} of {checks.samples} samples are correct without an attack, no "
+            f"better than guessing among {checks.classes} classes. Check labels and preprocessing",
+        ),
+    }
+    return tuple(Note.warn(code, text) for code, (present, text) in signs.items() if present)
+
+
+def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
+    """Warn if Square, which needs no gradients, broke samples that the gradient attacks did not.
+
+    Args:
+        before: robust samples before Square, after at least one gradient attack.
+        after: robust samples after Square.
+        samples: all samples, correct or not.
+    """
+    if before - after <= SQUARE_GAIN * samples:
+        return ()
+    text = (
+        f"Square broke {before - after} samples that the gradient attacks did not break. "
+        "Gradients may be masked, so the true robust accuracy may be lower"
+    )
+    return (Note.warn("square-beats-gradients", text),)
+
+
+def note_masking(
+    trials: Sequence[Trial],
+    robust: Bool[np.ndarray, "samples trials"],
+    y: Int[np.ndarray, " samples"],
+    box: tuple[float, float] | None,
+) -> tuple[Note, ...]:
+    """Warn of signs that the iterative gradient attacks were weak because gradients are masked.
+
+    The signs are those of Athalye et al. (arXiv 1802.00420) and Carlini et al. (arXiv 1902.06705):
+    examples of another model break samples that no attack on this model broke; Square, which takes
+    no gradient, or FGSM, which takes one, breaks more samples than the iterative attacks; samples
+    survive in an linf ball of half the box. That ball contains the centre of the box, whatever the
+    sample, and a model is right there for the samples of one class at most. A sign has to be
+    larger than LUCKY samples and than LUCKY_SHARE of all.
+
+    Args:
+        trials: the trials.
+        robust: whether each sample survived each trial.
+        y: labels.
+        box: smallest and largest value of the attacked space.
+    """
+    lucky = max(LUCKY, LUCKY_SHARE * len(y))
+    commonest = np.unique(y, return_counts=True)[1].max()
+    signs: dict[str, str] = {}
+    # Of each sign the last, at the largest radius.
+    for trial in sorted(trials, key=lambda trial: trial.radius.value):
+        ball = (trial.norm, trial.radius)
+        inside = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
+        iterative = [i for i in inside if "steps" in _list_efforts(trials[i])]
+        if not iterative:
+            continue
+        where = f"{trial.norm} {trial.radius.text}"
+        broken = ~robust[:, trials.index(trial)]
+        if _list_efforts(trial) == {"points"}:
+            own = [i for i in inside if _list_efforts(trials[i]) != {"points"}]
+            count = int((robust[:, own].all(1) & broken).sum())
+            more = "that no attack on this model broke"
+        else:
+            count = int(broken.sum() - (~robust[:, iterative].all(1)).sum())
+            more = f"more than {', '.join(trials[i].label for i in iterative)}"
+        if count > lucky:
+            signs[trial.label] = f"{trial.label} broke {count} samples {more} ({where})"
+        left = robust[:, inside].all(1).sum()
+        wide = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
+        if wide and trial.norm == "linf" and left > commonest + lucky:
+            signs["survivors"] = (
+                f"{left} of {len(y)} samples survive {where}, a ball that holds the same grey "
+                f"point for all of them, where at most {commonest} can be right"
+            )
+    if not signs:
+        return ()
+    text = "gradients may be masked, so the true robust accuracy may be far lower: "
+    return (Note.warn("gradient-masking", text + "; ".join(signs.values())),)
+
+
+def _list_efforts(trial: Trial) -> set[str]:
+    """Return what the attacks of a trial spend: gradients, steps, queries..."""
+    return {attack.kind.effort for attack in trial.attacks}
+
+
+def note_resolution(
+    x: Float[Tensor, " batch *sample"], ball: Ball, *, single: bool
+) -> tuple[Note, ...]:
+    """Warn if rounding of x + delta loses much of delta, because samples are large.
+
+    Args:
+        x: the samples.
+        ball: norm and radius.
+        single: whether the attack computes in float32 even if the samples are float64.
+    """
+    if balls.is_resolved(x.float() if single else x, ball):
+        return ()
+    advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
+    dtype = "float32" if single else str(x.dtype).removeprefix("torch.")
+    text = (
+        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
+        f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
+    )
+    return (Note.warn("ball-below-resolution", text),)

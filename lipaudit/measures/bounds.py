@@ -236,16 +236,18 @@ def _has_bounds(site: Site, options: BoundsOptions) -> bool:
 
 def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     """Describe layers by what does not depend on the sample."""
-    from lipaudit.models.attention.capture import APART, MODULE_INPUT
+    from lipaudit.models.attention.capture import APART
 
-    facts: Facts = {"kinds": [], "inputs": [], "reasons": [], "layers": [], "apart": []}
+    names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
+    facts: Facts = {name: [] for name in names}
     for site in sites:
         closed = _has_bounds(site, options)
         kinds = site.kinds if closed else (NUMERICAL,)
         kind = kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
-        read = site.input if options.input == "projections" else MODULE_INPUT
+        read = site.input if options.input == "projections" else site.module_input
         facts["kinds"] += [kind] * site.heads
         facts["inputs"] += [read] * site.heads
+        facts["module_inputs"] += [site.module_input] * site.heads
         facts["reasons"] += [site.reason or ""] * site.heads
         facts["layers"].append((site.index, site.module))
         if closed and site.input == APART and not site.direct:
@@ -346,7 +348,6 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding
-    from lipaudit.models.attention.capture import MODULE_INPUT
 
     facts, ids = parts[0].facts, base.sample_ids(parts)
     measured = base.join_arrays(parts)
@@ -371,9 +372,10 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
     # A head that lost its closed form on some samples has a second kind and input there.
     marked = {}
-    for name, other in (("kind", NUMERICAL), ("input", MODULE_INPUT)):
-        pairs = zip(facts[f"{name}s"], lost, strict=True)
-        marked[name] = [f"{v}, {other}" if gone and v != other else v for v, gone in pairs]
+    numerical = [NUMERICAL] * len(lost)
+    for name, others in (("kind", numerical), ("input", facts["module_inputs"])):
+        pairs = zip(facts[f"{name}s"], others, lost, strict=True)
+        marked[name] = [f"{v}, {o}" if gone and v != o else v for v, o, gone in pairs]
     rows = base.make_rows(
         BOUNDS_TABLE,
         facts["heads"],

@@ -19,6 +19,7 @@ from lipaudit.settings.option import Settings
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
+ARGUMENTS = re.compile(r"(?<=module input) \(.*\)$")
 NUMBER = re.compile(r"\s*\(?\b\d[\d./]*\)?")
 """Pattern of numbers in headings (row counts, heads, radii)."""
 
@@ -74,7 +75,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
     """
-    name = LIMIT.sub("", text).strip() or text
+    name = ARGUMENTS.sub("", LIMIT.sub("", text)).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
     whole = _find_named(text, known) or _find_named(name, known)
     if whole:
@@ -285,7 +286,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "one input": "The norm is with respect to X, which queries, keys and values all read.",
         "queries apart": "The norm is for two inputs: of queries, and of keys and values.",
         "keys and values": "Only keys and values depend on the input; queries are learned.",
-        "module input": "The norm is with respect to all inputs of the module around the layer.",
+        "module input": "The norm is with respect to these arguments of the module, together.",
         "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
         "lanczos": "A method: Jacobian products, which approach the norm from below.",
         "max_steps": "Largest number of Lanczos steps for one norm.",

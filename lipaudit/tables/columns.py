@@ -466,7 +466,8 @@ HEAD_NORMS = {
         "another input than keys and values, and both vary independently. If both come from one "
         "tensor (spatial reduction, class attention), the norm with respect to that tensor can be "
         "larger or smaller. keys and values: only their input varies; the queries are constant. "
-        "module input: all inputs of the innermost module around the layer, with numerical norms. "
+        "module input (x, y): the arguments x and y of the innermost module around the layer "
+        "together, with numerical norms. "
         "`lipaudit bounds --input module` computes every norm that way.",
     ),
     "tokens": Column.count("tokens", "Tokens of the longest sample."),

@@ -22,7 +22,7 @@ from lipaudit.theory.bounds.record import load_bounds
 from tests.commands import invoke
 
 KINDS = ("affine", "local", "numerical", "one input", "queries apart", "keys and values")
-KINDS += ("module input", "no finite limits", "pp")
+KINDS += ("module input", "module input (x, context)", "no finite limits", "pp")
 
 
 def unexplained(names) -> list[str]:

@@ -294,6 +294,7 @@ class Site:
         loop: its attention calls, if the model computes heads, or chunks of queries, one by one;
             `address` is the last one.
         learned: whether its queries are the same for all samples.
+        arguments: names of `inputs` in the module's code; one tensor given twice has one name.
     """
 
     index: int
@@ -314,6 +315,7 @@ class Site:
     partners: tuple[int, ...] = ()
     loop: Loop | None = None
     learned: bool = False
+    arguments: tuple[str, ...] = ()
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -336,9 +338,16 @@ class Site:
     def input(self) -> str:
         """Return the input with respect to which the norm is computed."""
         if self.structure is None:
-            return MODULE_INPUT
+            return self.module_input
         read = ONE_INPUT if self.structure.joint else APART
         return KEYS if self.structure.q is None else read
+
+    @property
+    def module_input(self) -> str:
+        """Return the inputs of its module, by which numerical norms differentiate."""
+        if not self.inputs:
+            return MODULE_INPUT
+        return f"{MODULE_INPUT} ({', '.join(self.arguments)})"
 
 
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:

@@ -298,6 +298,7 @@ class Surveyor(Tracer):
             explicit=isinstance(form, Explicit),
             scope=scope.name,
             inputs=tuple(scope.inputs),
+            arguments=tuple(scope.name_inputs()),
             direct=direct,
             line=line_of_code(),
             loop=loop,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import Widening, keep
 
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
 
 
@@ -39,6 +41,24 @@ class Frame:
         """Return the arguments that depend on the model's input, by place or name."""
         given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         return {k: t for k, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
+
+    def name_inputs(self) -> list[str]:
+        """Return the names of these arguments; one tensor given twice is `query = key`."""
+        named: dict[int, list[str]] = {}
+        for key, t in self.inputs.items():
+            name = self._name_place(key) if isinstance(key, int) else key
+            named.setdefault(id(t), []).append(name)
+        return [" = ".join(names) for names in named.values()]
+
+    def _name_place(self, place: int) -> str:
+        """Return the name of a positional argument in the signature of `forward`."""
+        number = f"argument {place + 1}"
+        try:
+            parameters = inspect.signature(self.module.forward).parameters.values()
+        except (TypeError, ValueError):  # compiled code may have no signature
+            return number
+        names = [p.name for p in parameters if p.kind in _BY_PLACE]
+        return names[place] if place < len(names) else number
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""

@@ -100,7 +100,8 @@ def test_norms_in_the_inputs_of_the_projections_and_of_the_module(name, build, l
     of_module = dense(attention.heads, *given)
     rows, found, _ = rows_of(attention, cross=cross, input="module")
     torch.testing.assert_close(found, of_module, rtol=1e-7, atol=0.0)
-    assert {row.input for row in rows} == {"module input"}
+    names = "argument 1, argument 2" if cross else "argument 1"
+    assert {row.input for row in rows} == {f"module input ({names})"}
     # Bounds hold there only where the projections read the arguments as they are.
     holds = name in ("plain", "cross", "learned queries")
     assert all((row.sharp is not None) == (row.kind != "numerical") == holds for row in rows)
@@ -118,6 +119,48 @@ def test_norms_in_the_inputs_of_the_projections_and_of_the_module(name, build, l
     # Where one input is made of the other, they differ by some per cent: what the note is for.
     if name in MADE_OF_ONE[:2]:
         assert ((found - of_module).abs() > 0.01 * of_module).any()
+
+
+def test_a_numerical_norm_names_the_arguments_that_it_is_of():
+    """As in CaiT: the first class token is learned, so that only the context varies."""
+
+    def read(_module, x, context):
+        keys = torch.cat([x, context], 1)
+        return x, keys, keys.flip(1)
+
+    class ClassAttention(Tiny):
+        def forward(self, x, context):
+            return super().forward(x, context)
+
+    def run(before, first, second, x):
+        context = before(x).tanh()
+        token = first.token.expand(len(x), -1, -1)
+        return second(first(token, context=context).tanh(), context)
+
+    torch.manual_seed(2)
+    token = nn.Parameter(torch.randn(1, 1, WIDTH, dtype=torch.float64))
+    first, second = (ClassAttention(read=read, token=lambda: token) for _ in range(2))
+    net = tiny_net(Calls(run, nn.Linear(WIDTH, WIDTH), first, second), TOKENS)
+    seen = []
+    with second.register_forward_pre_hook(lambda _m, args: seen.append(args)):
+        net.output(batch())
+    x, context = seen[0]
+    learned = dense(lambda c: first.heads(first.token, c), context)
+    both = dense(second.heads, x, context)
+    options = BoundsOptions(tol=1e-9)
+    rows = summarise(list(measure(net, [batch()], options)), options)[0].rows
+    wanted = ["module input (context)"] * 2 + ["module input (x, context)"] * 2
+    assert [row.input for row in rows] == wanted
+    found = torch.tensor([row.exact_max for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, torch.cat([learned, both]), rtol=1e-7, atol=0.0)
+
+
+def test_one_tensor_given_as_several_arguments_is_one_input():
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    net = tiny_net(Calls(lambda m, x: m(x, x, value=x)[0], attention), TOKENS)
+    options = BoundsOptions(input="module")
+    rows = summarise(list(measure(net, [batch()], options)), options)[0].rows
+    assert {row.input for row in rows} == {"module input (query = key = value)"}
 
 
 def test_weights_that_agree_do_not_make_one_input_of_two():

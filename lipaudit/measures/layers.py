@@ -142,9 +142,10 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     yield from note_unread(net, sites)
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if blocks:
+        kinds = [f"{path}: {type(net.module.get_submodule(path)).__name__}" for path in blocks]
         text = (
-            f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
-            "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
+            f"no softmax over q k^T was seen in these blocks, so they have no heads "
+            f"({few(kinds)}). `lipaudit jacobian` covers them, whatever they compute"
         )
         yield Note.info("no-attention", text)
 
@@ -155,8 +156,10 @@ def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     if not modules:
         return ()
     text = (
-        f"attention that was not measured ({few(modules)}). Its weights are not a plain softmax "
-        "over keys, or are used twice, detached, or computed per sample. Layer numbers skip it"
+        f"not recognised as attention, and not measured ({few(modules)}): values are multiplied "
+        "by a product of activations. Attention does so whose weights are no plain softmax over "
+        "keys, or are used twice, detached, or computed per sample. State spaces (Mamba-2) and "
+        "linear attention do, too. Layer numbers skip it"
     )
     return (Note.warn("attention-unread", text),)
 

@@ -43,7 +43,7 @@ def test_what_is_left_out_has_no_closed_form_or_is_no_softmax_has_a_reason():
     )
     assert seen["layers"] == 1
     (note,) = [note for note in seen["notes"] if "softmax" in note]
-    assert note.startswith("attention that was not measured (0 at own.py:")
+    assert note.startswith("not recognised as attention, and not measured (0 at own.py:")
     seen, text = check("py:tests.cli.own:convolution")
     assert (seen["layers"], "no attention was found" in text) == (0, True)
     (note,) = [note for note in seen["notes"] if "attention" in note]

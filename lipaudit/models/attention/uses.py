@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -144,11 +145,12 @@ _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 def line_of_code() -> str:
     """Return the line of code that called torch, `file:line`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _is_library(file: str) -> bool:
-    """Say whether a file only carries out what a model asks for."""
-    return file.startswith(_LIBRARIES) or not _EINSUMS.isdisjoint(Path(file).parts)
+def _is_library(frame: FrameType) -> bool:
+    """Say whether a line only carries out what a model asks for."""
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return frame.f_code.co_filename.startswith(_LIBRARIES) or package in _EINSUMS

@@ -1,6 +1,7 @@
 """Own modules that differ in how q, k and v come about."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -476,13 +477,53 @@ def two_queries(a, x):
 
 
 @own(
-    "learned keys and values beside those of the tokens",
+    "learned tokens beside those that keys and values are made of",
     build=LATENT,
     truth=apart(itself, lambda a, x: torch.cat([a.latent.to(x), x])),
 )
 def memory_tokens(a, x):
     both = torch.cat([a.latent.expand(len(x), -1, -1), x], 1)
     return sdpa(a, a.q(x), a.k(both), a.v(both))
+
+
+def attend_with_memory(a, x, keys, values):
+    """Return O of every head where keys and values, (heads, memory, width), are beside its own."""
+    q, k, v = (affine(m, x) for m in (a.q, a.k, a.v))
+    return attend(a, x, q=q, k=torch.cat([k, keys], 1), v=torch.cat([v, values], 1))
+
+
+@own(
+    "learned keys and values joined behind the maps",
+    "numerical",
+    build=add(key=parameter(3, WIDTH), value=parameter(3, WIDTH)),
+    heads=lambda a, x: attend_with_memory(a, x, split(a.key), split(a.value)),
+)
+def memory_keys(a, x):
+    k = torch.cat([a.k(x), a.key.expand(len(x), -1, -1)], 1)
+    v = torch.cat([a.v(x), a.value.expand(len(x), -1, -1)], 1)
+    return sdpa(a, a.q(x), k, v)
+
+
+def attend_with_options(a, x):
+    """Return O of every head of nn.MultiheadAttention with a key more."""
+    q, k, v = map(split, (x @ a.mha.in_proj_weight.T + a.mha.in_proj_bias).chunk(3, -1))
+    zero = x.new_zeros(1, WIDTH)
+    key = zero if a.mha.bias_k is None else a.mha.bias_k[0]
+    value = zero if a.mha.bias_v is None else a.mha.bias_v[0]
+    k = torch.cat([k, split(key)], 1)
+    return attend(a, x, q=q, k=k, v=torch.cat([v, split(value)], 1))
+
+
+attention_of_library = partial(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True)
+
+
+for option in ("add_bias_kv", "add_zero_attn"):
+    own(
+        f"nn.MultiheadAttention with {option}",
+        "numerical",
+        build=add(mha=partial(attention_of_library, **{option: True})),
+        heads=attend_with_options,
+    )(lambda a, x: a.mha(x, x, x, need_weights=False)[0])
 
 
 @own(

@@ -129,7 +129,8 @@ def test_blocks_without_attention_are_named(name, left_out):
     (part,) = load_measures()["bounds"].compute(net, [batch], option_types()["bounds"]())
     said = [note.text for note in part.notes if note.code == "no-attention"]
     assert len(said) == len(left_out)
-    assert all(f"({block})" in text for block, text in zip(left_out, said, strict=True))
+    for block, text in zip(left_out, said, strict=True):
+        assert f"({block}: {type(net.module.get_submodule(block)).__name__})" in text
 
 
 def test_a_block_that_shares_its_attention_has_it():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,10 +129,44 @@ def mix_lambdas(qkv, x):
 def test_products_of_a_mixer_are_no_logits_to_the_next(function, widths):
     torch.manual_seed(0)
     mixers = [Calls(function, *(nn.Linear(WIDTH, n) for n in widths)) for _ in range(3)]
-    with pytest.raises(InputError, match=r"no attention was|cannot be measured \(0 at test_"):
+    with pytest.raises(InputError, match=r"no attention was|none can be measured \(0 at test_"):
         sites_of(nn.Sequential(*mixers))
     (site,) = sites_of(nn.Sequential(*mixers[:2], Tiny()))
     assert (site.module, site.closed_form) == ("2", True)
+
+
+SIGMOIDS = """
+def attend(q, k, v):
+    return product(product(q, k.mT).sigmoid(), v)
+"""
+
+
+def compile_functions(code, file, **names):
+    """Return the functions of a file."""
+    exec(compile(code, file, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("package", ["einops", "einx"])
+def test_the_line_of_unread_attention_is_one_of_the_model(package):
+    """Not of a package that rearranges axes; a folder of that name is no such package."""
+    code = "def product(a, b):\n    return a @ b\n"
+    parts = compile_functions(code, f"/packages/{package}/ops.py", __name__=f"{package}.ops")
+    file = f"/projects/{package}/model.py"
+    parts = compile_functions(SIGMOIDS, file, __name__="model", product=parts["product"])
+    unread = survey(*net_and_batch(nn.Sequential(Tiny(), Tiny(attend=parts["attend"])))).unread
+    assert unread == ("1 at model.py:3",)
+
+
+def attend_by_einops(q, k, v):
+    weights = einops.einsum(q, k, "b h i d, b h j d -> b h i j").sigmoid()
+    return einops.einsum(weights, v, "b h i j, b h j d -> b h i d")
+
+
+def test_the_line_of_an_einsum_of_einops_is_one_of_the_model():
+    unread = survey(*net_and_batch(nn.Sequential(Tiny(), Tiny(attend=attend_by_einops)))).unread
+    line = attend_by_einops.__code__.co_firstlineno + 2
+    assert unread == (f"1 at test_survey.py:{line}",)
 
 
 class Mixed(Tiny):

@@ -1,7 +1,9 @@
 """Models of packages that nobody here wrote, beside timm and transformers: every number is true.
 
 Run by hand, from the root, where the packages are installed (.ci/others makes such a place):
-python -m benchmarks.reference.others
+python -m benchmarks.reference.others [NAME...] [--write]
+
+A NAME chooses the models whose names contain it.
 """
 
 from __future__ import annotations
@@ -91,7 +93,6 @@ def list_vits() -> dict[str, Other]:
     plain: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": CLASSES}
     plain |= {"dim": WIDTH, "depth": 2, "heads": 2, "mlp_dim": 24, "dim_head": 8}
     small = {"num_classes": CLASSES, "dim": WIDTH, "dim_head": 8}
-    {name: value for name, value in plain.items() if name != "dim_head"}
     known: dict[str, tuple[str, Mapping[str, Any]]] = {
         "vit": ("ViT", plain),
         "simple_vit": ("SimpleViT", plain),
@@ -320,11 +321,22 @@ def format_section(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def choose_others(words: Sequence[str]) -> dict[str, Other]:
+    """Return the models whose names contain one of the words; without words all."""
+    known = list_others()
+    if not words:
+        return known
+    return {name: other for name, other in known.items() if any(word in name for word in words)}
+
+
 def main() -> None:
-    """Print the outcomes, and write the section of the page with --write."""
+    """Print the outcomes; --write writes the section of the page, for which all models run."""
     warnings.filterwarnings("ignore")
+    words = [word for word in sys.argv[1:] if word != "--write"]
+    if words and "--write" in sys.argv:
+        raise SystemExit("--write writes the whole table: leave the names out.")
     outcomes = []
-    for name, other in list_others().items():
+    for name, other in choose_others(words).items():
         outcome = find_outcome(name, other)
         outcomes.append(outcome)
         print(

@@ -59,17 +59,20 @@ def leaves(
     The walk ends at the nodes of `stop`. At a cut it continues with the nodes that `past` lists
     for the leaf.
     """
-    if t.grad_fn is None:
-        return ([t] if t.requires_grad else []), []
     ends: list[Tensor] = []
     hits: list[Node] = []
+    if t.grad_fn is None:
+        if t.requires_grad:
+            ends.append(t)
+        return ends, hits
     for node in nodes(t, stop):
         if node in stop:
             hits.append(node)
         elif hasattr(node, "variable"):
             ends.append(node.variable)
-            before = () if past is None else past.get(node.variable, ())
-            hits += [earlier for earlier in before if earlier in stop]
+            if past is not None:
+                before = past.get(node.variable, ())
+                hits += [earlier for earlier in before if earlier in stop]
     return ends, hits
 
 
@@ -84,9 +87,11 @@ def is_affine(t: Tensor) -> bool:
     Values cannot show this: on equal tokens every function looks affine.
     """
     for node in nodes(t):
+        if hasattr(node, "variable"):
+            continue
         operands = sum(parent is not None for parent, _ in node.next_functions)
-        affine = op(node) in (_AFFINE_OPS if operands == 1 else _SUMS)
-        if not affine and not hasattr(node, "variable"):
+        affine = _AFFINE_OPS if operands == 1 else _SUMS
+        if op(node) not in affine:
             return False
     return True
 
@@ -99,11 +104,19 @@ def root(t: Tensor) -> object:
     """
     node = t.grad_fn
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
-        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+        node = _find_operand(node)
     if node is None or hasattr(node, "variable"):
         return _roots.setdefault(getattr(node, "variable", t), object())
     marks = cast("dict[str, object]", node.metadata)  # torch declares a method, but it is a dict
     return marks.setdefault("root", object())
+
+
+def _find_operand(node: Node) -> Node | None:
+    """Return the node of the first operand with a gradient."""
+    for parent, _ in node.next_functions:
+        if parent is not None:
+            return parent
+    return None
 
 
 def divides_channels(t: Tensor) -> bool:
@@ -111,14 +124,18 @@ def divides_channels(t: Tensor) -> bool:
 
     Windows of tokens contain whole vectors; heads that share one small map are parts of a vector.
     """
-    node, joined = t.grad_fn, False
+    width = t.shape[-1]
+    node = t.grad_fn
+    joined = False
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
-        joined |= name in {"Stack", "Cat"}
-        sizes = getattr(node, "_saved_self_sym_sizes", None) if name in _RESIZING else None
-        if sizes and (joined or name not in _PARTS) and sizes[-1] > t.shape[-1]:
-            return sizes[-1] % t.shape[-1] == 0
-        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+        if name in {"Stack", "Cat"}:
+            joined = True
+        if name in _RESIZING and (joined or name not in _PARTS):
+            sizes = getattr(node, "_saved_self_sym_sizes", None)
+            if sizes and sizes[-1] > width:
+                return sizes[-1] % width == 0
+        node = _find_operand(node)
     return False
 
 
@@ -178,7 +195,8 @@ class Probed:
 
     def join_heads(self) -> Probed:
         """Return all heads as one."""
-        return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
+        tokens = self.t.transpose(1, 2)
+        return replace(self, t=tokens.flatten(2).unsqueeze(1))
 
     @cached_property
     def read(self) -> Tensor:
@@ -189,19 +207,23 @@ class Probed:
     def random(self) -> Tensor:
         """Return a cotangent without zeros."""
         # Away from zero: entries of a sum then vanish together with no probability.
-        generator = torch.Generator(self.t.device).manual_seed(0)
-        shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
-        return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
+        t = self.t
+        generator = torch.Generator(t.device).manual_seed(0)
+        uniform = torch.rand(t.shape, generator=generator, dtype=t.dtype, device=t.device)
+        return uniform + 0.5
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     """Index one axis by a tensor of any shape."""
-    return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
+    taken = t.index_select(dim, index.flatten())
+    return torch.unflatten(taken, dim, index.shape)
 
 
 def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the entries of y in rows (windows, tokens) and columns (heads, e) of every head."""
-    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
+    taken = take(y, rows, 0)
+    taken = take(taken, columns, -1)
+    return taken.transpose(1, 2)
 
 
 def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
@@ -214,12 +236,17 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
         One label per row or column of y, -1 without an effect; None if one affects parts of t with
         different values.
     """
-    axis, values = 1 if rows else 0, int(code.max()) + 1
-    # Distinct halves of the fewest possible probes, (values, probes).
-    number = next(k for k in range(2, 2 + values) if comb(k, k // 2) >= values)
-    # 12 heads take 6 probes: C(6, 3) = 20 sets.
-    halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
-    sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
+    axis = 1 if rows else 0
+    values = int(code.max()) + 1
+    # Distinct halves of the fewest possible probes, (values, probes): 12 heads take 6 probes, as
+    # C(6, 3) = 20.
+    number = 2
+    while comb(number, number // 2) < values:
+        number += 1
+    halves = islice(combinations(range(number), number // 2), values)
+    sets = torch.zeros(values, number, dtype=torch.bool)
+    sets.scatter_(1, torch.tensor(list(halves)), True)
+    sets = sets.to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
     touched = []
     for pick in picks.unbind(-1):
@@ -227,10 +254,12 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
         touched.append(find_touched(pulled, axis))
     hits = torch.stack(touched, -1)
     count = hits.sum(-1)
-    if ((count > 0) & (count != sets[0].sum())).any():
+    several = (count > 0) & (count != sets[0].sum())
+    if several.any():
         return None
     # A set shares all its probes with itself, and fewer with every other set of its size.
-    return (hits.float() @ sets.mT.float()).argmax(-1).masked_fill(count == 0, -1)
+    shared = hits.float() @ sets.mT.float()
+    return shared.argmax(-1).masked_fill(count == 0, -1)
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
@@ -238,9 +267,10 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     # One random number a token, the same in all heads and channels.
     pick = source.random[:, :1, :, :1]
     half = pick > pick.median()  # a random half of the tokens
-    touched = find_touched(source.pull(source.random * half), 1)
-    rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
-    touched[rows] &= ~half  # a row affects one token
+    pulled = source.pull(source.random * half)
+    touched = find_touched(pulled, 1)
+    own = half[:, 0, :, 0].flatten()
+    touched[rows.flatten()] &= ~own  # a row affects one token
     return not bool(touched.any())
 
 
@@ -255,14 +285,17 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
     offset = rest.mean((0, 2))
     if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
-    zero = find_largest(offset[None, :, None]) <= AFFINE_TOLERANCE * find_largest(t)
+    largest = find_largest(t)
+    zero = find_largest(offset[None, :, None]) <= AFFINE_TOLERANCE * largest
     return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
     local = compute_map(source, rows, columns, shared=(0, 1))
-    return local if is_linear(source, local, rows, columns) else None
+    if not is_linear(source, local, rows, columns):
+        return None
+    return local
 
 
 def compute_map(
@@ -275,16 +308,24 @@ def compute_map(
     not share it after all, any of them may be the one that counts.
     """
     *vectors, width = source.t.shape
-    sizes = [n if axis in shared else 1 for axis, n in enumerate(vectors)]
+    sizes = [1, 1, 1]
+    whole = list(vectors)
+    for axis in shared:
+        sizes[axis] = vectors[axis]
+        whole[axis] = 1
     count = prod(sizes)
     slot = torch.arange(count, device=rows.device).view(sizes)
-    whole = [1 if axis in shared else n for axis, n in enumerate(vectors)]
     local = source.t.new_zeros(*whole, width, columns.shape[1])
-    at = torch.meshgrid(*(torch.arange(n, device=rows.device) for n in whole), indexing="ij")
-    for shift in range(-(-width // count)):
-        channel = ((slot + shift * count) % width).expand(vectors)
-        unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        gradient = take_entries(source.pull(unit), rows, columns)
+    ranges = [torch.arange(n, device=rows.device) for n in whole]
+    at = torch.meshgrid(*ranges, indexing="ij")
+    # One product for every `count` channels, rounded up.
+    for shift in range(0, width, count):
+        channel = (slot + shift) % width
+        channel = channel.expand(vectors)
+        unit = torch.zeros_like(source.t)
+        unit.scatter_(-1, channel[..., None], 1.0)
+        pulled = source.pull(unit)
+        gradient = take_entries(pulled, rows, columns)
         if shared:
             local[*at, channel] = gradient
         else:
@@ -294,7 +335,8 @@ def compute_map(
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
     """Check t = G y."""
-    t, y = source.t.detach(), source.values(rows, columns)
+    t = source.t.detach()
+    y = source.values(rows, columns)
     if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
         image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
@@ -311,7 +353,8 @@ def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
         sizes: the tensors of the difference.
     """
     size = torch.stack([find_largest(t) for t in sizes]).amax(0)
-    return bool((find_largest(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all())
+    most = tolerance * size + torch.finfo(rest.dtype).tiny
+    return bool((find_largest(rest) <= most).all())
 
 
 def is_orthogonal(local: Tensor) -> bool:
@@ -319,7 +362,8 @@ def is_orthogonal(local: Tensor) -> bool:
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return bool((gram - c * eye).abs().amax() <= LINEAR_TOLERANCE * c)
+    rest = gram - c * eye
+    return bool(rest.abs().amax() <= LINEAR_TOLERANCE * c)
 
 
 def find_touched(pulled: Tensor, axis: int) -> Tensor:

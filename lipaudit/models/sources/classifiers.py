@@ -59,11 +59,13 @@ def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
     Raises:
         InputError: the file cannot be read, has fewer than two names, or a name twice.
     """
-    advice = f"{flag} takes a text file with one class name per line"
-    advice += "; only train takes a number." if flag == "--classes" else "."
+    advice = f"{flag} takes a text file with one class name per line."
+    if flag == "--classes":
+        advice = f"{advice.removesuffix('.')}; only train takes a number."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    names = tuple(filter(None, map(str.strip, lines)))
+    stripped = map(str.strip, lines)
+    names = tuple(name for name in stripped if name)
     if len(names) < 2:
         raise InputError(f"{path} has {len(names)} class names: two are needed", advice)
     # Labels of data are matched without case, and with spaces for underscores.
@@ -82,7 +84,9 @@ def read_prompts(text: str | None) -> tuple[str, ...]:
     Raises:
         UsageError: a prompt does not have exactly one {} for the class name.
     """
-    prompts = tuple(prompt.strip() for prompt in (PROMPT if text is None else text).split("|"))
+    if text is None:
+        text = PROMPT
+    prompts = tuple(map(str.strip, text.split("|")))
     wrong = [prompt for prompt in prompts if prompt.count("{}") != 1]
     if wrong:
         raise UsageError(
@@ -107,7 +111,8 @@ def make_zero_shot(
         InputError: the tokenizer is missing, a prompt is too long, or the model's own code
             computes other logits.
     """
-    names, kind = spec.labels or (), type(module).__name__
+    names = spec.labels or ()
+    kind = type(module).__name__
     tokenizer = text_models.load_tokenizer(path)
     if tokenizer is None:
         raise InputError(
@@ -118,8 +123,9 @@ def make_zero_shot(
     most = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
     # SigLIP was trained on padded texts, and reads the last position.
-    padded = module.config.model_type.startswith("siglip")
-    fill = {"padding": "max_length", "max_length": most} if padded else {"padding": True}
+    fill: dict[str, Any] = {"padding": True}
+    if module.config.model_type.startswith("siglip"):
+        fill = {"padding": "max_length", "max_length": most}
     tokens = dict(tokenizer(texts, return_tensors="pt", **fill))
     length = tokens["input_ids"].shape[1]
     if length > most:
@@ -135,25 +141,13 @@ def make_zero_shot(
         """Return weight (classes, width) and bias of the last layer."""
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
-            rows = [range(i, min(i + TEXTS, len(texts))) for i in range(0, len(texts), TEXTS)]
-            chunks = ({k: v[row.start : row.stop] for k, v in ids.items()} for row in rows)
-            outputs = (module.get_text_features(**c) for c in chunks)
-            features = [text_models.read_tower(output, None) for output in outputs]
-            each = F.normalize(torch.cat(features).to(dtype), dim=-1)
-            mean = each.view(len(names), len(prompts), -1).mean(1)
+            texts = _embed_texts(module, ids, dtype)
             scale = module.logit_scale.to(device, dtype).exp()
             bias = getattr(module, "logit_bias", torch.zeros(1)).to(device, dtype)
-            x = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
-            own = module(pixel_values=x, **{key: value[:2] for key, value in ids.items()})
-            output = module.get_image_features(pixel_values=x)
-            image = F.normalize(text_models.read_tower(output, None), dim=-1)
-            error = (own.logits_per_image - image @ (scale * each[:2]).T - bias).abs().max()
-            if not error <= DEVIATION * own.logits_per_image.abs().max().clamp(min=1):
-                raise InputError(
-                    f"{kind} computes its logits in another way than scale * cosine + bias",
-                    "Write a py: factory that returns a ModelSpec with its own `read`.",
-                )
-            return scale * F.normalize(mean, dim=-1), bias
+            blank = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
+            _require_cosines(module, blank, ids, scale * texts, bias)
+            classes = texts.view(len(names), len(prompts), -1).mean(1)
+            return scale * F.normalize(classes, dim=-1), bias
 
     def read(result: Any) -> Tensor:
         features = text_models.read_tower(*result)
@@ -168,9 +162,48 @@ def make_zero_shot(
         "and the text embeddings are fixed"
     )
     notes = (Note.info("zero-shot", text), *spec.notes)
-    return replace(
-        spec, read=read, preprocess={**spec.preprocess, "zero-shot": facts}, notes=notes
-    )
+    preprocess = {**spec.preprocess, "zero-shot": facts}
+    return replace(spec, read=read, preprocess=preprocess, notes=notes)
+
+
+def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the normalised embeddings of texts, (texts, width)."""
+    features = []
+    for start in range(0, len(ids["input_ids"]), TEXTS):
+        chunk = {key: value[start : start + TEXTS] for key, value in ids.items()}
+        output = module.get_text_features(**chunk)
+        features.append(text_models.read_tower(output, None))
+    embeddings = torch.cat(features).to(dtype)
+    return F.normalize(embeddings, dim=-1)
+
+
+def _require_cosines(
+    module: Any, blank: Tensor, ids: dict[str, Tensor], weight: Tensor, bias: Tensor
+) -> None:
+    """Check, on an image and two texts, that the model's own logits are scale * cosine + bias.
+
+    Args:
+        module: the image-text model.
+        blank: an image, (1, channels, height, width).
+        ids: what its text tower reads.
+        weight: scale * the normalised embeddings of the texts.
+        bias: of the logits.
+
+    Raises:
+        InputError: they are not.
+    """
+    two = {key: value[:2] for key, value in ids.items()}
+    own = module(pixel_values=blank, **two).logits_per_image
+    output = module.get_image_features(pixel_values=blank)
+    image = F.normalize(text_models.read_tower(output, None), dim=-1)
+    rest = own - image @ weight[:2].T - bias
+    size = own.abs().max().clamp(min=1)
+    if not rest.abs().max() <= DEVIATION * size:  # NaN is refused, too
+        raise InputError(
+            f"{type(module).__name__} computes its logits in another way than scale * cosine + "
+            "bias",
+            "Write a py: factory that returns a ModelSpec with its own `read`.",
+        )
 
 
 def score_continuations(net: Net, task: Task, how: Score) -> Net:
@@ -194,14 +227,20 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
             "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
     _require_causal(net, entry)
-    count = 0 if task.kind == "continuation" else len(task.classes)
+    count = len(task.classes)
+    if task.kind == "continuation":
+        count = 0
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
+
+    def call(x: Tensor, mask: Tensor | None) -> Tensor:
+        return _score_rows(net, entry, x, mask, how, count)
+
     return replace(
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lifting(lambda x, mask: _score_rows(net, entry, x, mask, how, count)),
+        call=lifting(call),
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
@@ -224,34 +263,45 @@ def _score_rows(
     """
     assert net.next_logits is not None
     vocabulary = net.vocabulary or 0
-    ids, part = x % vocabulary, x // vocabulary
-    part = part if mask is None else part.masked_fill(~mask, -1)
+    ids = x % vocabulary
+    part = x // vocabulary
+    if mask is not None:
+        part = part.masked_fill(~mask, -1)
     # The model gets a row for each continuation: the prompt, the continuation, and tokens behind
     # it, which the continuation does not see. (batch, rows, length)
     each = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
-    wanted = (part[:, None] == 0) | (part[:, None] == each)
+    prompt = part == 0
+    answer = part[:, None] == each
+    wanted = prompt[:, None] | answer
     length = int(wanted.sum(2).max())
-    order = wanted.int().argsort(dim=2, descending=True, stable=True)[..., :length]
-    follows = (part[:, None] == each).gather(2, order).flatten(0, 1)
+    order = wanted.int().argsort(dim=2, descending=True, stable=True)
+    order = order[..., :length]
+    follows = answer.gather(2, order).flatten(0, 1)
     # Prompts and continuations are embedded separately, so that replacing the first output of
     # `entry` changes prompts only.
-    moving, still = entry(ids), entry(ids)
-    z = torch.where((part == 0)[..., None], moving, still)
+    moving = entry(ids)
+    still = entry(ids)
+    z = torch.where(prompt[..., None], moving, still)
     samples = torch.arange(len(z), device=z.device)[:, None, None]
     z = z[samples, order].flatten(0, 1)
     first = int(follows.int().argmax(1).min()) - 1
     where = follows[:, first + 1 :]
-    every = ids[:, None].expand(order.shape[:2] + ids.shape[1:]).gather(2, order).flatten(0, 1)
+    every = ids[samples, order].flatten(0, 1)
     tokens = every[:, first + 1 :][where][:, None]
-    logs = net.next_logits(z, first)[:, :-1][where].log_softmax(1)
+    logits = net.next_logits(z, first)[:, :-1]
+    logs = logits[where].log_softmax(1)
     chosen = logs.gather(1, tokens)[:, 0]
-    divisor = 1 if how == "sum" else where.sum(1)
-    scores = chosen.new_zeros(where.shape).index_put((where,), chosen).sum(1) / divisor
+    divisor: Any = 1
+    if how == "mean":
+        divisor = where.sum(1)
+    table = chosen.new_zeros(where.shape).index_put((where,), chosen)
+    scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
     # The likeliest other token at each place: greedy decoding takes it where it is ahead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
-    ahead = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other).amin(1)
+    table = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other)
+    ahead = table.amin(1)
     return torch.stack([scores, scores - ahead / divisor], 1)
 
 
@@ -265,11 +315,13 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
     score = lifting(lambda z: next_logits(z, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lifting(entry)(ids)
-        whole, start = score(z), score(z[:, :-1])
+        whole = score(z)
+        start = score(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))
         with torch.enable_grad():
             moved = z.detach().requires_grad_()
-            (ahead,) = torch.autograd.grad(score(moved)[:, 0].square().sum(), moved)
+            first = score(moved)[:, 0]
+            (ahead,) = torch.autograd.grad(first.square().sum(), moved)
     advice = "Use a causal language model, or leave --score out."
     if not agree(usual, whole[:, -1], AGREES):
         raise InputError(

@@ -19,11 +19,10 @@ cannot be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from string import ascii_lowercase
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,164 +31,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
+from lipaudit.models.attention.contractions import read_einsum
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
-
-LARGEST = 2**24
-"""Largest number of entries of a block matrix."""
-
-
-class Contraction(NamedTuple):
-    """A sum over products of entries of two tensors, with a letter for each axis.
-
-    Attributes:
-        x, given: one factor and its letters.
-        weight, letters: the other factor, which may be a weight, and its letters.
-        out: letters of the result.
-        bias: added along the axes of the weight, or None.
-        entire: whether the op is used for linear maps only.
-    """
-
-    x: Tensor
-    given: str
-    weight: Tensor
-    letters: str
-    out: str
-    bias: Tensor | None = None
-    entire: bool = False
-
-    @property
-    def width(self) -> int:
-        """Return the number of entries of x that one sum runs over."""
-        summed = set(self.given) & set(self.letters) - set(self.out)
-        return math.prod(n for a, n in zip(self.given, self.x.shape, strict=True) if a in summed)
-
-    def orders(self) -> Iterator[tuple[str, Contraction]]:
-        """Yield both orders of the factors, each with the op in the address of the linear map."""
-        yield calls.RIGHT, self
-        # A weight on the left is the same for all samples: with axes in common with the other
-        # factor, it is a learned query.
-        if not self.entire and not set(self.given) & set(self.letters) & set(self.out):
-            x, given, weight, letters, out = self[:5]
-            yield calls.LEFT, Contraction(weight, letters, x, given, out)
-
-    def read(self) -> Linear | None:
-        """Return y = x W; None if it is none.
-
-        Along common axes that are not summed over, each entry has its own block of W.
-        """
-        x, given, weight, letters, out = self[:5]
-        for axis in set(given) & set(letters) & set(out):
-            if _is_even(weight, letters.index(axis)):
-                weight, letters = weight.select(letters.index(axis), 0), letters.replace(axis, "")
-            elif _is_even(x, given.index(axis)):
-                x, given = x.select(given.index(axis), 0), given.replace(axis, "")
-        rows = [a for a in out if a not in letters]
-        blocks = [a for a in out if a in given and a in letters]
-        summed = [a for a in given if a in letters and a not in out]
-        columns = [a for a in out if a not in given]
-        if not summed:
-            return None
-        x = x.permute([given.index(a) for a in rows + blocks + summed]).flatten(len(rows))
-        weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
-        count = math.prod(weight.shape[: len(blocks)])
-        if blocks and count * weight.numel() > LARGEST:
-            return None
-        width = math.prod(weight.shape[len(weight.shape) - len(columns) :])
-        each = weight.reshape(count, x.shape[-1] // count, width)
-        whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
-        order = [out.index(a) for a in rows + blocks + columns]
-        return Linear(x, whole, self.bias, lambda y: y.permute(order).flatten(len(rows)))
-
-
-def _is_even(t: Tensor, axis: int) -> bool:
-    """Say whether a tensor is constant along an axis, judged by its strides."""
-    return t.shape[axis] == 1 or t.stride(axis) == 0
-
-
-def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction | None:
-    rows = ascii_lowercase[: input.ndim - 1]
-    if weight.ndim < 2:
-        return None
-    return Contraction(input, f"{rows}y", weight, "zy", f"{rows}z", bias, entire=True)
-
-
-def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
-    return None if scaling else _read_linear(mat1, mat2.t(), input)
-
-
-def _read_conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, ...] = 1,
-    padding: str | int | tuple[int, ...] = 0,
-    dilation: int | tuple[int, ...] = 1,
-    groups: int = 1,
-) -> Contraction | None:
-    pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    steps, pads = ((n,) if isinstance(n, int) else n for n in (stride, padding))
-    dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
-    if not pointwise or not dense:
-        return None
-    weight, place = weight.flatten(1), ascii_lowercase[: input.ndim - 2]
-    if groups > 1:  # channels kept apart: a block of W each
-        weight = torch.block_diag(*weight.chunk(groups))  # type: ignore[no-untyped-call]
-    return Contraction(input, f"xy{place}", weight, "zy", f"xz{place}", bias, entire=True)
-
-
-def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
-    if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
-        return None
-    a, b = operands
-    if min(a.ndim, b.ndim) < 2:
-        return None
-    lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
-    first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
-    return Contraction(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
-
-
-def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
-    if isinstance(dims, int):
-        dims = range(a.ndim - dims, a.ndim), range(dims)
-    first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
-    for i, j in zip(*dims, strict=True):
-        second[j] = first[i]
-    out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
-    return Contraction(a, first, b, "".join(second), out)
-
-
-def _read_einsum(equation: Any, *operands: Any) -> Contraction | None:
-    """Read an einsum "ab,bc->ac".
-
-    None for other numbers of operands, and for implicit equations, an ellipsis, a diagonal or a
-    lone sum.
-    """
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or not isinstance(equation, str):
-        return None
-    letters, arrow, out = equation.replace(" ", "").partition("->")
-    first, comma, second = letters.partition(",")
-    if not arrow or not comma or "," in second or "." in equation:
-        return None
-    if any(len(set(each)) < len(each) for each in (first, second)):
-        return None
-    if set(first + second) - set(out) - (set(first) & set(second)):
-        return None
-    return Contraction(operands[0], first, operands[1], second, out)
-
-
-READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
-    F.linear: _read_linear,
-    torch.addmm: _read_addmm,
-    torch.tensordot: _read_tensordot,
-    torch.einsum: _read_einsum,
-    **dict.fromkeys((F.conv1d, F.conv2d, torch.conv1d, torch.conv2d), _read_conv),
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _read_matmul),
-    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm), _read_matmul),
-}
 
 
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
@@ -411,7 +255,7 @@ class AttentionMode(TorchFunctionMode):
     def _handle_einsum(
         self, func: Callable[..., Tensor], equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
-        contraction = _read_einsum(equation, *operands)
+        contraction = read_einsum(equation, *operands)
         if contraction is None:
             return func(equation, *operands)
         a, first, b, second, out = contraction[:5]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Address, AttentionCall, Linear, Loop, Origin, Origins
-from lipaudit.models.attention.events import READERS, AttentionMode, Contraction
+from lipaudit.models.attention.contractions import READERS, Contraction
+from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import Widening, keep

@@ -297,6 +297,15 @@ def find_outcome(name: str, other: Other) -> Outcome:
         return Outcome(name, other.package, "unfinished", [f"not finished in {SECONDS} s"])
 
 
+def format_row(outcome: Outcome) -> str:
+    """Return the row of a model in the table of the page."""
+    reasons = {text.partition(": ")[2][:160].replace("|", "/") for text in outcome.reasons}
+    reasons |= {f"no truth for {text[:120]}" for text in outcome.unchecked}
+    known = "; ".join(sorted(reasons))
+    shares = f"{outcome.closed} of {outcome.layers}"
+    return f"| {outcome.name} | {outcome.outcome} | {shares} | {outcome.checked} | {known} |"
+
+
 def format_section(outcomes: Sequence[Outcome]) -> str:
     """Return the section of the page."""
     versions = [
@@ -312,12 +321,7 @@ def format_section(outcomes: Sequence[Outcome]) -> str:
         "| model | outcome | layers with a closed form | numbers checked | reasons |",
         "|---|---|--:|--:|---|",
     ]
-    for each in outcomes:
-        reasons = {text.partition(": ")[2][:160].replace("|", "/") for text in each.reasons}
-        reasons |= {f"no truth for {text[:120]}" for text in each.unchecked}
-        known = "; ".join(sorted(reasons))
-        shares = f"{each.closed} of {each.layers}"
-        lines.append(f"| {each.name} | {each.outcome} | {shares} | {each.checked} | {known} |")
+    lines += map(format_row, outcomes)
     return "\n".join(lines) + "\n"
 
 
@@ -330,7 +334,7 @@ def choose_others(words: Sequence[str]) -> dict[str, Other]:
 
 
 def main() -> None:
-    """Print the outcomes; --write writes the section of the page, for which all models run."""
+    """Print rows of models; --write writes the section of the page, for which all run."""
     warnings.filterwarnings("ignore")
     words = [word for word in sys.argv[1:] if word != "--write"]
     if words and "--write" in sys.argv:
@@ -339,15 +343,7 @@ def main() -> None:
     for name, other in choose_others(words).items():
         outcome = find_outcome(name, other)
         outcomes.append(outcome)
-        print(
-            name,
-            outcome.outcome,
-            outcome.layers,
-            outcome.closed,
-            outcome.checked,
-            *outcome.reasons,
-            flush=True,
-        )
+        print(format_row(outcome), flush=True)
     if "--write" in sys.argv:
         text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip()
         PAGE.write_text(f"{text}\n\n{format_section(outcomes)}", encoding="utf-8")

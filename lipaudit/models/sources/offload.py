@@ -27,7 +27,8 @@ from lipaudit.tables import Note
 
 # Plans of Accelerate; today both give the same result.
 PLANNED = ("auto", "balanced")
-DISK, CPU = "disk", "cpu"
+DISK = "disk"
+CPU = "cpu"
 LISTS = (nn.ModuleList, nn.Sequential)
 
 
@@ -51,37 +52,51 @@ def place_weights(
     """
     run = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
     # Half-precision arithmetic is too coarse for norms: stored weights are converted when read.
-    dtype = None if options.weights == "stored" else run
-    notes = () if dtype is None else note_half_precision(p.dtype for p in module.parameters())
+    dtype = None
+    notes: tuple[Note, ...] = ()
+    if options.weights != "stored":
+        dtype = run
+        notes = note_half_precision(p.dtype for p in module.parameters())
+    computes_at: Callable[[str], torch.device] | None = None
+    places: Mapping[str, str] = {}
     if options.device_map is None:
-        placement = None
         # Models of transformers override these methods, and refuse where they were quantised.
         nn.Module.to(module, find_device(options.device))
         if dtype is not None:
             # Not `to`, which drops the imaginary parts of complex constants.
             convert = nn.Module.double if dtype == torch.float64 else nn.Module.float
             convert(module)
-            return call, {}, notes
+            return call, places, notes
     else:
-        text = f"--device {options.device} and --device-map both choose the device of the model"
         if options.device != "auto":
-            raise UsageError(text, "Leave --device out.")
+            raise UsageError(
+                f"--device {options.device} and --device-map both choose the device of the model",
+                "Leave --device out.",
+            )
         placement = plan_placement(module, options.device_map, dtype)
         placement.move(module, dtype)
         notes += (placement.note(module),)
         call = placement.connect(module, call)
-    kinds = hold(module, run, None if placement is None else placement.computes_at)
+        computes_at = placement.computes_at
+        places = placement.places
+    kinds = hold(module, run, computes_at)
     if dtype is None:
-        stored = name_dtypes(kinds - {DEFERRED}) + ["quantised form"] * (DEFERRED in kinds)
+        notes += (_note_stored(kinds, options.dtype),)
+    return lifting(call), places, notes
+
+
+def _note_stored(kinds: set[torch.dtype], dtype: str) -> Note:
+    """Note that weights stay as stored."""
+    text = f"no weights are stored in less than {dtype}, so --weights stored has no effect"
+    if kinds:
+        stored = name_dtypes(kinds - {DEFERRED})
+        if DEFERRED in kinds:
+            stored.append("quantised form")
         text = (
-            f"weights stay in {few(stored)}, as stored, and are converted to {options.dtype} one "
-            "layer at a time. The results are those of exactly these weights"
-            if kinds
-            else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
-            "effect"
+            f"weights stay in {few(stored)}, as stored, and are converted to {dtype} one layer at "
+            "a time. The results are those of exactly these weights"
         )
-        notes += (Note.info("stored-weights", text),)
-    return lifting(call), {} if placement is None else placement.places, notes
+    return Note.info("stored-weights", text)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,9 @@ class Placement:
     def computes_at(self, path: str) -> torch.device:
         """Return the device on which a module computes: the CPU only if there is no other."""
         place = self.devices.get(self.place(path), self.main)
-        return self.main if place.type == CPU else place
+        if place.type == CPU:
+            return self.main
+        return place
 
     def move(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Put every parameter in its place.
@@ -124,12 +141,16 @@ class Placement:
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
             for number, known in enumerate(names.values()):
                 # Nothing else keeps the old values: the next weights need their memory.
-                values, place = module.get_parameter(known[0]).data, self.place(known[0])
+                values = module.get_parameter(known[0]).data
+                place = self.place(known[0])
                 if place != DISK:
                     device = self.devices[place]
-                    computing = self.main if device.type == CPU else device
-                    converted = values.is_floating_point() and device == computing
-                    values = values.to(device, dtype if converted else None)
+                    # Weights on the CPU beside a GPU are converted whenever they are read.
+                    waits = device.type == CPU and self.main != device
+                    kind = values.dtype
+                    if dtype is not None and values.is_floating_point() and not waits:
+                        kind = dtype
+                    values = values.to(device, kind)
                 # Mapped safetensors need no other file: torch does not own their memory.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
@@ -144,7 +165,7 @@ class Placement:
         The output of a part returns to the device of the enclosing module; the output of an
         element of a list goes to the next element.
         """
-        if all(device in (self.main, torch.device(CPU)) for device in self.devices.values()):
+        if {self.main, torch.device(CPU)}.issuperset(self.devices.values()):
             return call
         from accelerate.utils import send_to_device
 
@@ -155,11 +176,13 @@ class Placement:
             return send_to_device(output, device)
 
         for path, part in module.named_modules():
-            around, place = path.rpartition(".")[0], self.computes_at(path)
+            place = self.computes_at(path)
             part.register_forward_pre_hook(partial(send_inputs, place), with_kwargs=True)
+            around = path.rpartition(".")[0]
+            back = self.computes_at(around)
             listed = isinstance(module.get_submodule(around), LISTS)
-            if not listed and self.computes_at(around) != place:
-                part.register_forward_hook(partial(send_output, self.computes_at(around)))
+            if back != place and not listed:
+                part.register_forward_hook(partial(send_output, back))
         return lambda *args: send_to_device(call(*args), self.main)
 
     def note(self, module: nn.Module) -> Note:
@@ -182,7 +205,8 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         UsageError: this machine has no such device, or it has no float64.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else CPU
+        return torch.device(name)
     try:
         wanted = torch.device(name)
         torch.empty(1, device=wanted).item()  # the meta device holds no values
@@ -213,37 +237,61 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     with explain_failure("--device-map needs the library `accelerate`", advice, ImportError):
         import accelerate  # noqa: F401
     if wanted in PLANNED:
-        from accelerate.utils import get_balanced_memory, infer_auto_device_map
-
-        # Accelerate distributes the model over the free memory, whole blocks at a time.
-        blocks = {
-            type(child).__name__
-            for parent in module.modules()
-            for child in (parent.children() if isinstance(parent, LISTS) else ())
-            if not isinstance(child, LISTS) and next(child.children(), None) is not None
-        }
-        floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
-        whole = getattr(module, "_no_split_modules", None) or blocks
-        how: dict[str, Any] = {"no_split_module_classes": sorted(whole)}
-        how["special_dtypes"] = None if dtype is None else dict.fromkeys(floating, dtype)
-        memory = get_balanced_memory(module, **how)
-        given = dict(infer_auto_device_map(module, max_memory=memory, **how))
+        given = _spread(module, dtype)
     else:
         given = _read_device_map(module, wanted)
     # Accelerate numbers accelerators, and a file may do so, too.
-    there = torch.accelerator.device_count()  # a build for CUDA names it on every machine
-    accelerator = torch.accelerator.current_accelerator() if there else None
-    kind = accelerator.type if accelerator else "cuda"
-    places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}
-    words = [word for word in dict.fromkeys(places.values()) if word != DISK]
+    kind = "cuda"
+    if torch.accelerator.device_count():  # a build for CUDA names it on every machine
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator:
+            kind = accelerator.type
+    places: dict[str, str] = {}
+    devices: dict[str, torch.device] = {}
     advice = f"Choose another --device-map than {wanted}."
-    # The device of a tensor: "cuda" means one of several.
-    devices = {word: torch.empty(0, device=find_device(word, advice)).device for word in words}
+    for name, place in given.items():
+        word = str(place)
+        if isinstance(place, int):
+            word = f"{kind}:{place}"
+        places[name] = word
+        if word != DISK and word not in devices:
+            device = find_device(word, advice)
+            # The device of a tensor: "cuda" means one of several.
+            devices[word] = torch.empty(0, device=device).device
     # Samples start on the device of the first parameter, the embedding.
     owner = next(module.named_parameters())[0].rpartition(".")[0]
-    first = [_look_up(places, owner), *words]
-    computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]
-    return Placement(places, devices, (computing or [torch.device(CPU)])[0])
+    main = torch.device(CPU)
+    for word in (_look_up(places, owner), *devices):
+        if word in devices and devices[word].type != CPU:
+            main = devices[word]
+            break
+    return Placement(places, devices, main)
+
+
+def _spread(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Have Accelerate distribute a model over the free memory, whole blocks at a time."""
+    from accelerate.utils import get_balanced_memory, infer_auto_device_map
+
+    whole = getattr(module, "_no_split_modules", None) or _name_blocks(module)
+    dtypes = None
+    if dtype is not None:
+        floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
+        dtypes = dict.fromkeys(floating, dtype)
+    how: dict[str, Any] = {"no_split_module_classes": sorted(whole), "special_dtypes": dtypes}
+    memory = get_balanced_memory(module, **how)
+    return dict(infer_auto_device_map(module, max_memory=memory, **how))
+
+
+def _name_blocks(module: nn.Module) -> set[str]:
+    """Return the classes of the elements of lists that have parts themselves."""
+    blocks: set[str] = set()
+    for parent in module.modules():
+        if not isinstance(parent, LISTS):
+            continue
+        for child in parent.children():
+            if not isinstance(child, LISTS) and next(child.children(), None) is not None:
+                blocks.add(type(child).__name__)
+    return blocks
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
@@ -270,13 +318,14 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
             'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
         )
     tensors = [name for name, _ in module.named_parameters()]
-    names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
-    unknown = sorted(content.keys() - names)
+    unknown = content.keys() - set(tensors)
+    unknown -= dict(module.named_modules()).keys()
+    unknown -= dict(module.named_buffers()).keys()
     missing = [name for name in tensors if _look_up(content, name) is None]
     if unknown or missing:
         parts = few([part for part, _ in module.named_children()])
         raise InputError(
-            f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
+            f"{path} does not fit the model: {describe_misfit(missing, sorted(unknown), ())}",
             f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
         )
     return dict(content)
@@ -296,5 +345,6 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
             f"weights cannot be written to disk in {path.parent} ({error.strerror})",
             "Set TMPDIR to a folder with more room.",
         ) from error
-    mapped = torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)
+    count = values.numel()
+    mapped = torch.from_file(str(path), shared=False, size=count, dtype=values.dtype)
     return mapped.view(values.shape)

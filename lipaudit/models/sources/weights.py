@@ -115,26 +115,37 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     else:
         content = _read_pickle(path)
     state = _find_tensors(content)
-    parts = content.items() if isinstance(content, Mapping) else ()
-    inside = {key: found for key, part in parts if (found := _find_tensors(part))}
-    usual = [key for key in CONTAINERS if key in inside]
-    if usual or (len(inside) == 1 and not state):
-        key = (usual or [*inside])[0]
+    inside: dict[str, State] = {}
+    if isinstance(content, Mapping):
+        for key, part in content.items():
+            found = _find_tensors(part)
+            if found:
+                inside[key] = found
+    chosen = [key for key in CONTAINERS if key in inside]
+    if not chosen and not state and len(inside) == 1:
+        chosen = [*inside]
+    if chosen:
+        key = chosen[0]
         state = inside[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
     if COUNTER in state:  # of torch.optim.swa_utils.AveragedModel, around the averaged model
         averaged = f"weights are the average of {int(state.pop(COUNTER))} models"
         notes += (Note.info("averaged-weights", averaged),)
     if not state:
-        held = f"several sets of weights: {few([*inside])}" if inside else "no named tensors"
+        held = "no named tensors"
+        if inside:
+            held = f"several sets of weights: {few([*inside])}"
         raise InputError(f"{path} holds {held}", "Save only the model's state_dict().")
     state, scaled = _apply_scales(state, path)
-    return state, notes + scaled + note_half_precision(v.dtype for v in state.values())
+    notes += scaled
+    notes += note_half_precision(value.dtype for value in state.values())
+    return state, notes
 
 
 def _find_tensors(content: Any) -> State:
-    pairs = content.items() if isinstance(content, Mapping) else ()
-    return {name: value for name, value in pairs if isinstance(value, Tensor)}
+    if not isinstance(content, Mapping):
+        return {}
+    return {name: value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
@@ -144,28 +155,37 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
         InputError: a scale has another shape, or that of both axes of a square weight, which some
             layers store transposed.
     """
-    values, kinds = dict(state), set[torch.dtype]()
+    values = dict(state)
+    kinds = set[torch.dtype]()
     for name, weight in state.items():
         if weight.dtype not in SCALED or weight.ndim < 2 or not name.endswith("weight"):
             continue
         scale = values.pop(f"{name}_scale", None)
         if scale is None:
             continue  # float8 may be a cast; integers are refused where a layer takes floats
-        shape = (-1, *[1] * (weight.ndim - 1))
-        fits = scale.numel() == 1 or tuple(scale.shape) == (len(weight), *shape[1:])
-        fits |= scale.shape == weight.shape[:1] and len(weight) not in weight.shape[1:2]
+        outputs = len(weight)
+        column = (outputs, *[1] * (weight.ndim - 1))
+        square = outputs == weight.shape[1]
+        fits = (
+            scale.numel() == 1
+            or tuple(scale.shape) == column
+            or (tuple(scale.shape) == (outputs,) and not square)
+        )
         if not fits or not scale.is_floating_point():
             raise InputError(
                 f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
                 f"{tuple(weight.shape)}, with a {few(name_dtypes([scale.dtype]))} scale of "
                 f"{tuple(scale.shape)}",
-                f"Store {name}_scale with one number, or one per output channel: "
-                f"{(len(weight), *[1] * (weight.ndim - 1))}; or save float weights.",
+                f"Store {name}_scale with one number, or one per output channel: {column}; or "
+                "save float weights.",
             )
-        values[name] = weight.float() * scale.float().reshape(shape)
+        factors = scale.float().reshape(-1, *column[1:])
+        values[name] = weight.float() * factors
         kinds.add(weight.dtype)
+    if not kinds:
+        return values, ()
     text = f"weights stored in {' and '.join(name_dtypes(kinds))} were multiplied by their scales"
-    return values, (Note.info("scaled-weights", text),) if kinds else ()
+    return values, (Note.info("scaled-weights", text),)
 
 
 def _read_pickle(path: Path) -> Any:
@@ -210,9 +230,11 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
         stem, suffix = name.split(".")
         if name in top:
             return [name]
-        shards = {f for f in top if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", f)}
-        if shards and f"{name}.index.json" in top:
-            return sorted(shards | {f"{name}.index.json"})
+        pattern = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}")
+        shards = [file for file in top if pattern.fullmatch(file)]
+        index = f"{name}.index.json"
+        if shards and index in top:
+            return sorted([*shards, index])
     others = sorted(f for f in top if f.endswith(SUFFIXES) and not BESIDE.match(f))
     return [f for f in others if f.endswith(".safetensors")] or others
 
@@ -220,15 +242,19 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
 def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     """Describe how a state dict differs from a module's; empty if it fits."""
     takes = module.state_dict(keep_vars=True)
-    shapes = [
-        f"{k} {tuple(state[k].shape)} for {tuple(takes[k].shape)}"
-        for k in takes
-        if k in state and takes[k].shape != state[k].shape
-    ]
+    given = set[int]()
+    shapes: list[str] = []
+    for name, tensor in takes.items():
+        if name not in state:
+            continue
+        given.add(id(tensor))
+        stored = state[name]
+        if stored.shape != tensor.shape:
+            shapes.append(f"{name} {tuple(stored.shape)} for {tuple(tensor.shape)}")
     # A file may hold tied weights once.
-    given = {id(takes[k]) for k in takes if k in state}
-    missing = [k for k in takes if k not in state and id(takes[k]) not in given]
-    return describe_misfit(missing, [k for k in state if k not in takes], shapes)
+    missing = [k for k, tensor in takes.items() if k not in state and id(tensor) not in given]
+    surplus = [k for k in state if k not in takes]
+    return describe_misfit(missing, surplus, shapes)
 
 
 def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequence[str]) -> str:
@@ -256,8 +282,12 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
             f"the weights of {origin} do not fit {type(module).__name__}: {wrong}", advice
         )
     takes = module.state_dict()
-    stored = (k for k, v in state.items() if not v.is_floating_point() and not v.is_complex())
-    refuse_codes([k for k in stored if takes[k].is_floating_point()], origin)
+    codes: list[str] = []
+    for name, value in state.items():
+        integers = not value.is_floating_point() and not value.is_complex()
+        if integers and takes[name].is_floating_point():
+            codes.append(name)
+    refuse_codes(codes, origin)
     module.load_state_dict(dict(state), strict=False)  # tied weights may be missing
 
 
@@ -286,27 +316,38 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
         return next((name for name in names if name in known), names[0])
 
     guesses: dict[str, int] = {}
-    both = [name for name in takes if name in state and takes[name].ndim]
-    heads = [name for name in both if name.endswith("weight") and takes[name].ndim == 2]
-    if heads and takes[heads[-1]].shape[0] != state[heads[-1]].shape[0]:
-        guesses[choose(CLASSES)] = state[heads[-1]].shape[0]
+    head = ""
+    changes = Counter[tuple[int, int]]()
+    for name, tensor in takes.items():
+        if name not in state:
+            continue
+        if tensor.ndim == 2 and name.endswith("weight"):
+            head = name  # of all matrices, the last
+        if tensor.ndim == 1 and "norm" in name.lower():
+            lengths = len(tensor), len(state[name])
+            changes[lengths] += 1
+    if head and len(takes[head]) != len(state[head]):
+        guesses[choose(CLASSES)] = len(state[head])
     # The width is the change of length that most vectors share.
-    vectors = [name for name in both if takes[name].ndim == 1 and "norm" in name.lower()]
-    changes = Counter((len(takes[name]), len(state[name])) for name in vectors)
     if changes:
-        (own, stored), _ = changes.most_common(1)[0]
+        own, stored = max(changes, key=lambda each: changes[each])
         if own != stored:
             guesses[choose(WIDTHS)] = stored
-    own_depth, stored_depth = _count_blocks(takes), _count_blocks(state)
-    if own_depth != stored_depth and own_depth and stored_depth:
-        guesses[choose(DEPTHS)] = stored_depth
+    own = _count_blocks(takes)
+    stored = _count_blocks(state)
+    if own != stored and own and stored:
+        guesses[choose(DEPTHS)] = stored
     return [f"{name}={value}" for name, value in guesses.items()]
 
 
 def _count_blocks(state: Mapping[str, Tensor]) -> int:
     """Return the number of equal blocks of the longest list; 0 without a list."""
-    found = [match for name in state if (match := BLOCKS.match(name))]
-    return max((int(match[2]) + 1 for match in found), default=0)
+    most = 0
+    for name in state:
+        match = BLOCKS.match(name)
+        if match:
+            most = max(most, int(match[2]) + 1)
+    return most
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:
@@ -328,9 +369,11 @@ def strip_prefix(state: State) -> State:
 
     DataParallel, torch.compile and Lightning wrap the model whose weights they save.
     """
-    while len({name.partition(".")[0] for name in state}) == 1 and all("." in k for k in state):
+    while True:
+        first = {name.partition(".")[0] for name in state}
+        if len(first) != 1 or not all("." in name for name in state):
+            return state
         state = {name.partition(".")[2]: value for name, value in state.items()}
-    return state
 
 
 def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
@@ -342,15 +385,25 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
     Returns:
         The weights by their names in the module, and a note on those that were left out.
     """
-    takes, prefixes = module.state_dict(), Counter[str]()
+    takes = module.state_dict()
+    prefixes = Counter[str]()
     for name in state:
-        parts = name.split(".")
-        keys = [".".join(parts[i:]) for i in range(len(parts))]
-        prefixes.update(name.removesuffix(key) for key in keys if key in takes)
+        key = name
+        dot = "."
+        while dot:
+            if key in takes:
+                prefixes[name.removesuffix(key)] += 1
+            _, dot, key = key.partition(".")
     prefix = max(prefixes, key=lambda each: prefixes[each], default="")
-    short = {name: name.removeprefix(prefix) for name in state}
-    matched = {name if short[name] in state else short[name]: v for name, v in state.items()}
-    beside = [name for name in state if not name.startswith(prefix)]
+    matched: State = {}
+    beside: list[str] = []
+    for name, value in state.items():
+        short = name.removeprefix(prefix)
+        if short in state:
+            short = name
+        matched[short] = value
+        if not name.startswith(prefix):
+            beside.append(name)
     # A teacher or an average beside the model fits as well: which one is meant is not known.
     rivals = [count for each, count in prefixes.items() if each != prefix]
     unclear = max(rivals, default=0) > prefixes[prefix] / 2
@@ -382,52 +435,57 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
         InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
             lazy module), quantised, sparse, NaN or infinite. The message names the first ones.
     """
-    original = "Give the original module, with its weights loaded (run a lazy module once)."
-    script = isinstance(module, torch.jit.ScriptModule)
-    if script:
-        raise InputError(f"{origin} is TorchScript, whose modules cannot be read", original)
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    empty = next((name for name, t in tensors if is_lazy(t) or t.is_meta), None)
-    if empty:
-        raise InputError(f"{empty} of {origin} has no values", original)
-    none = not bare and next(module.parameters(), None) is None
-    if none:
-        raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
-    # The extra state of modules is no weights.
-    state = sorted(
-        (name, value)
-        for name, value in module.state_dict(keep_vars=True).items()
-        if "_extra_state" not in name
-    )
-    odd = [
-        name
-        for name, value in state
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
-    ]
-    if odd:
-        raise InputError(
-            f"{origin} has weights that are quantised or sparse: {few(odd)}",
-            "Load the model before it was quantised, or make its weights dense (to_dense()).",
-        )
-    weights = module.named_parameters()
-    bad = [n for n, p in weights if not bool(torch.isfinite(compute_values(p)).all())]
-    bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
-    if bad:
-        raise InputError(
-            f"{origin} has weights that are not finite: {few(bad)}",
-            "Use an earlier checkpoint: the training diverged or the file is damaged.",
-        )
+    _require_measurable(module, origin, bare)
     digest = hashlib.sha256()
-    for name, tensor in state:
+    for name, tensor in _list_state(module):
         value: Any = compute_values(tensor).detach().cpu().contiguous()
         # Half precision is hashed as float32, so the hash does not depend on `weights`.
-        dtype = torch.float32 if value.dtype in HALF else value.dtype
+        dtype = value.dtype
+        if dtype in HALF:
+            dtype = torch.float32
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
         # In pieces: a second copy of the largest weight would double the memory.
         for piece in value.reshape(-1).split(HASHED):
             # A copy: memory that numpy has seen counts as mapped (`offload.Placement.move`).
             digest.update(piece.to(dtype, copy=True).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the sorted (name, value) of a state dict, without the extra state of modules."""
+    state = sorted(module.state_dict(keep_vars=True).items())
+    return [(name, value) for name, value in state if "_extra_state" not in name]
+
+
+def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
+    """Refuse a module that cannot be measured: see `hash_weights`."""
+    original = "Give the original module, with its weights loaded (run a lazy module once)."
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"{origin} is TorchScript, whose modules cannot be read", original)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise InputError(f"{name} of {origin} has no values", original)
+    if not bare and next(module.parameters(), None) is None:
+        raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
+    odd: list[str] = []
+    for name, value in _list_state(module):
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+            odd.append(name)
+    if odd:
+        raise InputError(
+            f"{origin} has weights that are quantised or sparse: {few(odd)}",
+            "Load the model before it was quantised, or make its weights dense (to_dense()).",
+        )
+    bad: list[str] = []
+    for name, p in module.named_parameters():
+        if not torch.isfinite(compute_values(p)).all():
+            bad.append(name)
+    bad += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
+    if bad:
+        raise InputError(
+            f"{origin} has weights that are not finite: {few(bad)}",
+            "Use an earlier checkpoint: the training diverged or the file is damaged.",
+        )
 
 
 def read_json(path: Path) -> Any:

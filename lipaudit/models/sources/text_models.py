@@ -78,7 +78,8 @@ def describe_classes(module: Any) -> dict[str, Any]:
     decision count as features, and a note says so.
     """
     name = type(module).__name__
-    classifier, problem = is_classifier(module), str(getattr(module.config, "problem_type", None))
+    classifier = is_classifier(module)
+    problem = str(getattr(module.config, "problem_type", None))
     facts: dict[str, Any] = {"architecture": name, "classifier": classifier}
     if classifier and problem in UNDECIDED:
         text = (
@@ -108,7 +109,10 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
         )
     if hidden.ndim == 4:  # a feature map: its two equal axes are spatial
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
-        hidden = hidden.flatten(1, 2) if channels_last else hidden.flatten(2).transpose(1, 2)
+        if channels_last:
+            hidden = hidden.flatten(1, 2)
+        else:
+            hidden = hidden.flatten(2).transpose(1, 2)
     if mask is None:
         return hidden.mean(1)
     if mask.shape[1] != hidden.shape[1]:
@@ -125,13 +129,17 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
     logits: Tensor = result.logits
     if mask is None:
         return logits[:, -1]
-    return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]
+    samples = torch.arange(len(logits), device=logits.device)
+    last = mask.long().sum(1) - 1
+    return logits[samples, last]
 
 
 def read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """Return the projected features in the result of a tower, not normalised."""
     pooled: Tensor | None = getattr(result, "pooler_output", None)
-    return mean_pooling(result, None) if pooled is None else pooled
+    if pooled is None:
+        return mean_pooling(result, None)
+    return pooled
 
 
 def choose_output(
@@ -142,11 +150,16 @@ def choose_output(
     if tower is not None:
         read = read_tower
     elif is_classifier(module):
-        # A configuration may ask for tuples (return_dict) instead of named outputs.
-        read = lambda out, _: out.logits if hasattr(out, "logits") else out[0]  # noqa: E731
+        read = _read_classes
     elif has_head(module):
         read = _read_next_token
     return lambda pair: read(*pair)
+
+
+def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
+    # A configuration may ask for tuples (return_dict) instead of named outputs.
+    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
+    return logits
 
 
 def choose_pooling(path: Path | None) -> Pooling:
@@ -159,11 +172,18 @@ def choose_pooling(path: Path | None) -> Pooling:
         return mean_pooling
     file = path / "1_Pooling" / "config.json"
     with explain_failure(f"the pooling in {path} cannot be read", "Copy or download it again."):
-        steps = {module["type"].rpartition(".")[2] for module in read_json(path / "modules.json")}
-        settings = read_json(file) if file.is_file() else {"pooling_mode": "mean"}
+        modules = read_json(path / "modules.json")
+        steps = {module["type"].rpartition(".")[2] for module in modules}
+        settings = {"pooling_mode": "mean"}
+        if file.is_file():
+            settings = read_json(file)
         # Older files have a switch for each mode.
-        on = [SWITCH.fullmatch(key) for key, value in settings.items() if value]
-        mode = str(settings.get("pooling_mode", "+".join(match[1] for match in on if match)))
+        on: list[str] = []
+        for key, value in settings.items():
+            switch = SWITCH.fullmatch(key)
+            if switch and value:
+                on.append(switch[1])
+        mode = str(settings.get("pooling_mode", "+".join(on)))
     poolings: dict[str, Pooling] = {
         "mean": mean_pooling,
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
@@ -231,17 +251,24 @@ def read_lexicon(
         places = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
         spans: list[Span] = []
         for piece, (start, end) in places:
-            token = "" if piece is None else texts[piece][start:end]
+            if piece is None:
+                spans.append(NOWHERE)
+                continue
+            token = texts[piece][start:end]
             # The span of a token excludes the space around it.
             left = start + len(token) - len(token.lstrip())
             right = max(left, start + len(token.rstrip()))
-            spans.append(NOWHERE if piece is None else (piece, left, right))
+            spans.append((piece, left, right))
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
-        text = tokens[token].removeprefix(mark) if mark and mark not in BEGINS_MARKS else ""
+        text = ""
+        if mark and mark not in BEGINS_MARKS:
+            text = tokens[token].removeprefix(mark)
         text = text or spell([token]).strip()
-        return "" if "\ufffd" in text else text
+        if "\ufffd" in text:
+            return ""
+        return text
 
     return Lexicon(
         torch.tensor(kinds),
@@ -280,10 +307,13 @@ class Feed:
             tokenizer: a tokenizer of transformers.
             size: number of ids that the model has an embedding for.
         """
-        self.tokenizer, self.size = tokenizer, size
+        self.tokenizer = tokenizer
+        self.size = size
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
-        one, two = tokenizer("a"), tokenizer("a", "b")
-        alone, both = (list(each["input_ids"]).count(self.separator) for each in (one, two))
+        one = tokenizer("a")
+        two = tokenizer("a", "b")
+        alone = list(one["input_ids"]).count(self.separator)
+        both = list(two["input_ids"]).count(self.separator)
         self.separators = both if both > alone else math.inf
         takes = "token_type_ids" in inspect.signature(module.forward).parameters
         single = getattr(module.config, "type_vocab_size", None) == 1
@@ -301,10 +331,14 @@ class Feed:
         """Return the token types for the model; nothing if it takes none."""
         if not self.typed:
             return {}
-        ends = (x == self.separator).long() if self.separator is not None else 0 * x
-        ends = ends if mask is None else ends * mask
+        ends = torch.zeros_like(x)
+        if self.separator is not None:
+            ends = (x == self.separator).long()
+        if mask is not None:
+            ends = ends * mask
         pair = ends.sum(1, keepdim=True) >= self.separators
-        return {"token_type_ids": (ends.cumsum(1) - ends).clamp(max=1) * pair}
+        before = ends.cumsum(1) - ends
+        return {"token_type_ids": before.clamp(max=1) * pair}
 
     def ids(self, *texts: str, most: int) -> list[int]:
         """Return the ids of a text, or of a pair, cut to a number of tokens.
@@ -358,8 +392,10 @@ def find_text_config(config: Any) -> Any:
 
 def find_pad(config: Any) -> int | None:
     """Return the padding id of a configuration; None if it is not in the vocabulary."""
-    pad = getattr(config, "pad_token_id", None)
-    return pad if pad is not None and 0 <= pad < config.vocab_size else None
+    pad: int | None = getattr(config, "pad_token_id", None)
+    if pad is None or not 0 <= pad < config.vocab_size:
+        return None
+    return pad
 
 
 @contextmanager
@@ -379,23 +415,27 @@ def pad_inputs(
     """
     config = find_text_config(module.config)
     pad = find_pad(config)
-    last = None if mask is None else mask.long().cumsum(1).argmax(1)
     fill: int | None = pad
     if pad is None or pad == end:
         # An id that ends no text; without padding, one beyond the vocabulary, which no text has.
         size: int = config.vocab_size
-        used = set() if last is None else {*x.gather(1, last[:, None]).flatten().tolist(), end}
-        fill = size if last is None else next((i for i in range(size) if i not in used), None)
+        fill = size
+        if mask is not None:
+            last = mask.long().cumsum(1).argmax(1)
+            used = {*x.gather(1, last[:, None]).flatten().tolist(), end}
+            fill = next((i for i in range(size) if i not in used), None)
     if fill is None:
         taken = "no token id is free for padding: every id ends some text of the batch"
         raise InputError(taken, "Use a smaller --batch-size.")
     # A classifier finds the end of a text by the id that its configuration names.
     named = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if named else nullcontext():
-        if mask is None:
-            yield x, torch.ones_like(x) if module.config.model_type in READS_IDS else None
-        else:
+        if mask is not None:
             yield x.masked_fill(~mask, fill), mask.long()
+        elif module.config.model_type in READS_IDS:
+            yield x, torch.ones_like(x)
+        else:
+            yield x, None
 
 
 MOST_TOKENS = 512
@@ -410,12 +450,14 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         InputError: the model has no vocabulary, or pools its tokens in an unsupported way.
     """
     config = find_text_config(module.config)
-    text = f"{type(module).__name__} has no embedding table for token ids that could be perturbed"
     if not getattr(config, "vocab_size", None):
         raise InputError(
-            text, "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`."
+            f"{type(module).__name__} has no embedding table for token ids that could be "
+            "perturbed",
+            "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
-    size, table = int(config.vocab_size), None
+    size = int(config.vocab_size)
+    table = None
     with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)
     if isinstance(table, Tensor) and table.ndim == 2:
@@ -424,13 +466,16 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     end = None
     if tower is not None or (is_classifier(module) and module.config.is_encoder_decoder):
         end = getattr(config, "eos_token_id", None)
-        end = end[0] if isinstance(end, list) else end
-        end = end if end is not None and end < config.vocab_size else None
+        if isinstance(end, list):
+            end = end[0]
+        if end is not None and end >= config.vocab_size:
+            end = None
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
         facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
-    tokenizer, feed = load_tokenizer(path), None
+    tokenizer = load_tokenizer(path)
+    feed = None
     if tokenizer is not None:
         feed = Feed(module, tokenizer, size)
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
@@ -441,7 +486,8 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if tower is None and type(module).__name__.endswith(tuple(LANGUAGE_MODELS)):
         if "inputs_embeds" in inspect.signature(module.forward).parameters:
             facts["next_logits"] = partial(_score_next, module, feed)
-        if (head := module.get_output_embeddings()) is not None:
+        head = module.get_output_embeddings()
+        if head is not None:
             facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
         module,

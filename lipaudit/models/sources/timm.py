@@ -59,13 +59,16 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     if not options.pretrained:
         return describe_timm(_create(name, options.building), options, notes=(RANDOM,))
     config: Any = timm.models.get_pretrained_cfg(name)
-    hub_id = None if config is None else config.hf_hub_id
+    hub_id = getattr(config, "hf_hub_id", None)
+    url = getattr(config, "url", None)
     advice = f"Or give a weights file with --arch timm:{name.partition('.')[0]}"
-    advice += f" (of {hub_id})" if hub_id else f" ({config.url})" if config and config.url else ""
+    if hub_id:
+        advice += f" (of {hub_id})"
+    elif url:
+        advice += f" ({url})"
     advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
     if not hub_id:
-        text = f"the Hub has no weights of timm for {name}"
-        raise InputError(text, advice.removeprefix("Or "))
+        raise InputError(f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
     repository = Repository(hub_id)
     try:
         with explain_refusals(repository):
@@ -78,7 +81,8 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
             f"{error.advice} {advice}",
         ) from error
     commit.remember()
-    classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
+    classes = module.num_classes
+    trained = module.pretrained_cfg["num_classes"]
     if classes not in (0, trained):
         raise UsageError(
             f"num_classes={classes} would replace the classifier of {name} ({trained} "
@@ -126,11 +130,15 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     state, notes = read_weights(path)
     state = strip_prefix(state)  # every timm model has several parts
     config = timm.models.get_pretrained_cfg(arch)
-    head = config.classifier if config is not None else None
-    name = f"{head[0] if isinstance(head, tuple) else head}.weight"
-    # In a training module, its name has the model's name in front.
-    weight = next((w for key, w in state.items() if f".{key}".endswith(f".{name}")), None)
-    classes = None if weight is None else weight.shape[0]
+    head = getattr(config, "classifier", None)
+    if isinstance(head, tuple):
+        head = head[0]
+    classes = None
+    for key, weight in state.items():
+        # In a training module, its name has the model's name in front.
+        if f".{key}".endswith(f".{head}.weight"):
+            classes = weight.shape[0]
+            break
     module = _create(arch, {"num_classes": classes} | options.building)
     matched, beside = match_names(state, module)
     if beside and not find_misfit(module, matched):
@@ -161,28 +169,35 @@ def describe_timm(
     has_labels = knows_weights
     if options.classes not in (None, module.num_classes):
         module.reset_classifier(options.classes)
-        notes, has_labels = (*notes, new_classifier(options.classes)), False
+        notes = (*notes, new_classifier(options.classes))
+        has_labels = False
     config = timm.data.resolve_model_data_config(module)
     # The built model knows its channels and size: --model-kwargs may have changed them. Not so a
     # convolution before the patches: a stem may rearrange the pixels.
     patches = getattr(module, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    if not isinstance(size, (tuple, list)):
+        size = (size, size)
     # The last convolution of patches may take features.
     parts = patches.modules() if isinstance(patches, nn.Module) else ()
     channels = next((each.in_channels for each in parts if isinstance(each, nn.Conv2d)), None)
     channels = channels or options.model_kwargs.get("in_chans") or config["input_size"][0]
-    shape = options.image_shape((channels, height, width))
+    shape = options.image_shape((channels, *size))
     # The transform is built for the requested size.
     config["input_size"] = shape
-    labels, aliases = _read_labels(module) if has_labels else (None, {})
+    labels = None
+    aliases: dict[str, int] = {}
+    if has_labels:
+        labels, aliases = _read_labels(module)
     steps = timm.data.create_transform(**config, is_training=False).transforms
     # `call` normalises.
     before = {type(step).__name__: step for step in steps}
     before.pop("Normalize", None)
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
-    guess = "" if knows_weights or config["crop_pct"] == 1 else architecture
+    guess = ""
+    if not knows_weights and config["crop_pct"] != 1:
+        guess = architecture
     return ModelSpec(
         module,
         shape,
@@ -203,10 +218,12 @@ def _require_known(name: str) -> None:
 
     if timm.is_model(name.partition(".")[0]):
         return
-    advice = "Search names with `lipaudit models PART`."
-    advice = suggestion(name.partition(".")[0], timm_names(), advice)
-    hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
-    raise InputError(f"timm has no model {name!r}", hub if "/" in name else advice)
+    if "/" in name:
+        advice = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
+    else:
+        otherwise = "Search names with `lipaudit models PART`."
+        advice = suggestion(name.partition(".")[0], timm_names(), otherwise)
+    raise InputError(f"timm has no model {name!r}", advice)
 
 
 def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
@@ -357,8 +374,10 @@ class DigitsViT(nn.Module):
         positions: Tensor = self.pos_embed
         tokens = x.shape[1]
         if tokens != positions.shape[1]:  # another size of images: interpolate the grid
-            first, grid = positions[:, :1], positions[:, 1:]
-            side, known = math.isqrt(tokens - 1), SIZE // PATCH
+            first = positions[:, :1]
+            grid = positions[:, 1:]
+            side = math.isqrt(tokens - 1)
+            known = SIZE // PATCH
             grid = grid.mT.reshape(1, WIDTH, known, known)
             grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
             positions = torch.cat([first, grid.flatten(2).mT], 1)

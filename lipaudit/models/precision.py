@@ -112,17 +112,22 @@ class Widening(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with float64 in place of what it asks for."""
         kwargs = kwargs or {}
-        asked = (_CASTS.get(func), *args, *kwargs.values())
-        self.halves.update(each for each in asked if each is torch.half or each is torch.bfloat16)
+        for each in (_CASTS.get(func), *args, *kwargs.values()):
+            if each is torch.half or each is torch.bfloat16:
+                self.halves.add(each)
         if func in _CASTS:
             return Tensor.double(*args, **kwargs)
         if func is not Tensor.view:  # a view of the bits
-            dtypes = dict.fromkeys(_CASTS.values(), torch.float64)
-            args = [dtypes.get(v, v) if isinstance(v, torch.dtype) else v for v in args]
-            kwargs = {
-                k: dtypes.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()
-            }
+            args = [_widen(value) for value in args]
+            kwargs = {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _widen(value: Any) -> Any:
+    """Return float64 for a dtype that a model casts to; everything else as it is."""
+    if isinstance(value, torch.dtype) and value in _CASTS.values():
+        return torch.float64
+    return value
 
 
 def name_dtypes(dtypes: Iterable[torch.dtype]) -> list[str]:
@@ -173,7 +178,9 @@ def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
 def compute_values(stored: Tensor) -> Tensor:
     """Return the values of a stored weight, which may be deferred."""
     compute = _deferred.get(stored)
-    return stored if compute is None else compute()
+    if compute is None:
+        return stored
+    return compute()
 
 
 @dataclass(frozen=True)
@@ -199,21 +206,27 @@ class Kept:
 
     def convert(self) -> Tensor:
         """Return the converted weight or view."""
-        return _lift(self.stored, self.dtype, self.device).detach().as_strided(*self.view)
+        copy = _lift(self.stored, self.dtype, self.device)
+        return copy.detach().as_strided(*self.view)
 
 
 def keep(weight: Tensor) -> Tensor | Kept:
     """Return a reference to a weight for use beyond its layer; it never keeps the copy alive."""
-    stored = _stored.get(weight if weight._base is None else weight._base)
+    whole = weight
+    if weight._base is not None:
+        whole = weight._base
+    stored = _stored.get(whole)
     if stored is None:
         return weight.detach()
-    offset = int(weight.storage_offset())
-    return Kept(stored, weight.dtype, weight.device, (weight.shape, weight.stride(), offset))
+    view = weight.shape, weight.stride(), int(weight.storage_offset())
+    return Kept(stored, weight.dtype, weight.device, view)
 
 
 def read(kept: Tensor | Kept) -> Tensor:
     """Return the weight behind a reference made by `keep`."""
-    return kept if isinstance(kept, Tensor) else kept.convert()
+    if isinstance(kept, Tensor):
+        return kept
+    return kept.convert()
 
 
 def hold(
@@ -232,7 +245,9 @@ def hold(
         the stored dtypes that need conversion.
     """
     for path, part in module.named_modules():
-        device = None if place is None else place(path)
+        device = None
+        if place is not None:
+            device = place(path)
         if isinstance(part, nn.RNNBase):  # it passes its weights to torch without reading them
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
@@ -260,8 +275,12 @@ def devices(module: nn.Module) -> Iterator[torch.device]:
     """Yield the devices on which the parts of a module read their parameters, in order."""
     for part in module.modules():
         table = part._parameters
-        given = table.device if isinstance(table, _Parameters) else None
-        yield from (given or p.device for p in dict.values(table) if p is not None)
+        given = None
+        if isinstance(table, _Parameters):
+            given = table.device
+        for p in dict.values(table):
+            if p is not None:
+                yield given or p.device
 
 
 def has_lifted_weights(module: nn.Module) -> bool:
@@ -292,41 +311,56 @@ class _Parameters(dict[str, Any]):
         self, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__(parameters)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
 
     def __getitem__(self, name: str) -> Any:
         return self._convert(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the stored weight; setting the copy that was read changes nothing."""
-        super().__setitem__(name, value if value is None else _stored.get(value, value))
+        if value is not None:
+            value = _stored.get(value, value)
+        super().__setitem__(name, value)
 
     def items(self) -> Any:
         parameters = super().items()
-        return ((name, self._convert(p)) for name, p in parameters) if self.running else parameters
+        if not self.running:
+            return parameters
+        return ((name, self._convert(p)) for name, p in parameters)
 
     def values(self) -> Any:
         parameters = super().values()
-        return (self._convert(p) for p in parameters) if self.running else parameters
+        if not self.running:
+            return parameters
+        return (self._convert(p) for p in parameters)
 
     def _convert(self, stored: Any) -> Any:
-        return None if stored is None else _lift(stored, self.dtype, self.device)
+        if stored is None:
+            return None
+        return _lift(stored, self.dtype, self.device)
 
 
 def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return the converted copy of a stored weight; an existing copy is reused."""
     if not _lifts(stored, dtype, device):
         return stored
-    kind = dtype if _narrower(stored, dtype) else stored.dtype
+    kind = stored.dtype
+    if _narrower(stored, dtype):
+        kind = dtype
     place = device or stored.device
     known = _lifted.get(stored)
-    copy = None if known is None else known()
+    copy = None
+    if known is not None:
+        copy = known()
     if copy is None or (copy.dtype, copy.device) != (kind, place):
         # A copy made in inference mode could never be saved for a backward pass.
         with torch.inference_mode(False), torch.no_grad():
             values = compute_values(stored)
-            copy = nn.Parameter(_room(values, kind, place).copy_(values), requires_grad=False)
-        _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
+            room = _room(values, kind, place)
+            copy = nn.Parameter(room.copy_(values), requires_grad=False)
+        _lifted[stored] = TensorWeakRef(copy)
+        _stored[copy] = stored
     return copy
 
 

@@ -388,7 +388,7 @@ class _Graph:
             return (gradient.detach() * tangent).double()
 
         heads = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
-        steps = self._sum_steps(heads, multiply, samples, square)
+        steps = self._sum_steps(heads, multiply, samples)
         # < u, J v > = |v|^2, as v is J^T u.
         scale = (counted.cpu().double() / square).view(-1, 1, 1)
         around = [self._pull_around(edges, leaf, u, v) for edges in self._list_kinds()]
@@ -444,9 +444,7 @@ class _Graph:
             sums[:, :, i] = windows.reshape(samples, -1, site.heads).sum(1).cpu()
         return sums
 
-    def _sum_steps(
-        self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int, square: Tensor
-    ) -> Tensor:
+    def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:
         """Return the products of the steps, (samples, steps, 4); NaN where there is none."""
 
         def add(products: Tensor) -> Tensor:
@@ -465,7 +463,8 @@ class _Graph:
                 around = add(multiply(end, addition.sum))
                 for edge in addition.branches:
                     around -= add(multiply(end, edge))
-                sums[:, i, 0] = square - around
+                # Other paths may pass neither the block nor its skip, as those of a second tower.
+                sums[:, i, 0] = add(multiply(end)) - around
                 continue
             sums[:, i, 0] = torch.stack(terms).sum(0)
             inside = [index for node, index in self._outputs.items() if addition.holds(node)]

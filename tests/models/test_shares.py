@@ -203,6 +203,37 @@ def test_attention_mlp_and_block_have_the_share_that_freezing_them_shows(name, m
         check(jacobian, frozen, total, u, v, sigma)
 
 
+def test_a_block_beside_another_model_has_the_share_that_freezing_it_shows():
+    """The paths through the second model pass neither a block of the first one nor its skip."""
+    first = build("timm-vit", "float64").module
+    second = build("timm-deit3", "float64").module
+
+    def add(one, other, x):
+        return one(x) + 2 * other(x)
+
+    net = own_net(Calls(add, first, second).eval(), (3, 32, 32), "float64", kind="image")
+    batch = batch_for(net)[:1]
+    jacobian = dense(net.module, batch.x)
+    left, values, right = torch.linalg.svd(jacobian, full_matrices=False)
+    u, sigma, v = left[:, 0], values[0], right[0]
+    tied = torch.ones(1, 1, dtype=torch.bool)
+    sites = find_layers(net, batch)
+    found = compute_shares(
+        net, sites, lambda z, _index: net.module(z), batch.x, u[None, None], tied
+    )
+    blocks = [i for i, step in enumerate(found.steps) if step.part == "block"]
+    modules = [*first.blocks, *second.blocks]
+    assert len(blocks) == len(modules)
+
+    def hold(_module, args, output):
+        return args[0] + (output - args[0]).detach()
+
+    for i, module in zip(blocks, modules, strict=True):
+        with module.register_forward_hook(hold):
+            frozen = dense(net.module, batch.x)
+        check(jacobian, frozen, found.paths[0, i, 0], u, v, sigma)
+
+
 def test_attention_and_mlp_in_parallel_share_one_step():
     net, sites, f, x = case("gptj")
     jacobian = dense(f, x)

@@ -102,7 +102,7 @@ PATHS_TABLE = Layout(
     title="Where does the sensitivity come from, layer by layer?",
     display=Display(
         about="Shares of attention, MLP and skip connection at every step of the model. The "
-        "parts of a step add up to 1, up to rounding of medians.",
+        "parts of a step add up to 1 at each sample; their medians need not.",
         columns=("step", "layer", "part", "share", "pattern", "value", "mlp", "rest"),
         drawings=("paths",),
     ),

@@ -38,6 +38,12 @@ PACKAGES = {
     "torchvision": "torchvision",
     "open_clip": "open_clip_torch",
     "monai": "monai",
+    "linformer": "linformer",
+    "performer_pytorch": "performer-pytorch",
+    "nystrom_attention": "nystrom-attention",
+    "conformer": "conformer",
+    "agent_attention_pytorch": "agent-attention-pytorch",
+    "axial_attention": "axial-attention",
 }
 """By the module that is imported, the package to install."""
 
@@ -152,6 +158,21 @@ def list_vits() -> dict[str, Other]:
         "vit_5": ("ViT", plain),
         "jumbo_vit": ("JumboViT", plain),
         "pit": ("PiT", plain | {"depth": (1, 1)}),
+        "simple_flash_attn_vit": ("SimpleViT", plain),
+        "levit": (
+            "LeViT",
+            {
+                "image_size": 32,
+                "num_classes": CLASSES,
+                "dim": WIDTH,
+                "depth": 1,
+                "heads": 2,
+                "mlp_mult": 1,
+                "stages": 2,
+                "dim_key": 8,
+                "dim_value": 8,
+            },
+        ),
         "nest": (
             "NesT",
             {
@@ -201,6 +222,10 @@ def list_encoders() -> dict[str, Other]:
         "sandwich norm": {"sandwich_norm": True},
         "sparse top-k": {"attn_sparse_topk": 4},
         "macaron": {"macaron": True},
+        "residual attention": {"residual_attn": True},
+        "sigmoid": {"attn_sigmoid": True},
+        "flash": {"attn_flash": True},
+        "value residual": {"add_value_residual": True},
     }
     base = {"dim": WIDTH, "depth": 2, "heads": 2, "attn_dim_head": 8}
     return {
@@ -236,6 +261,20 @@ def list_further() -> dict[str, Other]:
             "torchvision.models:VisionTransformer",
             vision
             | {"patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24},
+        ),
+        "torchvision MaxVit": Other(
+            "torchvision",
+            "torchvision.models.maxvit:MaxVit",
+            {
+                "input_size": (32, 32),
+                "stem_channels": 8,
+                "partition_size": 4,
+                "block_channels": [8, 8],
+                "block_layers": [1, 1],
+                "head_dim": 4,
+                "stochastic_depth_prob": 0.0,
+                "num_classes": CLASSES,
+            },
         ),
         "torchvision SwinTransformer": Other(
             "torchvision", "torchvision.models:SwinTransformer", swin
@@ -279,9 +318,36 @@ def list_further() -> dict[str, Other]:
     }
 
 
+def list_small_packages() -> dict[str, Other]:
+    """Return models of packages that hold one kind of attention each."""
+    small = {"dim": WIDTH, "depth": 2, "heads": 2, "dim_head": 8}
+    known: dict[str, tuple[str, dict[str, Any]]] = {
+        "linformer:Linformer": ("linformer", small | {"seq_len": TOKENS, "k": 8}),
+        "performer_pytorch:Performer": ("performer-pytorch", small),
+        "nystrom_attention:Nystromformer": ("nystrom-attention", small | {"num_landmarks": 4}),
+        "conformer:ConformerBlock": (
+            "conformer",
+            {"dim": WIDTH, "dim_head": 8, "heads": 2, "ff_mult": 1, "conv_kernel_size": 3},
+        ),
+        "agent_attention_pytorch:AgentTransformer": (
+            "agent-attention-pytorch",
+            small | {"num_agent_tokens": 4},
+        ),
+        "axial_attention:AxialAttention": (
+            "axial-attention",
+            {"dim": WIDTH, "heads": 2, "dim_index": 2, "num_dimensions": 1},
+        ),
+    }
+    others = {}
+    for path, (package, given) in known.items():
+        module, _, name = path.partition(":")
+        others[f"{package} {name}"] = Other(module, path, given, SEQUENCE, "tokens", Pooled)
+    return others
+
+
 def list_others() -> dict[str, Other]:
     """Return every model by its name on the page."""
-    return {**list_vits(), **list_encoders(), **list_further()}
+    return {**list_vits(), **list_encoders(), **list_further(), **list_small_packages()}
 
 
 def find_outcome(name: str, other: Other) -> Outcome:

@@ -48,29 +48,45 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
         InputError: the patches of an image model are unknown.
     """
     if net.kind == "image":
-        modules = () if net.entry is None else net.entry.modules()
-        patch = next((int(m.stride[0]) for m in modules if isinstance(m, nn.Conv2d)), None)
-        if patch is None:
-            text = f"the patch size of {net.architecture} was not found"
-            advice = "Write a py: factory that names its patch embedding"
-            raise InputError(text, f"{advice}: ModelSpec(..., entry=MODULE).")
-        side = math.isqrt(n) * patch
-        x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
-        return Batch(x, None, batch.ids), torch.arange(len(batch))
-    size = batch.x.shape[1]
-    lengths = torch.full((len(batch),), size) if batch.mask is None else batch.mask.sum(1).cpu()
+        side = math.isqrt(n) * _find_patch(net)
+        x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True)
+        return Batch(x.clamp(0, 1), None, batch.ids), torch.arange(len(batch))
+    if batch.mask is None:
+        lengths = torch.full((len(batch),), batch.x.shape[1])
+    else:
+        lengths = batch.mask.sum(1).cpu()
     which = (lengths >= n).nonzero()[:, 0]
-    # The special tokens that the tokenizer puts behind every text end two different texts alike.
-    closing = 0
-    if net.tokenize is not None:
-        one, other = (net.tokenize(text, 64)[::-1] for text in ("one", "other words"))
-        closing = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    closing = _count_closing(net)
+    starts = torch.arange(n - closing).expand(len(which), -1)
     ends = lengths[which, None] - closing + torch.arange(closing)
-    places = torch.cat([torch.arange(n - closing).expand(len(which), -1), ends], 1)
     part = batch.rows(which)
-    places = places.to(part.x.device)
-    x = part.x[torch.arange(len(which))[:, None], places]
-    return Batch(x, None, part.ids), which
+    places = torch.cat([starts, ends], 1).to(part.x.device)
+    texts = torch.arange(len(which))[:, None]
+    return Batch(part.x[texts, places], None, part.ids), which
+
+
+def _find_patch(net: Net) -> int:
+    """Return the side of the patches of an image model in pixels."""
+    if net.entry is not None:
+        for module in net.entry.modules():
+            if isinstance(module, nn.Conv2d):
+                return int(module.stride[0])
+    text = f"the patch size of {net.architecture} was not found"
+    advice = "Write a py: factory that names its patch embedding"
+    raise InputError(text, f"{advice}: ModelSpec(..., entry=MODULE).")
+
+
+def _count_closing(net: Net) -> int:
+    """Return the number of special tokens that the tokenizer puts behind every text."""
+    if net.tokenize is None:
+        return 0
+    # They end two different texts alike.
+    one = net.tokenize("one", 64)[::-1]
+    other = net.tokenize("other words", 64)[::-1]
+    for count, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return count
+    return 0
 
 
 def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
@@ -207,11 +223,12 @@ def worst_case(
     """
     every = find_layers(net, sample)
     sites = choose_layers(every, options.layers)
-    known = {f"{site.index}.{head}" for site in sites for head in range(site.heads)}
-    wanted = set(options.heads or ())
-    if surplus := wanted - known - {"all"}:
+    unknown = set(options.heads or ()) - {"all"}
+    for site in sites:
+        unknown -= {f"{site.index}.{head}" for head in range(site.heads)}
+    if unknown:
         advice = "Give heads as LAYER.HEAD, counted from 0, or all."
-        raise UsageError(f"there is no head {min(surplus)}", advice)
+        raise UsageError(f"there is no head {min(unknown)}", advice)
     if set(options.modes) == {"real"}:
         return [], ()
     rows: list[Cells] = []
@@ -226,18 +243,15 @@ def worst_case(
         own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
         masks = {"none": (False,), "causal": (True,), "both": (False, True)}
         mask = masks.get(options.mask, (heads.is_causal(),))
-        if options.heads is None:  # the head with the largest norm at the sample
-            chosen = [int(head_norms(heads, seeds=[options.seed], tol=1e-2).norm[0].argmax())]
-        else:
-            chosen = [h for h in range(layer.site.heads) if wanted & {"all", f"{index}.{h}"}]
-        for h in chosen:
-            head = heads.pick(slice(h, h + 1))
+        for number in _choose_heads(layer, heads, options):
+            head = heads.pick(slice(number, number + 1))
             worst = worst_tokens.adversary(head)
             if worst is None:
-                without.setdefault("no real eigenvalue", []).append(f"head {index}.{h}")
+                without.setdefault("no real eigenvalue", []).append(f"head {index}.{number}")
                 continue
-            name = {"layer": index, "head": h, "module": layer.site.module}
-            rows.extend(WorstHead(name, head, worst, own, mask, options).rows())
+            name = {"layer": index, "head": number, "module": layer.site.module}
+            worst_head = WorstHead(name, head, worst, own, mask, options)
+            rows.extend(worst_head.rows())
 
     capture(net, every, sample, measure_layer, layers={site.index for site in sites})
     notes = []
@@ -245,6 +259,17 @@ def worst_case(
         text = f"{', '.join(names)}: no worst case was computed, {reason}"
         notes.append(Note.info("no-worst-case", text))
     return rows, tuple(notes)
+
+
+def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[int]:
+    """Return the asked heads of a layer; by default the one with the largest norm."""
+    if options.heads is None:
+        norms = head_norms(heads, seeds=[options.seed], tol=1e-2).norm
+        return [int(norms[0].argmax())]
+    numbers = range(layer.site.heads)
+    if "all" in options.heads:
+        return list(numbers)
+    return [number for number in numbers if f"{layer.site.index}.{number}" in options.heads]
 
 
 def _fit_heads(layer: Layer) -> Heads | str:

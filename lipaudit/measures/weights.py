@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.attention.numeric import Residual
     from lipaudit.models.net import Net
+    from lipaudit.theory.heads import Heads
 
 # A row as plain values, by column.
 Cells = dict[str, Any]
@@ -139,24 +140,27 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
     from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
     from lipaudit.models.attention.survey import find_layers
 
+    blocks: tuple[Residual, ...] = ()
     for number, batch in enumerate(batches):
-        facts, notes, values = dict[str, Any](), tuple[Note, ...](), {}
-        if not number:
+        facts: dict[str, Any] = {}
+        notes: tuple[Note, ...] = ()
+        values = {}
+        if number == 0:
             first = find_first(batches, batch)[:1].trim()
             sites = find_layers(net, first)
             around = find_residuals(net, first, sites, entire=True)
             blocks = tuple(dict.fromkeys(filter(None, around)))
-            mixed = options.at_samples and not all(block.by_sample for block in blocks)
-            if mixed:
+            if options.at_samples and not all(block.by_sample for block in blocks):
                 raise InputError(
                     f"--at-samples: blocks of {net.architecture} have no row per sample",
                     "Leave out --at-samples.",
                 )
             facts, notes = _read_tables(net, first, sites, around)
         if options.at_samples and blocks:
-            seeds = [base.seed_of(i, options.seed) for i in batch.ids]
-            each = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
-            values = {"blocks": torch.stack([norm.norm for _, norm in each], 1).numpy()}
+            seeds = [base.seed_of(sample, options.seed) for sample in batch.ids]
+            found = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
+            norms = torch.stack([norms.norm for _, norms in found], 1)
+            values["blocks"] = norms.numpy()
         yield Part(batch.ids, values, facts, notes)
 
 
@@ -164,8 +168,6 @@ def _read_tables(
     net: Net, sample: Batch, sites: Sequence[Site], around: Sequence[Residual | None]
 ) -> tuple[dict[str, list[Cells]], tuple[Note, ...]]:
     """Return the rows of every table by its name, and notes."""
-    import torch
-
     from lipaudit.models.attention.capture import capture
 
     # A bound of x + f(x) needs one of f on all inputs: Kim et al. 2021 show that there is none.
@@ -174,29 +176,52 @@ def _read_tables(
     notes.append(Note.info("no-bound", text))
     if any("rotation" in site.kinds[:2] for site in sites):
         notes.append(Note.info("rotary", "||W_QK|| is that of tokens at one rotary position"))
-    heads = [row for rows in capture(net, sites, sample, _read_heads) for row in rows]
-    maps, gains, used = list[Cells](), list[Cells](), {*_list_used(sites)}
+    heads: list[Cells] = []
+    for rows in capture(net, sites, sample, _read_heads):
+        heads += rows
+    maps, gains = _read_modules(net, set(_list_used(sites)))
+    tables = {HEADS.name: heads, BLOCKS.name: [], MAPS.name: maps, GAINS.name: gains}
+    for block in dict.fromkeys(filter(None, around)):
+        inside = [head for head in heads if around[head["layer"]] == block]
+        row = _multiply_norms(block.module, inside, maps)
+        tables[BLOCKS.name].append(row)
+    return tables, tuple(notes)
+
+
+def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cells]]:
+    """Return rows of the linear maps that no head accounts for, and of the normalisations."""
+    import torch
+
+    maps: list[Cells] = []
+    gains: list[Cells] = []
     # A head over the vocabulary is no map of a block, and takes minutes.
     output = getattr(net.module, "get_output_embeddings", lambda: None)()
     for name, part in net.module.named_modules():
-        weight, kind = getattr(part, "weight", None), type(part).__name__.lower()
+        weight = getattr(part, "weight", None)
+        kind = type(part).__name__.lower()
         if not isinstance(weight, torch.Tensor) or "embedding" in kind or part is output:
             continue
         if "layernorm" in kind or "rmsnorm" in kind:
-            gains.append({"module": name, **_read_gains(part, weight.detach())})
-        elif weight.ndim == 2 and not {name, weight.data_ptr()} & used:
-            maps.append({"module": name, **_read_map(weight.detach().double())})
-    blocks = list[Cells]()
-    for block in dict.fromkeys(filter(None, around)):
-        inside = [m["norm"] for m in maps if m["module"].startswith(f"{block.module}.")]
-        inner = [head for head in heads if around[head["layer"]] == block]
-        row: Cells = {"module": block.module, "mlp": math.prod(inside) if inside else None}
-        if all("ov" in head for head in inner):
-            row["ov_sum"] = math.fsum(head["ov"] for head in inner)
-            row["log10_product"] = math.log10((1 + row["ov_sum"]) * (1 + (row["mlp"] or 0.0)))
-        blocks.append(row)
-    rows = (heads, blocks, maps, gains)
-    return dict(zip((table.name for table in TABLES), rows, strict=True)), tuple(notes)
+            gain = _read_gains(part, weight.detach())
+            gains.append({"module": name, **gain})
+        elif weight.ndim == 2 and name not in used and weight.data_ptr() not in used:
+            figures = _read_map(weight.detach().double())
+            maps.append({"module": name, **figures})
+    return maps, gains
+
+
+def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -> Cells:
+    """Return the row of a block: (1 + sum ||W_OV||) (1 + MLP), if all its heads are linear."""
+    row: Cells = {"module": block, "mlp": None}
+    norms = [each["norm"] for each in maps if each["module"].startswith(f"{block}.")]
+    if norms:
+        row["mlp"] = math.prod(norms)
+    if all("ov" in head for head in heads):
+        ov_sum = math.fsum(head["ov"] for head in heads)
+        mlp = row["mlp"] or 0.0
+        row["ov_sum"] = ov_sum
+        row["log10_product"] = math.log10((1 + ov_sum) * (1 + mlp))
+    return row
 
 
 def _read_heads(layer: Layer) -> list[Cells]:
@@ -205,12 +230,16 @@ def _read_heads(layer: Layer) -> list[Cells]:
 
     from lipaudit.theory.spectral import product_values
 
-    site, why = layer.site, layer.site.reason
-    products: dict[str, tuple[Tensor, ...]] = {}
-    try:
-        heads = None if why else layer.heads()
-    except StructureError as error:  # the sample differs from the survey
-        heads, why = None, error.reason
+    site = layer.site
+    why = site.reason
+    heads: Heads | None = None
+    if not why:
+        try:
+            heads = layer.heads()
+        except StructureError as error:  # the sample differs from the survey
+            why = error.reason
+    # Two factors of a matrix of each head, and the scale of their product.
+    products: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     if heads is not None:
         q, k, v = heads.to_q, heads.to_k, heads.to_v
         # A rotation is the identity at equal positions; a norm of queries is no linear map.
@@ -218,15 +247,19 @@ def _read_heads(layer: Layer) -> list[Cells]:
             products["qk"] = q.weight, k.weight, heads.scale[0].abs()
         if v and v.kind == "affine" and heads.out is not None:
             products["ov"] = v.weight, heads.out.mT, torch.ones(1)
-        without = {"qk": "queries or keys are not linear", "ov": "has no linear W_V W_O"}
-        why = "; ".join(text for name, text in without.items() if name not in products)
-    row = {"layer": site.index, "module": site.module, "why": why}
-    rows: list[Cells] = [{**row, "head": head} for head in range(site.heads)]
-    for name, factors in products.items():
-        a, b, scale = (t.double().cpu() for t in factors)
-        values = scale[:, None] * product_values(a, b)
-        for row, own in zip(rows, values, strict=True):
-            row[name], row[f"{name}_rank"] = _reduce(own)
+        reasons = []
+        if "qk" not in products:
+            reasons.append("queries or keys are not linear")
+        if "ov" not in products:
+            reasons.append("has no linear W_V W_O")
+        why = "; ".join(reasons)
+    cells = {"layer": site.index, "module": site.module, "why": why}
+    rows: list[Cells] = [{**cells, "head": head} for head in range(site.heads)]
+    for name, (left, right, scale) in products.items():
+        values = product_values(left.double().cpu(), right.double().cpu())
+        values = scale.double().cpu()[:, None] * values
+        for row, of_head in zip(rows, values, strict=True):
+            row[name], row[f"{name}_rank"] = _reduce(of_head)
     return rows
 
 
@@ -234,12 +267,18 @@ def _list_used(sites: Sequence[Site]) -> Iterator[str | int]:
     """Yield the modules, or the addresses of the weights, that rows of heads account for."""
     from lipaudit.models.precision import Kept
 
-    for structure in (site.structure for site in sites if site.structure is not None):
-        for form in filter(None, (structure.q, structure.k, structure.v)):
-            yield from (address.module for address in form.source)
+    for site in sites:
+        structure = site.structure
+        if structure is None:
+            continue
+        for form in (structure.q, structure.k, structure.v):
+            if form is not None:
+                yield from (address.module for address in form.source)
         if structure.out is not None:
-            kept = structure.out.kept
-            yield (kept.stored if isinstance(kept, Kept) else kept).data_ptr()
+            weight = structure.out.kept
+            if isinstance(weight, Kept):
+                weight = weight.stored
+            yield weight.data_ptr()
 
 
 def _read_map(weight: Tensor) -> Cells:
@@ -248,22 +287,45 @@ def _read_map(weight: Tensor) -> Cells:
 
     from lipaudit.theory.spectral import product_values
 
-    values = product_values(weight if weight.shape[0] >= weight.shape[1] else weight.mT)
+    rows, columns = weight.shape
+    tall = weight if rows >= columns else weight.mT
+    values = product_values(tall)
     norm, rank = _reduce(values)
     least = float(values[-1])
     # Singular values below this are rounding: the matrix may be singular.
-    noise = max(weight.shape) * torch.finfo(weight.dtype).eps * norm
-    return {"norm": norm, "rank": rank, "condition": norm / least if least > noise else None}
+    noise = max(rows, columns) * torch.finfo(weight.dtype).eps * norm
+    condition = None
+    if least > noise:
+        condition = norm / least
+    return {"norm": norm, "rank": rank, "condition": condition}
 
 
 def _reduce(values: Tensor) -> tuple[float, float | None]:
     """Return the norm and the stable rank of a matrix by its singular values."""
     norm = float(values[0])
-    return norm, float((values / norm).square().sum()) if norm else None
+    if norm == 0.0:
+        return norm, None
+    # ||W||_F^2 / ||W||^2
+    squares = (values / norm).square()
+    return norm, float(squares.sum())
 
 
 def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
-    """Return the largest gain and the outliers of a normalisation; nothing if it is another map.
+    """Return the largest gain and the outliers of a normalisation; nothing of another map."""
+    gain = _find_gain(part, weight)
+    if gain is None:
+        return {}
+    gain = gain.double().cpu()
+    deviation = (gain - gain.mean()).abs()
+    outliers = int((deviation > OUTLIER * gain.std(correction=0)).sum())
+    farthest = deviation.argsort(descending=True, stable=True)
+    shown = farthest[: min(NAMED, outliers)].tolist()
+    channels = ", ".join(f"{channel}: {float(gain[channel]):.3g}" for channel in shown)
+    return {"gain": float(gain.abs().amax()), "outliers": outliers, "channels": channels}
+
+
+def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
+    """Return the gain of each channel of a normalisation; None if it is another map.
 
     The gains are its weight, or 1 + weight (Gemma): a trial shows which. At a large row of mean 0
     a LayerNorm and an RMSNorm divide alike: the odd part of the output is the gains times the row
@@ -279,16 +341,14 @@ def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
     except (RuntimeError, TypeError, ValueError) as error:  # it takes other inputs
         if of_machine(error):
             raise
-        return {}
-    for gain in (weight, 1 + weight) if odd.shape == x.shape else ():
-        if (odd - gain * x).abs().amax() <= TRIAL * odd.abs().amax():
-            wide = gain.double().cpu()
-            away = (wide - wide.mean()).abs()
-            far = int((away > OUTLIER * wide.std(correction=0)).sum())
-            order = away.argsort(descending=True, stable=True)[: min(NAMED, far)].tolist()
-            channels = ", ".join(f"{channel}: {float(wide[channel]):.3g}" for channel in order)
-            return {"gain": float(wide.abs().amax()), "outliers": far, "channels": channels}
-    return {}
+        return None
+    if odd.shape != x.shape:
+        return None
+    for gain in (weight, 1 + weight):
+        apart = (odd - gain * x).abs().amax()
+        if apart <= TRIAL * odd.abs().amax():
+            return gain
+    return None
 
 
 def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
@@ -296,20 +356,28 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     import numpy as np
 
     facts = next(part.facts for part in parts if part.facts)
-    tables: dict[str, list[Cells]] = {name: [*map(dict, rows)] for name, rows in facts.items()}
-    blocks = tables[BLOCKS.name]
+    blocks: list[Cells] = [dict(row) for row in facts[BLOCKS.name]]
     whole: Cells = {"module": "all blocks"}
-    if blocks and all("log10_product" in row for row in blocks):
+    if all("log10_product" in row for row in blocks):
         whole["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
     if blocks and options.at_samples:
-        logs = np.log10(base.join_parts(parts, "blocks"))[base.mark_unique(parts)]
-        logs = np.column_stack([logs, logs.sum(1)])
-        for row, median in zip((*blocks, whole), np.median(logs, 0).tolist(), strict=True):
-            row["log10_data"] = median
-    blocks += [whole] if len(blocks) > 1 else []
-    about = {"settings": options.model_dump(), "notes": base.notes(parts)}
-    sections = ((table, tuple(table.row(**row) for row in tables[table.name])) for table in TABLES)
-    return [t.section(rows=rows, **(about if t is HEADS else {})) for t, rows in sections if rows]
+        logs = np.log10(base.join_parts(parts, "blocks"))
+        logs = logs[base.mark_unique(parts)]
+        for row, of_block in zip(blocks, logs.T, strict=True):
+            row["log10_data"] = float(np.median(of_block))
+        whole["log10_data"] = float(np.median(logs.sum(1)))
+    if len(blocks) > 1:
+        blocks.append(whole)
+    sections = []
+    for table in TABLES:
+        cells = blocks if table is BLOCKS else facts[table.name]
+        rows = tuple(table.row(**row) for row in cells)
+        about: dict[str, Any] = {}
+        if table is HEADS:
+            about = {"settings": options.model_dump(), "notes": base.notes(parts)}
+        if rows:
+            sections.append(table.section(rows=rows, **about))
+    return sections
 
 
 WEIGHTS = Measure("weights", TABLES, WeightsOptions, measure, summarise, batch=1)

@@ -53,19 +53,25 @@ def _find_fault(measure: Measure) -> str:
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != measure.name:
         return f"has no table of the section {measure.name!r}"
+    drawings = get_args(Drawing)
     for number, table in enumerate(measure.tables):
         if number and not table.name.startswith(f"{measure.name}."):
             return f"has a table of the section {table.name!r}"
-        for name in table.display.drawings if table.display else ():
-            if name not in get_args(Drawing):
-                known = ", ".join(get_args(Drawing))
+        if table.display is None:
+            continue
+        for name in table.display.drawings:
+            if name not in drawings:
+                known = ", ".join(drawings)
                 return f"shows a drawing {name!r}, which does not exist (there are: {known})"
     return ""
 
 
 def layouts() -> dict[str, Layout]:
     """Return the layout of every section, by the section's name."""
-    return {table.name: table for measure in load_measures().values() for table in measure.tables}
+    by_section: dict[str, Layout] = {}
+    for measure in load_measures().values():
+        by_section |= {table.name: table for table in measure.tables}
+    return by_section
 
 
 def find_column(metric: str) -> Column:
@@ -73,15 +79,22 @@ def find_column(metric: str) -> Column:
 
     If its measure is not installed, the column has the metric's name only.
     """
-    measure, _, name = re.split("[@:]", metric)[0].rpartition(".")
-    layout = layouts().get(measure)
-    columns = {**layout.columns, **layout.sample_columns} if layout else {}
+    path = re.split("[@:]", metric)[0]
+    section, _, name = path.rpartition(".")
+    columns: dict[str, Column] = {}
+    layout = layouts().get(section)
+    if layout is not None:
+        columns = {**layout.columns, **layout.sample_columns}
     return columns.get(name, Column(name, ""))
 
 
 def option_types() -> dict[str, type[MeasureOptions]]:
     """Return the options of every command that measures, by its name."""
-    return {n: measure.options for n, measure in load_measures().items() if not measure.command}
+    types: dict[str, type[MeasureOptions]] = {}
+    for name, measure in load_measures().items():
+        if not measure.command:
+            types[name] = measure.options
+    return types
 
 
 # Fewer samples where a sample costs more.
@@ -138,9 +151,10 @@ class AuditOptions(Settings):
 
     @model_validator(mode="after")
     def _some(self) -> AuditOptions:
-        surplus = [name for name in self.skip or () if name not in (self.only or USUAL)]
-        if surplus:
-            raise UsageError(f"--skip {surplus[0]}: an audit does not run it by default")
+        run = self.only or USUAL
+        for name in self.skip or ():
+            if name not in run:
+                raise UsageError(f"--skip {name}: an audit does not run it by default")
         if not self.names:
             raise UsageError("no measure is left to run", "Choose a measure with --only.")
         return self
@@ -148,15 +162,21 @@ class AuditOptions(Settings):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the requested measures, in order."""
-        wanted = {*(USUAL if self.only is None else self.only)}
-        wanted |= {"certify"} if self.certify else set()
-        return tuple(name for name in load_measures() if name in wanted - {*(self.skip or ())})
+        wanted = set(USUAL)
+        if self.only is not None:
+            wanted = set(self.only)
+        if self.certify:
+            wanted.add("certify")
+        wanted -= set(self.skip or ())
+        return tuple(name for name in load_measures() if name in wanted)
 
     @property
     def required(self) -> frozenset[str]:
         """Return the measures that the user named: it is an error if one cannot run."""
-        attacked = any(getattr(self, name) for name in OF_ATTACK)
-        return frozenset((*(self.only or ()), *["attack"] * attacked))
+        named = set(self.only or ())
+        if any(getattr(self, name) for name in OF_ATTACK):
+            named.add("attack")
+        return frozenset(named)
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
         """Return the options of every measure.
@@ -164,10 +184,15 @@ class AuditOptions(Settings):
         Raises:
             UsageError: for a bad radius, attack or norm.
         """
-        given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
-        strongest = "quick" if self.small(demo=demo) else "autoattack"
-        usual = {"usual": f"fgsm,pgd,{strongest}", "usual_eps": DEMO_EPS if demo else EPS}
-        attacks = AttackOptions.parse(given | usual)
+        ensemble = "quick" if self.small(demo=demo) else "autoattack"
+        given: dict[str, str] = {}
+        for name in OF_ATTACK:
+            value = getattr(self, name)
+            if value is not None:
+                given[name] = value
+        given["usual"] = f"fgsm,pgd,{ensemble}"
+        given["usual_eps"] = DEMO_EPS if demo else EPS
+        attacks = AttackOptions.parse(given)
         # Certificates are of the attacked balls, and of norms that have certificates.
         certificates = CertifyOptions(
             eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
@@ -178,7 +203,13 @@ class AuditOptions(Settings):
         )
         plan: dict[str, MeasureOptions] = {"attack": attacks, "certify": certificates}
         plan["jacobian"] = JacobianOptions(shares=True)
-        return {n: plan[n] if n in plan else load_measures()[n].options() for n in self.names}
+        options: dict[str, MeasureOptions] = {}
+        for name in self.names:
+            if name in plan:
+                options[name] = plan[name]
+            else:
+                options[name] = load_measures()[name].options()
+        return options
 
     def small(self, *, demo: bool) -> bool:
         """Say whether the audit is quick, which is the default on a demo."""

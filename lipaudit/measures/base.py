@@ -98,7 +98,8 @@ class MeasureOptions(Settings):
 
     def unkept(self) -> dict[str, Any]:
         """Return the options that can be typed but are not settings of the report."""
-        return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
+        settings = self.model_dump()
+        return {name: getattr(self, name) for name in self.options() if name not in settings}
 
     def identify(self) -> dict[str, Any]:
         """Return all that figures depend on among the options; of files, the contents."""
@@ -232,7 +233,9 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
 
 def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[str, Values]:
     """Concatenate every array that all parts have; parts of an older journal may have more."""
-    names = set[str].intersection(*({*part.values} for part in parts)) - {*besides}
+    names = set(parts[0].values) - set(besides)
+    for part in parts:
+        names &= set(part.values)
     return {name: join_parts(parts, name) for name in parts[0].values if name in names}
 
 
@@ -251,14 +254,31 @@ def make_rows(
     """
     if heads:
         columns |= zip(HEAD, zip(*heads, strict=True), strict=True)
+    for name, values in columns.items():
+        # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
+        if hasattr(values, "tolist"):
+            columns[name] = values.tolist()
+    count = max(len(values) for values in columns.values() if isinstance(values, list | tuple))
+    rows: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, values in columns.items():
+        cells = values if isinstance(values, list | tuple) else [values] * count
+        for row, cell in zip(rows, _read_cells(cells), strict=True):
+            row[name] = cell
     known = layout.columns
-    # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
-    plain = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
-    count = max(len(v) for v in plain if isinstance(v, list | tuple))
-    whole = (v if isinstance(v, list | tuple) else [v] * count for v in plain)
-    cells = [[None if cell != cell else cell for cell in column] for column in whole]
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True))
     return tuple(make_row(known, row) for row in rows)
+
+
+def _read_cells(values: Iterable[Any], *, whole: bool = False) -> list[Any]:
+    """Return cells of plain values: None in place of NaN, and whole numbers if asked for."""
+    cells: list[Any] = []
+    for value in values:
+        if value is None or value != value:
+            cells.append(None)
+        elif whole:
+            cells.append(int(value))
+        else:
+            cells.append(value)
+    return cells
 
 
 def make_section(
@@ -288,9 +308,9 @@ def make_section(
     for name, values in samples.items():
         if hasattr(values, "tolist"):
             # A column of whole numbers has truth values as 0 and 1.
-            kind = int if layout.sample_columns[parse_column(name)[0]].format == "d" else None
-            cells = (None if cell != cell else cell for cell in values.tolist())
-            values = [kind(cell) if kind and cell is not None else cell for cell in cells]
+            kind, _ = parse_column(name)
+            whole = layout.sample_columns[kind].format == "d"
+            values = _read_cells(values.tolist(), whole=whole)
         columns[name] = tuple(values)
     return layout.section(
         settings=options.model_dump(),
@@ -305,9 +325,13 @@ def make_section(
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:
     """Return the columns of a share with its 95 % limits, from flags or shares (samples, rows)."""
-    limits = [wilson(float(each.sum()), len(each)) for each in flags.T]
-    low, high = ([pair[end] for pair in limits] for end in (0, 1))
-    return {name: flags.mean(0), f"{name}_low": low, f"{name}_high": high}
+    lows = []
+    highs = []
+    for of_row in flags.T:
+        low, high = wilson(float(of_row.sum()), len(of_row))
+        lows.append(low)
+        highs.append(high)
+    return {name: flags.mean(0), f"{name}_low": lows, f"{name}_high": highs}
 
 
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
@@ -318,16 +342,28 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     place = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
     for part in parts:
-        count, first = len(part.ids), place[part.ids[0]]
-        # Neighbours stay one part; of any other part, each sample is a part of its own.
-        size = count if [*part.ids] == [*ids[first : first + count]] else 1
-        for start in range(0, count, size):
-            whole = slice(0 if start else None)
-            some = slice(start, start + size)
-            values = {n: v[some if len(v) == count else whole] for n, v in part.values.items()}
-            extra = ({}, ()) if start else (part.facts, part.notes)
-            pieces.append(Part(part.ids[some], values, *extra))
+        first = place[part.ids[0]]
+        neighbours = ids[first : first + len(part.ids)]
+        if list(part.ids) == list(neighbours):
+            pieces.append(part)
+        else:
+            pieces += [_pick_sample(part, i) for i in range(len(part.ids))]
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
+
+
+def _pick_sample(part: Part, i: int) -> Part:
+    """Return the part of one sample; the first sample takes the figures of the whole part."""
+    values = {}
+    for name, array in part.values.items():
+        if len(array) == len(part.ids):
+            values[name] = array[i : i + 1]
+        elif i == 0:
+            values[name] = array
+        else:
+            values[name] = array[:0]
+    if i == 0:
+        return Part(part.ids[:1], values, part.facts, part.notes)
+    return Part(part.ids[i : i + 1], values)
 
 
 def mark_unique(parts: Sequence[Part]) -> Values:
@@ -339,25 +375,33 @@ def mark_unique(parts: Sequence[Part]) -> Values:
 
 def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     """Warn if samples repeat others."""
-    first = mark_unique(parts)
+    unique = mark_unique(parts)
+    if unique.all():
+        return ()
     text = (
-        f"{sum(~first)} of {len(first)} samples are duplicates: accuracies and confidence "
+        f"{sum(~unique)} of {len(unique)} samples are duplicates: accuracies and confidence "
         "limits leave them out"
     )
-    return () if first.all() else (Note.warn("repeated-samples", text),)
+    return (Note.warn("repeated-samples", text),)
 
 
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
     """Return the names of the classes whose numbers occur, where the model has any."""
     known = dict(enumerate(net.labels or ()))
-    numbers = sorted({int(number) for column in columns for number in column})
+    occurring: set[int] = set()
+    for column in columns:
+        occurring |= {int(number) for number in column}
+    numbers = sorted(occurring)
     # Facts have text as keys.
     return {str(number): known[number] for number in numbers if number in known}
 
 
 def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:
     """Return the entries of a dict that parts may have among their facts."""
-    return {key: value for part in parts for key, value in part.facts.get(name, {}).items()}
+    joined: dict[Any, Any] = {}
+    for part in parts:
+        joined |= part.facts.get(name, {})
+    return joined
 
 
 def seed_of(sample: str, seed: int) -> int:
@@ -368,25 +412,34 @@ def seed_of(sample: str, seed: int) -> int:
 
 def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     """Return the distinct notes of all parts in order."""
-    return tuple(dict.fromkeys(note for part in parts for note in part.notes))
+    distinct: dict[Note, None] = {}
+    for part in parts:
+        distinct |= dict.fromkeys(part.notes)
+    return tuple(distinct)
 
 
 def lower_estimates(within: float) -> tuple[Note, ...]:
     """Note how far norms may be too low; nothing if they are exact."""
-    text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
-    return (Note.info("lower-estimates", text),) if within > 0 else ()
+    if within > 0:
+        text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
+        return (Note.info("lower-estimates", text),)
+    return ()
 
 
 def note_missed(count: int, what: str = "norms") -> tuple[Note, ...]:
     """Warn of norms that did not converge; nothing if there are none."""
+    if count == 0:
+        return ()
     text = f"{count} {what} did not converge to tol, so they may be too low"
-    return (Note.warn("not-converged", text),) if count else ()
+    return (Note.warn("not-converged", text),)
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
     """Return a statistic of the values that are not NaN, None if all are."""
     known = values[values == values]  # NaN differs from itself
-    return float(statistic(known)) if len(known) else None
+    if len(known) == 0:
+        return None
+    return float(statistic(known))
 
 
 def require_labels(batch: Batch, what: str) -> Tensor:
@@ -407,7 +460,9 @@ def require_decision(net: Net, advice: str) -> None:
     Raises:
         InputError: it has fewer than two classes, or its embedding table was not found.
     """
-    lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
+    lacks = net.lacks_classes
+    if net.classes:
+        lacks = f"{net.architecture} has one class"
     advice += " A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
     if (net.classes or 0) < 2:
         raise InputError(f"{lacks}, so no prediction is right or wrong", advice)

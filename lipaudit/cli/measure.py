@@ -100,13 +100,15 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
     odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
     odd += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
     if odd or output.format not in (None, "csv"):
-        text = f"{odd[0] if odd else f'-f {output.format}'} has no effect with --instances"
+        odd.append(f"-f {output.format}")
+        text = f"{odd[0]} has no effect with --instances"
         raise UsageError(text, "Results are CSV: -o FILE.csv.")
     for path in output.output:
         files.require_writable(path)
     text = ""
     for row, example in decide_instances(options.instances, options, run):
-        text += (line := ",".join(row) + "\n")
+        line = ",".join(row) + "\n"
+        text += line
         typer.echo(line, nl=False)
         for path in output.output:
             # Every line: nothing is lost if a later instance cannot be read.
@@ -130,8 +132,11 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
         raise UsageError(text, "Leave it out: the report has the run.")
     failed = 0
     for sample, radius, proven in verify_proofs(schema.load(options.verify), options.proofs):
-        typer.echo(f"{sample} {radius} {'proven' if proven else 'NOT PROVEN'}")
-        failed += not proven
+        verdict = "proven"
+        if not proven:
+            verdict = "NOT PROVEN"
+            failed += 1
+        typer.echo(f"{sample} {radius} {verdict}")
     if failed:
         advice = (
             "Give the file of --proofs. Without it, only balls that were not split are proven."
@@ -174,7 +179,9 @@ def audit(
     files.require_folder(options.run_dir or RUNS)
     if several:
         require_alone("several models", run, limited=True)
-    demo, command, place = api.is_demo(*models), typed_command(), launcher.find_place()
+    demo = api.is_demo(*models)
+    command = typed_command()
+    place = launcher.find_place()
     plans = [api.plan_audit(each, options, run, demo=demo, command=command) for each in models]
     plans = [replace(each, draws_steepest=True, place=place) for each in plans]
     # Audits that begin in the same second have different folders.
@@ -203,7 +210,10 @@ def audit(
     if several:
         files.write(folder / "report.html", render(subject, "html"))
     emit(subject, output, details=extent.details)
-    saved = shlex.quote(str(folder)) + "/*" * several + "/report.json"
+    saved = shlex.quote(str(folder))
+    if several:
+        saved += "/*"
+    saved += "/report.json"
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
     shard = any(report.shard for report in reports.values())
     whole = all(report.status == "complete" for report in reports.values())
@@ -310,14 +320,19 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
     Raises:
         LipauditError: some measures failed or ran out of time; the reports have the others.
     """
-    faults = {(m, n): fault for m, r in reports.items() for n, fault in r.failures.items()}
-    left = [f"{k} samples of {n}" for r in reports.values() for n, k in r.unmeasured.items()]
+    failures = []
+    reasons = []
+    left = []
+    for model, report in reports.items():
+        lead = f"{model}: " if len(reports) > 1 else ""
+        for measure, failure in report.failures.items():
+            failures.append(failure)
+            reasons.append(f"{lead}{measure} failed: {failure.reason}")
+        for measure, samples in report.unmeasured.items():
+            left.append(f"{samples} samples of {measure}")
     # A failure outweighs a time limit: its exit code tells what to fix.
-    if faults:
-        several = len(reports) > 1
-        pairs = [(f"{m}: " * several + name, fault) for (m, name), fault in faults.items()]
-        reasons = [f"{name} failed: {fault.reason}" for name, fault in pairs]
-        first = next(iter(faults.values()))
+    if failures:
+        first = failures[0]
         advice = f"{first.advice} {again}".strip()
         text = f"the report is partial: {'; '.join(reasons)}"
         raise LipauditError(text, advice, first.exit_code)

@@ -68,12 +68,18 @@ class OnStderr(Observer):
         Notes on reused parts of a resumed run are printed for each measure.
         """
         # Every measure of an audit repeats notes on loading: print only the first.
+        if self.terminal.quiet:
+            return
+        blank = note.text
+        if note.code != "reused":
+            measures = "|".join(load_measures())
+            blank = re.sub(rf"\d[\d.,]*|\b({measures})\b", "#", blank)
+        if (note.code, blank) in self.said:
+            return
+        self.said.add((note.code, blank))
         colour = "yellow" if note.level == "warning" else "dim"
-        numbers = rf"\d[\d.,]*|\b({'|'.join(load_measures())})\b"
-        blank = note.text if note.code == "reused" else re.sub(numbers, "#", note.text)
-        if not self.terminal.quiet and (note.code, blank) not in self.said:
-            self.said.add((note.code, blank))
-            self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
+        text = escape(visible(note.text))
+        self.console.print(f"[{colour}]note:[/] {text}")
 
     def begins(self, measure: str, samples: int) -> None:
         """Start a bar, or the clock without a terminal."""
@@ -99,12 +105,16 @@ class OnStderr(Observer):
 
     def moves(self, measure: str, samples: float) -> None:
         """Move the bar within a part, too."""
-        done, now = self.done + samples, time.monotonic()
+        done = self.done + samples
+        now = time.monotonic()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done)
+            return
+        is_due = now - self.last >= HEARTBEAT
         # No estimate is possible before the first sample or after the last.
-        elif not self.terminal.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
-            left = (now - self.start) / done * (self.total - done)
+        if is_due and 0 < done < self.total and not self.terminal.quiet:
+            seconds = (now - self.start) / done
+            left = seconds * (self.total - done)
             text = f"{measure}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
             self.console.print(text, markup=False)
             self.last = now

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -61,27 +61,41 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
     """
     from lipaudit.report.topics import FORMULA, find_topics
 
+    every = list_explanations()
     text = " ".join(name or ())
-    entries = find_topics(text, list_explanations()) if text else list_explanations()
-    if not entries:
-        known = dict.fromkeys(name for topic in list_explanations() for name in topic.names)
+    if not text:
+        emit_facts([asdict(topic) for topic in every], output, _list_names(every))
+        return
+    topics = find_topics(text, every)
+    if not topics:
+        known: dict[str, None] = {}
+        for topic in every:
+            known |= dict.fromkeys(topic.names)
         advice = suggestion(text, known, "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
     lines: list[str] = []
-    if text:
-        # Topics with equal texts share them.
-        titles = group_values(((each.meaning, *each.details), each.title) for each in entries)
-        for (meaning, *details), named in titles.items():
-            lines += [""] * bool(lines) + _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
-            lines += [line for paragraph in details for line in _wrap(paragraph, "  ", "  ")]
-        if any(text.startswith(FORMULA) for topic in entries for text in topic.details):
-            lines += ["", *_wrap(SYMBOLS)]
-    else:
-        lines += _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
-        for group, names in group_values((each.group, each.name) for each in entries).items():
+    # Topics with equal texts share them.
+    titles = group_values(((topic.meaning, *topic.details), topic.title) for topic in topics)
+    for (meaning, *details), named in titles.items():
+        if lines:
+            lines.append("")
+        lines += _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
+        for paragraph in details:
+            lines += _wrap(paragraph, "  ", "  ")
+    if any(paragraph.startswith(FORMULA) for topic in topics for paragraph in topic.details):
+        lines += ["", *_wrap(SYMBOLS)]
+    emit_facts([asdict(topic) for topic in topics], output, lines)
+
+
+def _list_names(topics: Iterable[Topic]) -> list[str]:
+    """Return the lines that list all topics by group."""
+    lines = _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
+    groups = group_values((topic.group, topic.name) for topic in topics)
+    for group, names in groups.items():
+        if group:
             text = ", ".join(dict.fromkeys(names))
-            lines += ["", group, *_wrap(text, "  ", "  ")] if group else []
-    emit_facts([asdict(topic) for topic in entries], output, lines)
+            lines += ["", group, *_wrap(text, "  ", "  ")]
+    return lines
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -94,13 +108,17 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
     """Write facts: a line of each name with its values, or JSON."""
     lines = []
     width = max(map(len, facts)) + 2
+    indent = " " * width
     for name, value in facts.items():
         values = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
-        for i, each in enumerate(values):
+        # The name stands in front of the first value only.
+        lead = name.ljust(width)
+        for each in values:
             text = "none" if each is None else str(each)
-            lines += _wrap(text, f"{'' if i else name:<{width}}", " " * width)
+            lines += _wrap(text, lead, indent)
+            lead = indent
     emit_facts(facts, output, lines)
 
 
@@ -112,9 +130,12 @@ def env(output: Output, terminal: Terminal) -> None:
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
-    names, count = ["cpu"], torch.accelerator.device_count()
-    if count and (accelerator := torch.accelerator.current_accelerator()):
-        names += [f"{accelerator.type}:{i}" for i in range(count)]
+    names = ["cpu"]
+    count = torch.accelerator.device_count()
+    if count:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            names += [f"{accelerator.type}:{i}" for i in range(count)]
     devices = []
     for name in names:
         try:
@@ -124,7 +145,9 @@ def env(output: Output, terminal: Terminal) -> None:
             continue
         # The CPU lacks this function.
         describe = getattr(torch.get_device_module(place), "get_device_name", None)
-        devices.append(f"{name} ({describe(place)})" if describe else name)
+        if describe is not None:
+            name += f" ({describe(place)})"
+        devices.append(name)
     facts = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",

@@ -43,14 +43,15 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
         InputError: the file or function does not exist, or the function fails.
     """
     place, _, name = reference.rpartition(":")
-    nameless = not place or not name
-    if nameless:
+    if not place or not name:
         raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
     # The user's module may import its neighbours and parse its arguments, like `python FILE` and
     # `python -m`: Python puts the folder of a script first, and there are no arguments.
-    root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
-    argv, path = [place], [str(root), *sys.path]
-    with patch.object(sys, "argv", argv), patch.object(sys, "path", path):
+    root = Path.cwd()
+    if place.endswith(".py"):
+        root = Path(place).resolve().parent
+    path = [str(root), *sys.path]
+    with patch.object(sys, "argv", [place]), patch.object(sys, "path", path):
         advice = f"Write {EXAMPLE}, the second for a file with relative imports."
         with explain_failure(f"{place} cannot be imported", advice):
             module = _import_module(place)
@@ -134,26 +135,18 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
         UsageError: the input is unknown, or the shape of the data has several readings, and the
             values fit each.
     """
-    module: Any = unwrap(model.module if isinstance(model, ModelSpec) else model)
+    module: Any = model
+    if isinstance(model, ModelSpec):
+        module = model.module
+    module = unwrap(module)
     towers = hasattr(module, "main_input_name") and hasattr(module, "config")
-    text = f"{name or type(module).__name__} has no towers"
     if options.tower and not towers:
         raise UsageError(
-            text, "Leave --tower out: CLIP and similar models of transformers have towers."
+            f"{name or type(module).__name__} has no towers",
+            "Leave --tower out: CLIP and similar models of transformers have towers.",
         )
     if isinstance(model, ModelSpec):
-        odd = not isinstance(model.module, nn.Module) or model.kind not in get_args(Kind)
-        text = f"a ModelSpec has a {type(model.module).__name__} of the kind {model.kind!r}"
-        if odd:
-            kinds = ", ".join(get_args(Kind))
-            raise InputError(text, f"It needs an nn.Module, and one of the kinds {kinds}.")
-        shape = model.input_shape
-        if len(shape) != AXES.get(model.kind, len(shape)):
-            raise InputError(
-                f"a ModelSpec of the kind {model.kind!r} has samples of shape {shape}",
-                'An image is (channels, height, width), a text (most tokens,). Give kind="tokens" '
-                "for volumes, videos and all other floats, with box=(0, 1) if they have limits.",
-            )
+        _require_sound(model)
         return replace(model, module=module)
     if hasattr(module, "pretrained_cfg"):
         from lipaudit.models.sources.timm import describe_timm
@@ -163,11 +156,53 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
         from lipaudit.models.sources.huggingface import describe_transformers
 
         return describe_transformers(module, options)
-    forms = options.forms()
     if options.input_size is not None:
-        images = [(c, h, w) for form in forms if form.kind == "image" for c, h, w in [form.shape]]
-        fitting = [shape for shape in images if options.image_shape(shape) == shape]
-        return ModelSpec(module, options.image_shape((fitting or images or [(3, 0, 0)])[0]))
+        return ModelSpec(module, _choose_image(options))
+    return _read_form(module, options, name)
+
+
+def _require_sound(spec: ModelSpec) -> None:
+    """Check a user's description of a model.
+
+    Raises:
+        InputError: it has no module, or an unknown kind, or samples of another kind's shape.
+    """
+    kinds = get_args(Kind)
+    if not isinstance(spec.module, nn.Module) or spec.kind not in kinds:
+        raise InputError(
+            f"a ModelSpec has a {type(spec.module).__name__} of the kind {spec.kind!r}",
+            f"It needs an nn.Module, and one of the kinds {', '.join(kinds)}.",
+        )
+    shape = spec.input_shape
+    if len(shape) != AXES.get(spec.kind, len(shape)):
+        raise InputError(
+            f"a ModelSpec of the kind {spec.kind!r} has samples of shape {shape}",
+            'An image is (channels, height, width), a text (most tokens,). Give kind="tokens" '
+            "for volumes, videos and all other floats, with box=(0, 1) if they have limits.",
+        )
+
+
+def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
+    """Return the shape of images of --input-size: that of the data, if one fits."""
+    images: list[tuple[int, int, int]] = []
+    for form in options.forms():
+        if form.kind == "image":
+            channels, height, width = form.shape
+            images.append((channels, height, width))
+    for shape in images:
+        if options.image_shape(shape) == shape:
+            return shape
+    first = images[0] if images else (3, 0, 0)
+    return options.image_shape(first)
+
+
+def _read_form(module: nn.Module, options: LoadOptions, name: str) -> ModelSpec:
+    """Return a module that takes samples of the shape of the data.
+
+    Raises:
+        UsageError: the data has no shape, or one that has several readings.
+    """
+    forms = options.forms()
     possible = [form for form in forms if form.fits]
     if all(form.kind == "image" for form in possible):
         # Pictures have 1 or 3 channels, first or last.

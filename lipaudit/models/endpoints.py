@@ -56,7 +56,9 @@ def find_places(batch: Batch, where: str) -> Tensor:
 
 def find_tokens(batch: Batch) -> Tensor:
     """Return which columns of texts are no padding, (samples, columns)."""
-    return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
+    if batch.mask is None:
+        return torch.ones_like(batch.x, dtype=torch.bool)
+    return batch.mask
 
 
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
@@ -67,7 +69,8 @@ def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> T
 
 def pick_columns(states: Tensor, place: Tensor) -> Tensor:
     """Return one column of every sample, (samples, width)."""
-    return states[torch.arange(len(states), device=states.device), place.to(states.device)]
+    samples = torch.arange(len(states), device=states.device)
+    return states[samples, place.to(states.device)]
 
 
 def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
@@ -82,13 +85,16 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     tokens = part.x.to(logits.device)[:, 1:][leads]
     # Selected before the loss: a NaN at padding would survive a factor of zero.
     losses = F.cross_entropy(logits[:, :-1][leads], tokens, reduction="none")
-    sums = logits.new_zeros(len(logits)).index_add(0, leads.nonzero()[:, 0], losses)
-    return (sums / leads.sum(1))[:, None]
+    text = leads.nonzero()[:, 0]
+    sums = logits.new_zeros(len(logits)).index_add(0, text, losses)
+    means = sums / leads.sum(1)
+    return means[:, None]
 
 
 def scores_each_token(net: Net, batch: Batch) -> bool:
     """Test on a few tokens whether the head of a language model scores positions one by one."""
-    scorer, text = net.next_token, batch.x[:1, :TRIED].to(net.device)
+    scorer = net.next_token
+    text = batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
         return False
     # A head that reads several positions gives other logits for one position alone.
@@ -143,17 +149,26 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     scores = net.classes is not None or speaks
     what, where = Target.parse(target or ("logits" if scores else "features"))
     name = net.architecture
-    known = ["logits", "probabilities", "loss"] if scores else []
+    known: list[str] = []
+    if scores:
+        known = ["logits", "probabilities", "loss"]
     if not net.scored:  # a continuation of a prompt has hidden states of its own
-        known += ["features", "tokens", *(["hidden"] if net.kind == "text" else [])]
+        known += ["features", "tokens"]
+        if net.kind == "text":
+            known.append("hidden")
     if what not in known:
-        text = f"{name} has no single output {what!r} per sample"
-        raise InputError(text, f"Use --to {', '.join(known[:-1])} or {known[-1]}.")
-    placed = what == "hidden" or (speaks and what in PLACED)
-    if where and not placed:
-        text = f"the {what} of {name} are those of a whole sample and have no position"
-        raise InputError(text, f"Use --to {what}.")
-    return Target(what, (where or "last") if placed else "")
+        raise InputError(
+            f"{name} has no single output {what!r} per sample",
+            f"Use --to {', '.join(known[:-1])} or {known[-1]}.",
+        )
+    if what == "hidden" or (speaks and what in PLACED):
+        return Target(what, where or "last")
+    if where:
+        raise InputError(
+            f"the {what} of {name} are those of a whole sample and have no position",
+            f"Use --to {what}.",
+        )
+    return Target(what, "")
 
 
 def make_sample_function(
@@ -212,8 +227,7 @@ def make_sample_function(
                 return net.call(part.x if embedded else z, part.mask)
 
         output = _read_output(net, end.what, part, forward, scorer, column)
-        cut = end.what == "logits" and net.form == "probabilities" and is_saturated(output)
-        if cut:
+        if end.what == "logits" and net.form == "probabilities" and is_saturated(output):
             raise EvaluationError(
                 f"a probability of {net.architecture} is 0 in {output.dtype}: log p has no "
                 "derivative there",
@@ -265,8 +279,9 @@ def _read_output(
         return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
         logits = net.read(forward())
-        predicted = logits.detach().argmax(1)  # the class is our choice, no part of the function
-        y = predicted if part.y is None else part.y.where(part.y >= 0, predicted)
+        y = logits.detach().argmax(1)  # the class is our choice, no part of the function
+        if part.y is not None:
+            y = part.y.where(part.y >= 0, y)
         return F.cross_entropy(logits, y, reduction="none")[:, None]
     if what == "features":
         return _read_features(net, forward)
@@ -289,8 +304,7 @@ def _read_output(
         states = tokens[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
-    other = what == "hidden" and states.shape[:2] != part.x.shape
-    if other:
+    if what == "hidden" and states.shape[:2] != part.x.shape:
         raise InputError(
             f"the last hidden states of {net.architecture} do not have one vector per token",
             "Use --to tokens or --to features.",

@@ -1,8 +1,8 @@
 """How often the gate flags a checkpoint that is no worse, and what it catches: simulated.
 
-    python -m benchmarks null_gate --runs 100
+    python -m benchmarks null_gate --runs 50
 
-prints the tables of docs/theory/gate.md, with the gate's own code. It takes about five minutes on
+prints the tables of docs/theory/gate.md, with the gate's own code. It takes several minutes on
 one core; the first table takes most of them.
 """
 
@@ -106,7 +106,7 @@ def alarm_table(runs: int) -> Iterator[tuple[object, ...]]:
         cells = (rate(alarm(noise, s, n) for s in SPREADS for _ in range(times)) for n in COUNTS)
         yield (rule, name, *cells)
     for stat, spread in product(("mean", "p95"), (0.15, 2.5)):
-        cells = (rate(exchange(stat, spread, n) for _ in range(runs // 4)) for n in COUNTS)
+        cells = (rate(exchange(stat, spread, n) for _ in range(6 * runs)) for n in COUNTS)
         yield (stat, f"exchanged, log-ratios of spread {spread}", *cells)
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks study_gate
 
-trains eleven small vision transformers on digits (scikit-learn's), judges ten against the first
-with the default rules on 256 samples, and measures all on 1,000 others. Run by hand: it takes a
-few minutes on one core, and its table is that of docs/theory/gate.md.
+trains eleven small vision transformers on 541 of scikit-learn's digits, judges ten against the
+first with the default rules on 256 others, and measures all on the remaining 1,000. Run by hand:
+it takes about five minutes on one core, and its table is that of docs/theory/gate.md.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ from lipaudit.train.loop import train
 
 TRAINED, JUDGED, FRESH = 541, 256, 1000
 PLAN = {"jacobian": {}, "attack": {"attack": "pgd", "eps": "0.05", "steps": 10}}
-RECIPE = STANDARD.model_copy(update={"epochs": 12, "lr": 3e-3})
 Data = tuple[np.ndarray, np.ndarray]
 
-# How each checkpoint differs from the first: seed, share of the training data, recipe.
+# How each checkpoint differs from the first, which is trained for 60 epochs with seed 0. Noise is
+# added to the first; adversarial training goes on from it.
 PAIRS: dict[str, dict[str, Any]] = {
+    "20 adversarial epochs more, linf 0.05": {
+        "epochs": 20,
+        "lr": 2e-3,
+        "adversarial": "pgd",
+        "eps": parse_radius("0.05"),
+    },
     "another seed": {"seed": 1},
-    "a third seed": {"seed": 2},
-    "twice as long": {"seed": 3, "epochs": 24},
-    "weights with 2 % of noise": {"noise": 0.02},
+    "half as long": {"seed": 2, "epochs": 30},
+    "50 % of the data": {"seed": 3, "share": 0.5},
     "70 % of the data": {"seed": 4, "share": 0.7},
-    "50 % of the data": {"seed": 5, "share": 0.5},
-    "30 % of the data": {"seed": 6, "share": 0.3},
-    "half as long": {"seed": 7, "epochs": 6},
-    "a third as long": {"seed": 8, "epochs": 4},
-    "adversarial, linf 0.05": {"seed": 9, "adversarial": "pgd", "eps": parse_radius("0.05")},
+    "10 % of noise in the weights": {"noise": 0.1},
+    "2 % of noise in the weights": {"noise": 0.02},
+    "85 % of the data": {"seed": 5, "share": 0.85},
+    "a third seed": {"seed": 6},
+    "twice as long": {"seed": 7, "epochs": 120},
 }
 
 
@@ -58,10 +63,11 @@ def run(asked: argparse.Namespace) -> None:
     first = fit(learnt)
     before = audit(first, judged)
     truth = rate(first, fresh)
+    print("the first on fresh samples: clean {:.1%}, robust {:.1%}\n".format(*truth))
     print("| checkpoint | clean, fresh | robust, fresh | exit code | the gate | compare |")
     print("|---|--:|--:|--:|---|---|")
     for name, how in PAIRS.items():
-        net = fit(learnt, **how)
+        net = change_model(first, learnt, **how)
         after = audit(net, judged)
         judgement = judge(after, before)
         found = compare([before, after]).pairs[0].verdicts
@@ -82,21 +88,36 @@ def load_digits() -> Data:
     return images.astype(np.float32), data.target.astype(np.int64)
 
 
-def fit(
-    data: Data, *, seed: int = 0, share: float = 1.0, noise: float = 0.0, **recipe: Any
-) -> Net:
-    """Train a checkpoint, on a share of the data, or add relative noise to its weights."""
-    x, y = (torch.from_numpy(part[: round(share * len(part))]) for part in data)
-    batch = Batch(x, y, identify_samples(list(x), y.tolist()))
-    known = RECIPE.model_copy(update={"seed": seed, **recipe})
-    net = make_demo(seed)
-    for _ in train(net, batch, known, held_out=batch[:64]):
-        pass
+def change_model(first: Net, data: Data, *, noise: float = 0.0, **how: Any) -> Net:
+    """Return another checkpoint: the first with noise or more training, or one from scratch."""
+    if not noise:
+        return fit(data, start=first if "adversarial" in how else None, **how)
+    net = copy_model(first)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in net.module.parameters():
             draw = torch.randn(weight.shape, generator=generator)
             weight += noise * weight.std(correction=0) * draw
+    return net
+
+
+def copy_model(net: Net) -> Net:
+    """Return another model with the same weights."""
+    copy = make_demo(0)
+    copy.module.load_state_dict(net.module.state_dict())
+    return copy
+
+
+def fit(
+    data: Data, *, start: Net | None = None, seed: int = 0, share: float = 1.0, **recipe: Any
+) -> Net:
+    """Train a checkpoint on a share of the data, from scratch or on from another one."""
+    x, y = (torch.from_numpy(part[: round(share * len(part))]) for part in data)
+    batch = Batch(x, y, identify_samples(list(x), y.tolist()))
+    known = STANDARD.model_copy(update={"seed": seed, **recipe})
+    net = copy_model(start) if start else make_demo(seed)
+    for _ in train(net, batch, known):
+        pass
     return net
 
 

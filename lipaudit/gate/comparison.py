@@ -5,6 +5,7 @@ Both compare figures sample by sample, and report the verdicts of `judging`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -135,7 +136,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
 
 
 def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
-    measured = [{s.measure: s for s in r.sections if s.failure is None} for r in (old, new)]
+    measured = [_index_sections(report) for report in (old, new)]
     differing = conditions.list_differences(new, old)
     warnings = [text for kind, text in differing if kind in conditions.SPOILING]
     warnings += [by_place] if by_place else []
@@ -184,6 +185,11 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     )
 
 
+def _index_sections(report: Report) -> dict[str, Section]:
+    """Return the sections that did not fail, by measure."""
+    return {section.measure: section for section in report.sections if section.failure is None}
+
+
 def _list_columns(before: Section, after: Section) -> Iterator[str]:
     """Yield the columns with a better direction, per-sample columns first."""
     sampled = before.sample_columns
@@ -196,27 +202,37 @@ def _list_figures(section: Section, name: str) -> list[float]:
     """Return the figures of a column: of all trials, or of all rows."""
     # Rows of balls and attacks repeat what their samples say, unless they have figures of samples.
     own = not section.sample_columns or name in section.arrays
-    rows = [row for row in section.rows if own or "layer" in row]
-    cells: list[Any] = [row.get(name) for row in rows]
+    cells = list[Any]()
     if name in section.sample_columns:
-        columns = section.samples.items()
-        cells = [v for c, each in columns if parse_column(c)[0] == name for v in each]
+        for column, values in section.samples.items():
+            if parse_column(column)[0] == name:
+                cells += values
+    else:
+        cells += (row.get(name) for row in section.rows if own or "layer" in row)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
 
 def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
     """Say which rows and samples of two sections are not compared."""
-    measure, (rows, samples) = before.measure, pairing.find_unsettled((before, after))
-    which = [f"{len(samples)} of {len(before.ids)} samples"] if samples else []
+    measure = before.measure
+    rows, samples = pairing.find_unsettled((before, after))
+    which = list[str]()
+    if samples:
+        which.append(f"{len(samples)} of {len(before.ids)} samples")
     if rows:
-        more = ", ..." if len(rows) > LISTED else ""
-        which.append(", ".join(sorted(map(str, rows))[:LISTED]) + more)
+        names = sorted(map(str, rows))
+        shown = names[:LISTED]
+        if len(names) > LISTED:
+            shown.append("...")
+        which.append(", ".join(shown))
     if which:
         yield f"left out, because not converged in one report: {' and '.join(which)} of {measure}"
-    one, two = set(before.ids), set(after.ids)
-    if one != two and one & two:
+    one = set(before.ids)
+    two = set(after.ids)
+    shared = one & two
+    if shared and one != two:
         yield (
-            f"compared over the {len(one & two)} shared samples (of {len(one)} and {len(two)}): "
+            f"compared over the {len(shared)} shared samples (of {len(one)} and {len(two)}): "
             f"{measure}"
         )
 
@@ -258,23 +274,42 @@ def _list_samples(
         owner = owners.setdefault((rule.column, trial.ball if trial else ""), rule.measure)
         if rule.column in FLAGS and owner != rule.measure:
             continue
-        name = "@".join(filter(None, (f"{rule.measure}.{rule.column}", contrast.name)))
-        flags |= {name: rule.worse} if rule.column in FLAGS else {}
-        for sample, *both in zip(contrast.ids, contrast.before, contrast.now, strict=False):
-            figures.setdefault(sample, {})[name] = float(both[0]), float(both[1])
+        name = f"{rule.measure}.{rule.column}"
+        if contrast.name:
+            name += f"@{contrast.name}"
+        if rule.column in FLAGS:
+            flags[name] = rule.worse
+        for sample, before, now in zip(contrast.ids, contrast.before, contrast.now, strict=False):
+            known = figures.setdefault(sample, {})
+            known[name] = (float(before), float(now))
     samples = []
     for sample, known in figures.items():
-        turned = {n: flags[n] * (known[n][1] - known[n][0]) for n in known.keys() & flags.keys()}
-        lost, gained = ([n for n in known if s * turned.get(n, 0) > 0] for s in (1, -1))
-        change = {"figures": known, "lost": tuple(lost), "gained": tuple(gained)}
-        samples.append(SampleChange(id=sample, place=places.get(sample, ""), **change))
+        lost = list[str]()
+        gained = list[str]()
+        for name, (old, new) in known.items():
+            worse = flags.get(name, 0) * (new - old)
+            if worse > 0:
+                lost.append(name)
+            elif worse < 0:
+                gained.append(name)
+        change = SampleChange(
+            id=sample,
+            place=places.get(sample, ""),
+            figures=known,
+            lost=tuple(lost),
+            gained=tuple(gained),
+        )
+        samples.append(change)
+    return tuple(sorted(samples, key=_rank_sample))
 
-    def rank(change: SampleChange) -> tuple[int, float]:
-        norm = change.figures.get("jacobian.norm", (None, None))[1]
-        return len(change.gained) - len(change.lost), -order(norm)
 
-    # Those that lost most first; of equal ones that with the larger norm.
-    return tuple(sorted(samples, key=rank))
+def _rank_sample(change: SampleChange) -> tuple[int, float]:
+    """Order the samples: the most losses first; of equal ones the larger norm."""
+    balance = len(change.gained) - len(change.lost)
+    if "jacobian.norm" not in change.figures:
+        return balance, math.inf
+    _, norm = change.figures["jacobian.norm"]
+    return balance, -order(norm)
 
 
 # Ranking
@@ -369,18 +404,24 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
     found = _rank_models(criteria[0], matched) if criteria else {}
-    known: dict[str, Any] = {"compared": sum("rank" in each for each in found.values()) - 1}
-    if known["compared"] >= 1:
-        rule, name = criteria[0].rule, criteria[0].name
-        known["criterion"], known["better"] = rule.metric, "lower" if rule.worse > 0 else "higher"
-        known["ball"] = name.ball if isinstance(name, TrialKey) else ""
-        found |= {i: {"outcome": "not measured"} for i in range(len(names)) if i not in found}
+    known: dict[str, Any] = {}
+    compared = sum("rank" in fields for fields in found.values()) - 1
+    if compared >= 1:
+        rule = criteria[0].rule
+        name = criteria[0].name
+        known["compared"] = compared
+        known["criterion"] = rule.metric
+        known["better"] = "lower" if rule.worse > 0 else "higher"
+        if isinstance(name, TrialKey):
+            known["ball"] = name.ball
+        for i in range(len(names)):
+            found.setdefault(i, {"outcome": "not measured"})
     else:  # in the given order, with the reasons of models that cannot be compared
         refused = {i: fields for i, fields in found.items() if "reason" in fields}
-        found, known = {i: refused.get(i, {}) for i in range(len(names))}, {}
-    models = (
-        Ranked(model=names[i], summary=summary(reports[i]), **each) for i, each in found.items()
-    )
+        found = {i: refused.get(i, {}) for i in range(len(names))}
+    models = list[Ranked]()
+    for i, fields in found.items():
+        models.append(Ranked(model=names[i], summary=summary(reports[i]), **fields))
     notes = (Note.info("paired-by-place", text) for text in by_place.values())
     return Ranking(models=tuple(models), notes=tuple(notes), **known)
 
@@ -405,21 +446,28 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     for i in ranked:  # the model with the best figure may not be the best sample by sample
         if i != best and _compare_two(rule, reports[i], reports[best], level).status == "improved":
             best = i
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best", "difference": None}}
     for i in ranked:
-        change = None if i == best else _compare_two(rule, reports[i], reports[best], level)
-        behind = change is not None and change.status == "regressed"
-        words = "behind" if behind else "not distinguishable from"
-        equal = worse[i] == worse[best] and not behind
-        place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked)) if behind else 1
-        outcome = "best" if i == best or equal else f"{words} the best"
+        if i == best:
+            continue
+        change = _compare_two(rule, reports[i], reports[best], level)
+        place = 1
+        if change.status == "regressed":
+            place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked))
+            outcome = "behind the best"
+        elif worse[i] == worse[best]:
+            outcome = "best"
+        else:
+            outcome = "not distinguishable from the best"
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
     places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
+    entries = {i: found[i] for i in places}
     # Alone, a model is compared with none.
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
-    reasons = {i: next(apart[pair] for pair in apart if i in pair) for i in outside}
-    unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}
-    return {i: found[i] for i in places} | unlike
+    for i in outside:
+        reason = next(apart[pair] for pair in apart if i in pair)
+        entries[i] = {"outcome": "not comparable", "reason": reason}
+    return entries
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:

@@ -230,20 +230,34 @@ def is_mean(rule: Rule) -> bool:
 
 def index_rows(section: Section) -> dict[Key, Row]:
     """Return the rows by their names: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
-    rows, counts = dict[Key, Row](), Counter[Key]()
+    rows = dict[Key, Row]()
+    counts = Counter[Key]()
     for row in section.rows:
-        known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
-        name: Key = row.key or ",".join(map(str, known.values()))
-        if "layer" in row:
-            shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
-            name = " ".join(f"{key} {known[key]}" for key in shown)
-        elif not name:
-            cells = [(key, row[key]) for key in naming(section.columns) if row[key] is not None]
-            texts = (cell if isinstance(cell, str) else f"{key} {cell}" for key, cell in cells)
-            name = " ".join(filter(None, texts))
+        name = _name_row(row, section)
         counts[name] += 1
-        rows[f"{name} #{counts[name]}" if counts[name] > 1 else name] = row
+        if counts[name] > 1:
+            name = f"{name} #{counts[name]}"
+        rows[name] = row
     return rows
+
+
+def _name_row(row: Row, section: Section) -> Key:
+    known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
+    if "layer" in row:
+        shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
+        return " ".join(f"{key} {known[key]}" for key in shown)
+    if row.key:
+        return row.key
+    if known:
+        return ",".join(map(str, known.values()))
+    texts = list[str]()
+    for key in naming(section.columns):
+        cell = row[key]
+        if isinstance(cell, str):
+            texts.append(cell)
+        elif cell is not None:
+            texts.append(f"{key} {cell}")
+    return " ".join(filter(None, texts))
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
@@ -254,7 +268,8 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
         if kind == rule.column:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
-            values[trial or ""] = np.array([np.nan if v is None else float(v) for v in cells])
+            numbers = [np.nan if cell is None else float(cell) for cell in cells]
+            values[trial or ""] = np.array(numbers)
     if rule.column == RADIUS.column and values:
         # Another class is at distance 0 from a misclassified sample, which has no radius.
         right = section.samples.get("correct", ())
@@ -263,20 +278,30 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
         attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)
-        balls = trials.worst_cases(attacked).items()
-        worst = [(ball, [values[trial] for trial in inside]) for ball, inside in balls]
-        values = {**{ball: np.min(each, axis=0) for ball, each in worst}, **values}
-    words = rule.selector
-    each = [k for k in values if all(isinstance(k, TrialKey) and k.matches(w) for w in words)]
-    return {key: values[key] for key in _choose_worst(each, words)}
+        worst: dict[Key, Values] = {}
+        for ball, inside in trials.worst_cases(attacked).items():
+            lines = [values[trial] for trial in inside]
+            worst[ball] = np.min(lines, axis=0)
+        values = worst | values
+    chosen = [key for key in values if _matches_all(key, rule.selector)]
+    return {key: values[key] for key in _choose_worst(chosen, rule.selector)}
+
+
+def _matches_all(key: Key, words: Sequence[str]) -> bool:
+    if isinstance(key, TrialKey):
+        return all(key.matches(word) for word in words)
+    return not words
 
 
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
     """Keep the worst case over the attacks, unless the selector names an attack."""
-    attacks = {key: key.attack if isinstance(key, TrialKey) else "" for key in keys}
-    if {word.removeprefix("attack=") for word in selector} & set(attacks.values()):
-        return [*keys]
-    return [key for key in keys if attacks[key] == WORST] or [*keys]
+    attacks = {key: key.attack for key in keys if isinstance(key, TrialKey)}
+    named = {word.removeprefix("attack=") for word in selector}
+    if named.isdisjoint(attacks.values()):
+        worst = [key for key in keys if attacks.get(key) == WORST]
+        if worst:
+            return worst
+    return [*keys]
 
 
 def _matches(row: Row, word: str, section: Section) -> bool:
@@ -340,13 +365,20 @@ def find_shared(
     # Repeats would count one sample several times, and limits would be too narrow.
     place = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
-    pairs = [(place[name], i) for i, name in distinct if name in place]
-    few = not pairs or len(pairs) < least * len(distinct)
+    new = list[int]()
+    old = list[int]()
+    for i, name in distinct:
+        if name in place:
+            new.append(place[name])
+            old.append(i)
+    few = not old or len(old) < least * len(distinct)
     if few:
-        text = f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the"
-        needed = f" ({100 * least:g} % are needed)" if least else ""
-        raise BaselineError(f"{text} current report{needed}")
-    return [i for i, _ in pairs], [i for _, i in pairs]
+        text = f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the"
+        text += " current report"
+        if least:
+            text += f" ({100 * least:g} % are needed)"
+        raise BaselineError(text)
+    return new, old
 
 
 def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[Key], set[str]]:

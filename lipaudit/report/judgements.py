@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import Judgement, Verdict, VerdictStatus, amount
@@ -69,40 +70,65 @@ def make_comparison_page(
         short: for one screen: without samples, heads and sections.
     """
     pairs, several = comparison.pairs, len(comparison.pairs) > 1
-    places = {name: place for report in reports for name, place in find_places(report).items()}
-    counts, chapters, warnings = [], list[Chapter](), list_warnings(reports)
+    places = dict[str, str]()
+    for report in reports:
+        places |= find_places(report)
+    counts = []
+    chapters = list[Chapter]()
+    warnings = list_warnings(reports)
     for i, pair in enumerate(pairs):
-        lead, of = (f"{pair.new}: ", f" ({pair.new})") if several else ("", "")
+        lead = ""
+        if several:
+            lead = f"{pair.new}: "
         counts.append(lead + _count_verdicts(pair))
-        # Conditions that differ, and the metrics that they exclude.
-        refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
-        excluded = (f"not compared, {why}: {', '.join(names)}" for why, names in refused.items())
-        warnings += (Note.warn("differs", lead + text) for text in (*pair.warnings, *excluded))
-        figures = _show_figures(pair, short=short)
-        samples = _show_samples(pair, places, FEW if short else FIT)
-        most = FEW if short else TOP
-        carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
-        heads = _show_heads([head for head in pair.heads if head not in carriers], most)
-        number = f"-{i + 1}" * several
-        for name, title, parts in (
-            ("change", f"What changed from {pair.old} to {pair.new}?", figures),
-            ("samples", f"Which samples changed?{of}", samples),
-            ("heads", f"Which heads changed?{of}", heads),
-            (
-                "carriers",
-                f"Which heads carry the change of the norm?{of}",
-                _show_heads(carriers, most),
-            ),
-        ):
-            chapters += [Chapter(name + number, title, parts)] if parts else []
+        for text in (*pair.warnings, *_list_excluded(pair)):
+            warnings.append(Note.warn("differs", lead + text))
+        for chapter in _list_chapters(pair, places, several=several, short=short):
+            if several:
+                chapter = replace(chapter, name=f"{chapter.name}-{i + 1}")
+            chapters.append(chapter)
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
-    facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
-    worse = any(verdict.status == "regressed" for pair in pairs for verdict in pair.verdicts)
-    answer = Paragraph(" ".join(counts), "broken" if worse else "answer")
-    page = make_pages(reports, [open_page(answer, "", facts, warnings), *chapters], short=short)
+    facts = [("old", old)]
+    facts += (("new", name) for name in new)
+    facts.append(("data", "; ".join(data)))
+    tone: Literal["answer", "broken"] = "answer"
+    for pair in pairs:
+        if any(verdict.status == "regressed" for verdict in pair.verdicts):
+            tone = "broken"
+    answer = Paragraph(" ".join(counts), tone)
+    opening = open_page(answer, "", facts, warnings)
+    page = make_pages(reports, [opening, *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
+
+
+def _list_excluded(pair: Pair) -> Iterator[str]:
+    """Yield each condition that differs, and the metrics that it excludes."""
+    refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
+    for why, names in refused.items():
+        yield f"not compared, {why}: {', '.join(names)}"
+
+
+def _list_chapters(
+    pair: Pair, places: Mapping[str, str], *, several: bool, short: bool
+) -> Iterator[Chapter]:
+    """Yield the chapters of a pair that have something to show."""
+    of = f" ({pair.new})" if several else ""
+    most = FEW if short else TOP
+    figures = _show_figures(pair, short=short)
+    if figures:
+        yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
+    samples = _show_samples(pair, places, FEW if short else FIT)
+    if samples:
+        yield Chapter("samples", f"Which samples changed?{of}", samples)
+    carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
+    heads = _show_heads([head for head in pair.heads if head not in carriers], most)
+    if heads:
+        yield Chapter("heads", f"Which heads changed?{of}", heads)
+    carrying = _show_heads(carriers, most)
+    if carrying:
+        yield Chapter("carriers", f"Which heads carry the change of the norm?{of}", carrying)
 
 
 def _count_verdicts(pair: Pair) -> str:
@@ -111,11 +137,22 @@ def _count_verdicts(pair: Pair) -> str:
     counts = Counter(verdict.status for verdict in judged)
     listed = [f"{counts[status]} {status}" for status in FIRST if counts[status]]
     refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
-    listed += [f"{refused} not compared"] if refused else []
-    worse = [f"{v.metric} {v.name}".rstrip() for v in judged if v.status == "regressed"]
-    more = f" and {len(worse) - FEW} more" if len(worse) > FEW else ""
-    regressed = f" Regressed: {'; '.join(worse[:FEW])}{more}." if worse else ""
-    return f"Of {len(judged) + refused} figures: {', '.join(listed)}.{regressed}"
+    if refused:
+        listed.append(f"{refused} not compared")
+    count = len(judged) + refused
+    text = f"Of {count} figures: {', '.join(listed)}."
+    worse = [_name_figure(verdict) for verdict in judged if verdict.status == "regressed"]
+    if not worse:
+        return text
+    more = ""
+    if len(worse) > FEW:
+        more = f" and {len(worse) - FEW} more"
+    first = "; ".join(worse[:FEW])
+    return f"{text} Regressed: {first}{more}."
+
+
+def _name_figure(verdict: Verdict) -> str:
+    return f"{verdict.metric} {verdict.name}".rstrip()
 
 
 # Chapters
@@ -125,26 +162,38 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     """Show the verdicts, the most severe first, and note what permits the comparison."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
-    shown, rows = judged[: 2 * FEW if short else None], list[Cells]()
+    shown = judged
+    if short:
+        shown = judged[: 2 * FEW]
+    rows = list[Cells]()
     for verdict in shown:
         texts = {name: text or None for name, text in verdict.texts.items()}
         row: Cells = {
-            "metric": f"{verdict.metric} {verdict.name}".rstrip(),
+            "metric": _name_figure(verdict),
             "verdict": verdict.status,
+            "old": texts["baseline"],
+            "new": texts["current"],
+            "change": texts["change"],
         }
-        row |= {"old": texts["baseline"], "new": texts["current"], "change": texts["change"]}
         if not short:
-            row |= {"paired": texts["paired"], "95 % limits": texts["limits"]}
-            row |= {"samples": verdict.samples or None}
+            row["paired"] = texts["paired"]
+            row["95 % limits"] = texts["limits"]
+            row["samples"] = verdict.samples or None
             if verdict.mcnemar is not None:
-                row |= {"lost": verdict.lost, "gained": verdict.gained}
-                row |= {"McNemar": verdict.mcnemar}
+                row["lost"] = verdict.lost
+                row["gained"] = verdict.gained
+                row["McNemar"] = verdict.mcnemar
         rows.append(row)
-    moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
-    title = f"The first {len(shown)} of {len(judged)}" if len(shown) < len(judged) else ""
-    table = [make_table(title, rows, strong=moved)] if rows else []
-    notes = () if short else pair.notes
-    return [*table, *blocks.list_notes(Note.info("differs", text) for text in notes)]
+    found = list[Block]()
+    if rows:
+        moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
+        title = ""
+        if len(shown) < len(judged):
+            title = f"The first {len(shown)} of {len(judged)}"
+        found.append(make_table(title, rows, strong=moved))
+    if not short:
+        found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
+    return found
 
 
 def _read_change(verdict: Verdict) -> float | None:
@@ -171,66 +220,107 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     if not groups:
         return []
     first, changes = next(iter(groups.items()))
-    ranked, whole = rank_heads(changes), most > FEW
-    shown = ranked if whole and len(ranked) <= FIT else ranked[:most]
-    rows: list[Cells] = [
-        {
-            "head": f"{head.layer}.{head.head}",
-            "change": amount(_read_change(head), head.unit),
-            "95 % limits": head.texts["limits"] or None,
-            "p (Holm)": head.p_adjusted,
-            "stands": None if head.p_adjusted is None else head.stands,
-        }
-        for head in shown
-    ]
-    maps, columns = [], dict[tuple[str, str], Column]()
-    for metric, group in groups.items() if whole else ():
-        column, unit = find_column(metric), group[0].unit
+    ranked = rank_heads(changes)
+    whole = most > FEW
+    shown = ranked[:most]
+    if whole and len(ranked) <= FIT:
+        shown = ranked
+    rows = [_list_head_cells(head) for head in shown]
+    if not whole:
+        groups = {}
+    maps = list[Block]()
+    columns = dict[tuple[str, str], Column]()
+    for metric, group in groups.items():
+        column = find_column(metric)
         heads = {(head.layer, head.head): head for head in group}
         for when in ("old", "new"):
             columns[metric, when] = replace(column, label=f"{column.label}, {when}")
             for row, head in zip(rows, shown, strict=True):
                 same = heads.get((head.layer, head.head))
                 row[metric, when] = same and getattr(same, when)
-        times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[unit]
-        known = {place: _read_change(head) for place, head in heads.items()}
-        values = {k: None if value is None else value * times for k, value in known.items()}
-        meaning = "New value over old value, sample by sample."
-        change = Column("change", meaning, unit.strip("%"), how, status=column.status)
-        maps.append(map_heads(f"{metric}: change of every head", values, change, centre=0.0))
-    part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
-    strong = {i for i, head in enumerate(shown) if head.stands}
-    title = f"Heads that moved most{part}, by {first}"
-    table = [make_table(title, rows, columns, strong=strong)] if rows else []
+        maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
-    count = f"{proven} of {len(changes)} changes are proven (column stands)."
-    return [Paragraph(count), *table, *maps]
+    found: list[Block] = [
+        Paragraph(f"{proven} of {len(changes)} changes are proven (column stands).")
+    ]
+    if rows:
+        strong = {i for i, head in enumerate(shown) if head.stands}
+        title = f"Heads that moved most{_count_part(shown, ranked)}, by {first}"
+        found.append(make_table(title, rows, columns, strong=strong))
+    return found + maps
+
+
+def _list_head_cells(head: HeadChange) -> Cells:
+    """Return the cells of a head in the table of heads that moved most."""
+    cells: Cells = {
+        "head": f"{head.layer}.{head.head}",
+        "change": amount(_read_change(head), head.unit),
+        "95 % limits": head.texts["limits"] or None,
+        "p (Holm)": head.p_adjusted,
+        "stands": None,
+    }
+    if head.p_adjusted is not None:
+        cells["stands"] = head.stands
+    return cells
+
+
+def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Block:
+    """Draw the change of every head of a column."""
+    column = find_column(metric)
+    unit = next(iter(heads.values())).unit
+    times = 100.0 if unit == "pp" else 1.0
+    values = dict[tuple[int, int], float | None]()
+    for place, head in heads.items():
+        values[place] = _read_change(head)
+        if values[place] is not None:
+            values[place] *= times
+    how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
+    meaning = "New value over old value, sample by sample."
+    change = Column("change", meaning, unit.strip("%"), how, status=column.status)
+    return map_heads(f"{metric}: change of every head", values, change, centre=0.0)
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
     """Show the samples whose result changed, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
-    shown, columns = flipped[:most], dict[tuple[str, str], Column]()
+    if not flipped:
+        return []
+    shown = flipped[:most]
+    columns = dict[tuple[str, str], Column]()
     rows = list_names([sample.id for sample in shown], places)
-    for row, s in zip(rows, shown, strict=True):
-        turned = [f"{n}: yes → no" for n in s.lost] + [f"{n}: no → yes" for n in s.gained]
+    for row, sample in zip(rows, shown, strict=True):
+        turned = [f"{name}: yes → no" for name in sample.lost]
+        turned += (f"{name}: no → yes" for name in sample.gained)
         row["became"] = "; ".join(turned)
-    counts = Counter(metric for sample in pair.samples for metric in sample.figures)
+    counts = Counter[str]()
+    for sample in pair.samples:
+        counts.update(sample.figures.keys())
     # Columns with most samples come first; norms come before others.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         name, _, trial = metric.partition("@")
         # A figure is shown if half of the samples have it; yes and no are in the column before.
-        known = most > FEW and 2 * sum(metric in sample.figures for sample in shown) >= len(shown)
-        if not known or name.split(".")[-1] in FLAGS:
+        known = sum(metric in sample.figures for sample in shown)
+        if most <= FEW or 2 * known < len(shown):
+            continue
+        if name.split(".")[-1] in FLAGS:
             continue
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
             label = ", ".join(filter(None, (column.label, trial, when)))
             columns[metric, when] = replace(column, label=label)
             for row, sample in zip(rows, shown, strict=True):
-                row[metric, when] = sample.figures.get(metric, (None, None))[end]
-    part = f" ({len(shown)} of {len(flipped)})" if len(shown) < len(flipped) else ""
-    return [make_table(f"Samples that changed{part}", rows, columns)] if shown else []
+                row[metric, when] = None
+                if metric in sample.figures:
+                    row[metric, when] = sample.figures[metric][end]
+    title = "Samples that changed" + _count_part(shown, flipped)
+    return [make_table(title, rows, columns)]
+
+
+def _count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
+    """Say how many are shown, unless all are."""
+    if len(shown) == len(all_of_them):
+        return ""
+    return f" ({len(shown)} of {len(all_of_them)})"
 
 
 # Rankings
@@ -244,23 +334,26 @@ def tabulate_ranking(
     ranking: Ranking, reports: Sequence[Report], most: int | None = None
 ) -> blocks.Table:
     """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
-    names = zip(model_labels(reports), reports, strict=True)
-    cards = {name: {line.label: line for line in list_figures(report)} for name, report in names}
     columns: dict[tuple[str, str], Column] = {}  # no label may replace a cell of the ranking
-    for label, line in (item for card in cards.values() for item in card.items()):
-        columns.setdefault(("figure", label), replace(line.column, label=label))
-    rows = []
+    values: dict[tuple[str, str], Any] = {}
+    for model, report in zip(model_labels(reports), reports, strict=True):
+        card = {line.label: line for line in list_figures(report)}
+        for line in card.values():
+            columns.setdefault(("figure", line.label), replace(line.column, label=line.label))
+            values[model, line.label] = line.value
+    rows = list[Cells]()
     for model in ranking.models:
         row: Cells = {"model": model.model}
         if ranking.criterion:
             row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": None}
             if difference := model.difference:  # the best model has none
                 limits = difference.texts["limits"]
-                row["difference"] = amount(_read_change(difference), difference.unit)
-                row["difference"] += f" ({limits})" if limits else ""
+                text = amount(_read_change(difference), difference.unit)
+                if limits:
+                    text += f" ({limits})"
+                row["difference"] = text
         for key in list(columns)[:most]:
-            known = cards[model.model].get(key[1])
-            row[key] = known and known.value
+            row[key] = values.get((model.model, key[1]))
         rows.append(row)
     return make_table("", rows, columns, keys=2 if ranking.criterion else 1)
 
@@ -284,25 +377,32 @@ ALONE = 6
 """Rules with at most this many rows are listed row by row."""
 MOST = 8
 """Largest number of verdicts listed line by line for a rule, and of failures on a page."""
+PASSED = ("pass (proven)", "pass", "unchanged")
 COLUMNS = ("baseline", "current", "change", "paired", "limits", "samples")
 
 
 def write_verdicts(judgement: Judgement) -> list[str]:
     """Write a judgement line by line: the answer first, the outcome with its counts last."""
     lines = [judgement.reason, f"{judgement.current} against {judgement.baseline}", ""]
-    lines += [f"! warning: {text}" for text in judgement.warnings]
-    groups = [*_group_verdicts(judgement)]
+    lines += (f"! warning: {text}" for text in judgement.warnings)
+
+    def rank(group: tuple[str, list[Verdict], Counter[str]]) -> int:
+        return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
+
     # Rules that fail come first, then those that are open.
-    groups.sort(key=lambda group: min((rank_verdict(judgement, v) for v in group[1]), default=2))
-    for rule, listed, passed in groups:
+    for rule, listed, passed in sorted(_group_verdicts(judgement), key=rank):
         first = listed[:MOST]
-        lines += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in first]
+        for verdict in first:
+            mark = _choose_mark(judgement, verdict)
+            lines.append(f"{mark} {verdict.line}")
         cut = Counter[str](verdict.status for verdict in listed[MOST:])
         more = "more " if first else ""
         for status, count in (cut + passed).items():
-            where = "; -f table lists them" if status in cut else ""
-            lines.append(f"  {rule}: {count} {more}rows {status}{where}")
-    lines += [f"  note: {note}" for note in judgement.notes]
+            line = f"  {rule}: {count} {more}rows {status}"
+            if status in cut:
+                line += "; -f table lists them"
+            lines.append(line)
+    lines += (f"  note: {note}" for note in judgement.notes)
     return [*lines, "", f"{judgement.summary} (exit code {judgement.exit_code})"]
 
 
@@ -347,40 +447,69 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
     """
     rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
     for rule, verdicts in rules.items():
-        # For an upper limit the largest excess comes first, for a lower one the largest shortfall.
-        sign = -1 if ">=" in rule else 1
+        listed = list[Verdict]()
+        passed = Counter[str]()
+        for verdict in verdicts:
+            passes = verdict.status in PASSED and not judgement.fails(verdict)
+            if passes and len(verdicts) > ALONE:
+                passed[verdict.status] += 1
+            else:
+                listed.append(verdict)
+        if len(listed) > ALONE:
+            listed.sort(key=partial(_rank_excess, judgement))
+        yield rule, listed, passed
 
-        def rank(verdict: Verdict, sign: int = sign) -> tuple[bool, float]:
-            values = (verdict.paired, verdict.change, verdict.new)
-            known = [each for each in values if each is not None and not verdict.reason]
-            return not judgement.fails(verdict), -sign * known[0] if known else -math.inf
 
-        few = len(verdicts) <= ALONE
-        passed = ("pass (proven)", "pass", "unchanged")
-        listed = [v for v in verdicts if few or judgement.fails(v) or v.status not in passed]
-        others = Counter[str](v.status for v in verdicts if v not in listed)
-        yield rule, sorted(listed, key=rank) if len(listed) > ALONE else listed, others
+def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
+    """Order the verdicts of a rule: those that fail first, then by the excess over the limit.
+
+    For an upper limit the largest value comes first, for a lower one the smallest.
+    """
+    passes = not judgement.fails(verdict)
+    if verdict.reason:
+        return passes, -math.inf
+    for value in (verdict.paired, verdict.change, verdict.new):
+        if value is not None:
+            excess = -value if ">=" in verdict.rule else value
+            return passes, -excess
+    return passes, -math.inf
 
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
-    return "✗" if judgement.fails(verdict) else MARKS.get(verdict.status, "~")
+    if judgement.fails(verdict):
+        return "✗"
+    return MARKS.get(verdict.status, "~")
 
 
 def _show_verdicts(judgement: Judgement) -> list[Block]:
     """Explain the failing verdicts in a sentence each, then tabulate all, failing ones first."""
     groups = [*_group_verdicts(judgement)]
-    verdicts = [verdict for _, listed, _ in groups for verdict in listed]
+    verdicts = list[Verdict]()
+    for _, listed, _ in groups:
+        verdicts += listed
     verdicts.sort(key=lambda v: (rank_verdict(judgement, v), GRAVEST.index(v.status)))
-    rows: list[Cells] = []
-    for v in verdicts:
-        mark = f"{_choose_mark(judgement, v)} {v.status}"
-        rows.append({"verdict": mark, "rule": v.rule, "row": v.reason or v.name, **v.texts})
+    rows = list[Cells]()
+    points = list[tuple[str, str, str]]()
+    for verdict in verdicts:
+        row: Cells = {
+            "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
+            "rule": verdict.rule,
+            "row": verdict.reason or verdict.name,
+        }
+        rows.append(row | verdict.texts)
+        if verdict.remark or rank_verdict(judgement, verdict) < 2:
+            points.append(("", verdict.line, ""))
     for rule, listed, passed in groups:
-        more, blank = "more " * bool(listed), dict.fromkeys(COLUMNS, "")
-        for status, n in passed.items():
-            rows.append({"verdict": status, "rule": rule, "row": f"{n} {more}rows", **blank})
-    grave = [v for v in verdicts if rank_verdict(judgement, v) < 2 or v.remark]
-    points = tuple(("", verdict.line, "") for verdict in grave[:MOST])
+        more = "more " if listed else ""
+        for status, count in passed.items():
+            row = {"verdict": status, "rule": rule, "row": f"{count} {more}rows"}
+            rows.append(row | dict.fromkeys(COLUMNS, ""))
+    found = list[Block]()
+    if points:
+        found.append(Points(tuple(points[:MOST])))
+    if rows:
+        found.append(make_table("", rows))
     notes = tuple(("note", text, "") for text in judgement.notes)
-    table = [make_table("", rows)] if rows else []
-    return [*([Points(points)] if points else []), *table, *([Points(notes)] if notes else [])]
+    if notes:
+        found.append(Points(notes))
+    return found

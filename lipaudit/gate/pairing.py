@@ -295,7 +295,7 @@ def _matches_all(key: Key, words: Sequence[str]) -> bool:
 
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
     """Keep the worst case over the attacks, unless the selector names an attack."""
-    attacks = {key: key.attack for key in keys if isinstance(key, TrialKey)}
+    attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
     named = {word.removeprefix("attack=") for word in selector}
     if named.isdisjoint(attacks.values()):
         worst = [key for key in keys if attacks.get(key) == WORST]

@@ -271,9 +271,8 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     times = 100.0 if unit == "pp" else 1.0
     values = dict[tuple[int, int], float | None]()
     for place, head in heads.items():
-        values[place] = _read_change(head)
-        if values[place] is not None:
-            values[place] *= times
+        value = _read_change(head)
+        values[place] = value if value is None else value * times
     how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
     meaning = "New value over old value, sample by sample."
     change = Column("change", meaning, unit.strip("%"), how, status=column.status)
@@ -336,11 +335,11 @@ def tabulate_ranking(
     """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
     columns: dict[tuple[str, str], Column] = {}  # no label may replace a cell of the ranking
     values: dict[tuple[str, str], Any] = {}
-    for model, report in zip(model_labels(reports), reports, strict=True):
+    for name, report in zip(model_labels(reports), reports, strict=True):
         card = {line.label: line for line in list_figures(report)}
         for line in card.values():
             columns.setdefault(("figure", line.label), replace(line.column, label=line.label))
-            values[model, line.label] = line.value
+            values[name, line.label] = line.value
     rows = list[Cells]()
     for model in ranking.models:
         row: Cells = {"model": model.model}

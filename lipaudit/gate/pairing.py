@@ -272,9 +272,8 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
             values[trial or ""] = np.array(numbers)
     if rule.column == RADIUS.column and values:
         # Another class is at distance 0 from a misclassified sample, which has no radius.
-        right = section.samples.get("correct", ())
-        wrong = [i for i, flag in enumerate(right) if flag is not None and not flag]
-        values[""][wrong] = 0.0
+        ids = section.ids or [str(i) for i in range(values[""].size)]
+        values[""][np.isin(ids, [*_list_wrong(section)])] = 0.0
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
         attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)
@@ -397,8 +396,19 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
             if name == "converged":
                 samples |= {sample for sample, flag in flagged if not flag}
             elif trials.parse_column(name)[0] == column:
-                samples |= {s for s, cell in flagged if not isinstance(cell, int | float)}
+                empty = {s for s, cell in flagged if not isinstance(cell, int | float)}
+                if column == RADIUS.column:
+                    empty -= _list_wrong(section)  # their radius is 0
+                samples |= empty
     return rows, samples
+
+
+def _list_wrong(section: Section) -> set[str]:
+    """Return the ids of misclassified samples."""
+    flags = section.samples.get("correct", ())
+    wrong = [i for i, flag in enumerate(flags) if flag is not None and not flag]
+    ids = section.ids or [str(i) for i in range(len(flags))]
+    return {ids[i] for i in wrong}
 
 
 def match_samples(

@@ -83,3 +83,17 @@ def test_one_that_is_only_noisy_does_not_fail(seed):
     robust = np.where(rng.random(COUNT) < 0.05, 1 - ROBUST[0], ROBUST[0])
     judgement, _, _ = describe(measure(clean, robust, noise[0], noise[1], weights="d"), OLD)
     assert judgement.exit_code == 0
+
+
+def test_compare_counts_misclassified_samples_in_the_radius_as_the_gate_does():
+    """Reports store no radius of them; without them a model that errs more looks better."""
+    right = OLD.section("jacobian")
+    radii = 1.3 * np.array(right.samples["radius_first_order"])
+    wrong = np.arange(COUNT) < 80
+    stored = [None if is_wrong else r for r, is_wrong in zip(radii, wrong, strict=True)]
+    worse = with_samples(right, radius_first_order=stored, correct=(~wrong).tolist())
+    current = new(worse, OLD.section("attack"))
+    judgement, _, words = describe(current, OLD)
+    (gate,) = (v for v in judgement.verdicts if v.metric.startswith("jacobian.radius"))
+    assert (gate.status, gate.samples) == ("regressed", COUNT)
+    assert words[gate.metric, ""] == (gate.status, gate.low, gate.high)

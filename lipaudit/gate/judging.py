@@ -118,7 +118,7 @@ def judge(
     signs = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
     notes += (f"{baseline.run.label}: {text}" for text in signs)
     notes += (text for _, text in conditions.list_differences(current, baseline))
-    verdicts = _decide(chosen, examinations, alpha)
+    verdicts = _decide(chosen, examinations, alpha, strict=strict)
     return Judgement(
         current=current.run.label,
         baseline=baseline.run.label,
@@ -387,7 +387,11 @@ def _express_change(rule: Rule, worse: float) -> float:
 
 
 def _decide(
-    rules: Sequence[Rule], examinations: Sequence[list[Contrast] | Verdict], alpha: float
+    rules: Sequence[Rule],
+    examinations: Sequence[list[Contrast] | Verdict],
+    alpha: float,
+    *,
+    strict: bool,
 ) -> Iterator[Verdict]:
     """Correct for many rows within each rule, then for many rules by Holm's procedure."""
     rows = list[dict[str, float]]()
@@ -409,7 +413,7 @@ def _decide(
                 continue
             adjusted = min(1.0, max(of_rule, of_row * times))
             level = alpha / max(2, len(smallest) * len(rows[i]))
-            yield _settle(verdict, rule, contrast, adjusted, alpha, level)
+            yield _settle(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
 
 def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
@@ -489,6 +493,8 @@ def _settle(
     adjusted: float,
     alpha: float,
     level: float,
+    *,
+    strict: bool,
 ) -> Verdict:
     """Decide a tested change: proven or not, within the limit or beyond it.
 
@@ -499,6 +505,7 @@ def _settle(
         adjusted: p-value of "no worse" over all rules and rows.
         alpha: error probability of the gate.
         level: level of one test among all, from which the needed samples are estimated.
+        strict: whether a limit must be proven.
     """
     evidence = contrast.evidence
     assert evidence is not None
@@ -516,11 +523,25 @@ def _settle(
         }
     elif estimate > margin:
         update["status"] = "regressed"
-    elif estimate < -abs(margin) and high < 0:
+    elif estimate < -abs(margin) and high < 0 and high <= margin:
         update["status"] = "improved"
     elif high <= margin:
         update["status"] = "pass (proven)"
+    elif strict:
+        update["samples_needed"] = _count_to_prove(evidence.samples, estimate, high, margin)
     return verdict.model_copy(update=update)
+
+
+def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int | None:
+    """Estimate the number of samples that would prove a limit by a change of the same size.
+
+    The distance of the upper limit from the estimate shrinks with the root of that number.
+    """
+    room = margin - estimate
+    if not math.isfinite(high) or room <= 0:
+        return None
+    ratio = min((high - estimate) / room, MANY)
+    return max(n + 1, math.ceil(n * ratio**2))
 
 
 def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:

@@ -115,6 +115,10 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     stat = _stat(match["stat"], column, table)
     per_sample = stat != "each" and column in table.sample_columns
     selector = (match["selector"] or "").split(",")
+    limit = _limit(match["limit"], text)
+    if per_sample and column in FLAGS and abs(limit.value) > 1:
+        advice = "Write -2pp for a change by two points, 0.6 for 60 %."
+        raise UsageError(f"{text!r}: a share is between 0 and 1, not {match['limit']}", advice)
     return Rule(
         text=" ".join(text.split()),
         measure=measure,
@@ -122,7 +126,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         selector=tuple(word.strip() for word in selector if word.strip()),
         stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
-        limit=_limit(match["limit"], text),
+        limit=limit,
         per_sample=per_sample,
         about=(table.sample_columns if per_sample else table.columns)[column],
     )
@@ -332,7 +336,8 @@ class Verdict(Frozen):
         gained: number of samples that changed from no to yes, for shares.
         mcnemar: exact two-sided p-value of "lost and gained are equally likely".
         samples: number of pairs behind the verdict; 0 without a test.
-        samples_needed: approximate number of samples that would settle an inconclusive change.
+        samples_needed: approximate number of samples that would settle an inconclusive change, or
+            prove a limit where --strict asks for it.
         reason: why the rule was not judged.
         remark: what else a reader of the figures must know.
     """
@@ -387,7 +392,7 @@ class Verdict(Frozen):
 
     @property
     def advice(self) -> str:
-        """Return what would settle an inconclusive change; empty for any other."""
+        """Return what would settle an inconclusive change or prove a limit; else nothing."""
         if not self.samples_needed:
             return ""
         return f"about {self.samples_needed} samples would settle it (this run has {self.samples})"
@@ -414,6 +419,8 @@ class Verdict(Frozen):
         if self.low is None or self.high is None:
             return ""
         end = min(self.low, self.high, key=abs)
+        if self.change_status in ("improved", "inconclusive"):
+            return f"proven: less than {self.rule} asks"
         if not math.isfinite(end) or self.change_status != "regressed":
             return "proven"
         size = abs(100 * end if self.unit else end)

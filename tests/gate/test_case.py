@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import parse_rule
 from lipaudit.report import of_judgement, render
 from tests.gate.cases import attack, flags, jacobian, new, report, with_samples
 
@@ -97,3 +99,44 @@ def test_compare_counts_misclassified_samples_in_the_radius_as_the_gate_does():
     (gate,) = (v for v in judgement.verdicts if v.metric.startswith("jacobian.radius"))
     assert (gate.status, gate.samples) == ("regressed", COUNT)
     assert words[gate.metric, ""] == (gate.status, gate.low, gate.high)
+
+
+def test_strict_lets_no_demanded_improvement_pass_that_is_not_proven():
+    noise = np.random.default_rng(1).normal(-0.14, 0.25, COUNT)
+    current = new(jacobian(NORMS * np.exp(noise)))
+    rule = parse_rule("jacobian.norm <= -10%")
+    judgement = judge(current, report(jacobian(NORMS)), [rule], strict=True)
+    (verdict,) = judgement.verdicts
+    # It fell by more than 10 %, but its limits begin below that.
+    assert verdict.paired < -0.1 < verdict.high < 0
+    assert (verdict.status, judgement.exit_code) == ("pass", 6)
+    lenient = judge(current, report(jacobian(NORMS)), [rule])
+    assert lenient.exit_code == 0
+
+
+def test_a_demanded_improvement_that_fails_says_what_is_proven():
+    noise = np.random.default_rng(1).normal(-0.05, 0.1, COUNT)
+    rule = parse_rule("jacobian.norm <= -10%")
+    judgement = judge(new(jacobian(NORMS * np.exp(noise))), report(jacobian(NORMS)), [rule])
+    assert judgement.exit_code == 1
+    assert judgement.reason.endswith("(proven: less than jacobian.norm <= -10% asks)")
+
+
+def test_strict_says_how_many_samples_would_prove_an_equal_model():
+    strict = judge(measure(CLEAN[0], ROBUST[0], 1.0, 1.0, weights="c"), OLD, strict=True)
+    assert strict.exit_code == 6
+    # z sqrt(2) / (n + 2) at n = 128, against 2 points
+    high = 1.959964 * np.sqrt(2) / 130
+    needed = int(np.ceil(COUNT * (high / 0.02) ** 2))
+    first = strict.verdicts[0]
+    assert (first.status, first.samples_needed) == ("pass", needed)
+    assert f"about {needed} samples would settle it" in strict.reason
+    assert f"about {needed} samples would settle it" in strict.summary
+    lenient = judge(measure(CLEAN[0], ROBUST[0], 1.0, 1.0, weights="c"), OLD)
+    assert lenient.verdicts[0].samples_needed is None
+
+
+@pytest.mark.parametrize("limit", ["-2", "+5", "60", "-200pp"])
+def test_a_share_has_no_limit_beyond_one(limit):
+    with pytest.raises(UsageError, match="a share is between 0 and 1"):
+        parse_rule(f"attack.robust >= {limit}")

@@ -143,7 +143,7 @@ def batch_for(net: Net) -> Batch:
     mask = torch.arange(most) < lengths
     if net.end_id is not None:  # a model that reads the state there wants it once, at the end
         x = x.where(x != net.end_id, net.end_id + 1).scatter(1, lengths - 1, net.end_id)
-    return Batch(x.masked_fill(~mask, net.pad_id), None, ids, mask)
+    return Batch(x.masked_fill(~mask, net.pad_id or 0), None, ids, mask)
 
 
 def alone(batch: Batch, i: int) -> Batch:

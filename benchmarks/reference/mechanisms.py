@@ -240,7 +240,7 @@ def texts(net: Net, *, doubled: bool = False) -> Batch:
     if doubled:
         return Batch(x[:1].repeat_interleave(2, 1)[:, :TOKENS], None, ("0",))
     mask = torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 2]])
-    return Batch(x.masked_fill(~mask, net.pad_id), None, ("0", "1"), mask)
+    return Batch(x.masked_fill(~mask, net.pad_id or 0), None, ("0", "1"), mask)
 
 
 def row(name: str) -> str:

@@ -199,7 +199,9 @@ def summarise_shares(
     known = [part for part in parts if "share_heads" in part.values]
     if not known:
         return []
-    facts = known[0].facts
+    # Of a part whose samples are no neighbours, only the first piece has the facts.
+    described = [part for part in known if "steps" in part.facts]
+    facts = described[0].facts
     ends = {"from": facts["from"], "to": to}
     once = base.mark_unique(parts)
     count = len(facts["heads"])
@@ -223,7 +225,7 @@ def summarise_shares(
         sample=samples,
         samples=int(once.sum()),
     )
-    notes = [*base.notes(parts), *_write_notes(known)]
+    notes = [*base.notes(parts), *_write_notes(described)]
     totals = np.concatenate([_read(part, "share_totals", (len(OF_ALL),)) for part in parts])
     figures = dict(zip(OF_ALL, totals.T, strict=True))
     figures["gap"] = np.concatenate([_read(part, "gap", ()) for part in parts])
@@ -239,7 +241,7 @@ def summarise_shares(
         )
     ]
     steps = facts["steps"]
-    if not steps or any(part.facts["steps"] != steps for part in known):
+    if not steps or any(part.facts["steps"] != steps for part in described):
         return sections
     paths = np.concatenate([_read(part, "share_paths", (len(steps), 4)) for part in parts])
     arrays = dict(zip(OF_PATHS, paths.transpose(2, 0, 1), strict=True))

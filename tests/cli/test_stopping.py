@@ -116,10 +116,10 @@ def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
 
 
 def test_the_first_of_two_processes_compares_and_judges(tmp_path, monkeypatch):
-    invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    invoke("jacobian", "demo", "-n", "8", "-q", "-o", "base.json")
     compare = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
     gate = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
-    gate = (*gate, "--fail-on", "jacobian.median <= -90%", "--report")
+    gate = (*gate, "--fail-on", "jacobian.norm:median <= -90%", "--report")
     both = ranks(2, *compare, cwd=tmp_path, then=[[*gate, "two.json"]])
     ends = [each.ended() for each in both]
     assert (ends[0][0], ends[1]) == (1, (0, "")), ends

@@ -26,7 +26,7 @@ READING = (
     ("report", "a.json", "-f", "csv"),
     ("compare", "a.json", "a.json", "-f", "markdown"),
     ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.confidence:mean >= -1%"),
-    ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.mean >= -1%", "-f", "html"),
+    ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.mean >= 0.1", "-f", "html"),
 )
 
 

@@ -199,7 +199,7 @@ def batch_for(net: Net, size: int = 2) -> Batch:
         )
     x = torch.randint(3, VOCABULARY, (size, 12), generator=generator)
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])[:size]
-    return Batch(x.masked_fill(~mask, net.pad_id), None, ids, mask)
+    return Batch(x.masked_fill(~mask, net.pad_id or 0), None, ids, mask)
 
 
 @cache

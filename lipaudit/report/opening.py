@@ -263,17 +263,18 @@ def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
 
 
 def _write_sources(sources: Sources) -> Line:
-    """Say through which parts the sensitivity passes."""
+    """Say through which parts the sensitivity passes; a path may pass several."""
     column = replace(find_column("jacobian.shares.share"), format=".0%")
-    totals = {"attention maps": sources.patterns, "MLPs": sources.mlps}
-    texts = [
-        f"{name} {cells.format_value(share, column)}"
-        for name, share in totals.items()
-        if share is not None
-    ]
+    texts = []
+    if sources.mlps is not None:
+        texts.append(f"MLPs {cells.format_value(sources.mlps, column)}")
     head = sources.largest
     texts.append(f"head {head.layer}.{head.head} alone {cells.format_value(head.share, column)}")
-    return Line("sensitivity through attention", sources.attention, column, ", ".join(texts))
+    if sources.patterns is None:
+        return Line("sensitivity through attention", sources.attention, column, ", ".join(texts))
+    texts.append("paths overlap")
+    label = "sensitivity via attention maps"
+    return Line(label, sources.patterns, column, ", ".join(texts))
 
 
 def _list_heads(known: Summary, report: Report) -> Iterator[Line]:

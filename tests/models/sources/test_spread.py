@@ -64,7 +64,7 @@ def save_timm(path):
     ("name", "dtype", "how", "kept"),
     [
         ("bounds", "float32", ONE, {}),
-        ("attention", "bfloat16", ONE, {}),
+        ("attention", "bfloat16", ONE | {"max_tokens": 12}, {}),
         ("jacobian", "bfloat16", ONE, {"weights": "stored"}),
         ("jacobian", "float32", ONE | {"target": "hidden:3"}, {}),
         ("attack", None, {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3}, {}),

@@ -125,7 +125,7 @@ def test_measures_and_gate_read_the_image_tower_and_the_names_of_folders(tmp_pat
     invoke(*gate, "--classes", "moved.txt")
     (tmp_path / "names.txt").write_text("keeper\nhe\nwrote\n")
     judged = invoke(*gate, code=5)
-    assert "not comparable: jacobian.norm:median <= +5%: preprocess zero-shot" in judged.stdout
+    assert "not comparable: jacobian.correct >= -2pp: preprocess zero-shot" in judged.stdout
 
 
 def test_bad_names_prompts_models_and_tokenizers_are_refused(tmp_path):

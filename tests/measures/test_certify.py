@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import lipaudit
@@ -63,6 +64,31 @@ def test_verdicts_are_nested_and_add_up(small):
     for name in ("radius", "radius_adversarial"):  # wrong samples have none
         known = [radius is not None for radius in section.samples[name]]
         assert known == [bool(correct) for correct in section.samples["correct"]]
+
+
+class ReluAttention(Small):
+    """Softmax as the only smooth function: ReLU, and no normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.qkv.weight *= 2
+
+    def forward(self, x):
+        x = self.into(x.flatten(1, 2))
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return self.head(F.relu(self.up(x)).mean(1))
+
+
+def test_auto_proves_more_than_order_1_where_only_softmax_is_smooth():
+    model = ReluAttention().eval()
+    data = samples(model, 3)
+    certified = {}
+    for order in ("1", "2", "auto"):
+        section = measured(model, data, eps="0.18", order=order, nodes=1).section("certify")
+        certified[order] = section.samples["verdict@linf,0.18"].count("certified")
+    assert certified == {"1": 1, "2": 3, "auto": 3}
 
 
 @pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])

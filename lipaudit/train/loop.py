@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ def train(
                 for part in held_out.split(recipe.batch_size):
                     batch = part.to(net.device, net.dtype)
                     with torch.no_grad():
-                        right += int((net.output(batch).argmax(1) == _read_labels(batch)).sum())
+                        predicted = net.output(batch).argmax(1)
+                    right += int((predicted == _read_labels(batch)).sum())
                 accuracy = right / len(held_out)
             lr = float(run.optimizer.param_groups[0]["lr"])
             yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
@@ -137,8 +138,10 @@ class Training:
         else:
             self.schedule = CosineAnnealingLR(self.optimizer, steps)
         # An attack starts from the plain image, so it would undo a mix and keep its labels.
-        mixes = net.kind == "image" and recipe.adversarial is None
-        self.mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
+        mixup = cutmix = 0.0
+        if net.kind == "image" and recipe.adversarial is None:
+            mixup, cutmix = recipe.mixup, recipe.cutmix
+        self.mix = make_mix(mixup, cutmix, net.classes or 0)
         # On the CPU: the order of samples and their shifts are the same on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
         self.weights: SpecformerPenalty | None = None
@@ -171,8 +174,10 @@ class Training:
         """Train on all samples once; return the mean loss and the mean penalty."""
         net, recipe = self.net, self.recipe
         net.module.train()
-        sums, losses = np.zeros(2), []
-        batches = split_batches(torch.randperm(len(data), generator=self.rng), recipe.batch_size)
+        sums = np.zeros(2)
+        losses: list[tuple[int, Tensor]] = []
+        order = torch.randperm(len(data), generator=self.rng)
+        batches = split_batches(order, recipe.batch_size)
         for number, index in enumerate(batches, 1):
             losses.append(self.step(data.rows(index).to(net.device, net.dtype)))
             if number % LOOK == 0 or number == len(batches):
@@ -185,7 +190,8 @@ class Training:
                 losses.clear()
         net.module.eval()
         loss, penalty = sums / len(data)
-        if not torch.stack([p.isfinite().all() for p in net.module.parameters()]).all():
+        finite = [weight.isfinite().all() for weight in net.module.parameters()]
+        if not torch.stack(finite).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
             text = f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0"
@@ -197,15 +203,18 @@ class Training:
 
         It does not wait for the device.
         """
-        net, recipe, y = self.net, self.recipe, _read_labels(batch)
-        if net.kind == "image":
-            x = shift_images(batch.x, recipe.shift, self.rng) if recipe.shift else batch.x
-            batch = replace(batch, x=flip_images(x, self.rng) if recipe.flip else x)
-        x, target = self.mix(batch.x, y)
+        net, recipe = self.net, self.recipe
+        y = _read_labels(batch)
+        images = batch.x
+        if net.kind == "image" and recipe.shift:
+            images = shift_images(images, recipe.shift, self.rng)
+        if net.kind == "image" and recipe.flip:
+            images = flip_images(images, self.rng)
+        x, target = self.mix(images, y)
         if recipe.noise:
             x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
         if recipe.adversarial:
-            x = self.attack(batch.x, y)
+            x = self.attack(images, y)
         self.optimizer.zero_grad()
         if self.weights is not None:
             observed: AbstractContextManager[Callable[[], Tensor]] = nullcontext(self.weights)
@@ -217,7 +226,8 @@ class Training:
             )
         with observed as penalty:
             logits = net.read(net.call(x, batch.mask))
-        loss, extra = F.cross_entropy(logits, target), penalty()
+        loss = F.cross_entropy(logits, target)
+        extra = penalty()
         torch.autograd.backward(loss + recipe.weight * extra)
         if recipe.clip:
             nn.utils.clip_grad_norm_(net.module.parameters(), recipe.clip)
@@ -277,10 +287,12 @@ def split_batches(order: Tensor, size: int) -> list[Tensor]:
 
 def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
     """Shift each image by up to `pixels` in each direction, and fill with zeros."""
+    samples, _, height, width = x.shape
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
-    windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
-    dy, dx = torch.randint(2 * pixels + 1, (2, len(x)), generator=rng)
-    return windows[torch.arange(len(x)), :, dy, dx]
+    columns = padded.unfold(2, height, 1)
+    windows = columns.unfold(3, width, 1)
+    dy, dx = torch.randint(2 * pixels + 1, (2, samples), generator=rng)
+    return windows[torch.arange(samples), :, dy, dx]
 
 
 def flip_images(x: Tensor, rng: torch.Generator) -> Tensor:

@@ -106,7 +106,8 @@ class _Watch:
             values, counted = _row_values(call, self.k, self.entries)
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
-        self.layers.append(penalties.over_rows(values, counted, self.reduction).sum() / self.batch)
+        by_map = penalties.over_rows(values, counted, self.reduction)
+        self.layers.append(by_map.sum() / self.batch)
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:
         """Exclude padding from the rows of a layer, whose heads may be folded into the batch."""
@@ -114,7 +115,9 @@ class _Watch:
         if counted.shape[-1] != tokens or len(counted) % batch:
             return counted
         self.masked = True
-        return (counted.reshape(batch, -1, tokens) & mask[:, None]).reshape(counted.shape)
+        by_sample = counted.reshape(batch, -1, tokens)
+        real = by_sample & mask[:, None]
+        return real.reshape(counted.shape)
 
     def total(self) -> Tensor:
         """Return the sum since the last call."""
@@ -132,20 +135,30 @@ class _Watch:
 
 def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of every row of P, (..., queries), and whether it counts."""
-    form, mask, queries = call.form, None, call.q.shape[-2]
+    form = call.form
     if isinstance(form, Explicit):
         return penalties.jasmin_rows(form.p, k)
+    q = call.q * form.scale
+    keys = call.k
+    queries, width = q.shape[-2], keys.shape[-2]
+    mask = None
     if form.causal:
-        seen = torch.ones(queries, call.k.shape[-2], dtype=torch.bool, device=call.q.device)
-        mask = make_additive(seen.tril(), call.q.dtype)
+        seen = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
+        mask = make_additive(seen, call.q.dtype)
     elif form.mask is not None:
         mask = make_additive(form.mask, call.q.dtype)
-    q, keys, parts = call.q * form.scale, call.k, []
-    size = max(1, entries // (q[..., 0, 0].numel() * keys.shape[-2]))
-    for i in range(0, queries, size):
-        bias = mask if mask is None or mask.shape[-2] == 1 else mask[..., i : i + size, :]
-        parts.append(fused_rows(q[..., i : i + size, :], keys, bias, k))
-    values, counted = zip(*parts, strict=True)
+    heads = q[..., 0, 0].numel()
+    size = max(1, entries // (heads * width))
+    values = []
+    counted = []
+    for first in range(0, queries, size):
+        rows = slice(first, first + size)
+        bias = mask
+        if mask is not None and mask.shape[-2] > 1:
+            bias = mask[..., rows, :]
+        value, counts = fused_rows(q[..., rows, :], keys, bias, k)
+        values.append(value)
+        counted.append(counts)
     return torch.cat(values, -1), torch.cat(counted, -1)
 
 
@@ -155,16 +168,20 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
 
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         logits = q @ keys.mT
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
         if bias is None:
             p = torch.softmax(logits, -1)
         else:  # rows without keys are zero
             logits = logits + bias
             unseen = logits.isneginf().all(-1, keepdim=True)
-            p = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
+            p = torch.softmax(logits.masked_fill(unseen, 0.0), -1)
+            p = p.masked_fill(unseen, 0.0)
         if not places:  # found once, reused in the backward pass
-            places.append(p.detach().topk(penalties.count_entries(p.shape[-1], k)).indices)
-        return penalties.jasmin_of_largest(p.gather(-1, places[0]), k)
+            count = penalties.count_entries(p.shape[-1], k)
+            places.append(p.detach().topk(count).indices)
+        largest = p.gather(-1, places[0])
+        return penalties.jasmin_of_largest(largest, k)
 
     # The backward pass computes P again: kept, it would need memory of queries x keys.
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -197,8 +214,11 @@ class SpecformerPenalty:
         self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
         # Where the power iteration starts; each call goes on from the vectors of the last one.
-        starts = [torch.randn(read().shape[::2], generator=generator) for read in self._weights]
-        self.vectors: Sequence[Tensor] = [start.to(net.device, net.dtype) for start in starts]
+        self.vectors: Sequence[Tensor] = []
+        for read in self._weights:
+            heads, _, width = read().shape
+            start = torch.randn(heads, width, generator=generator)
+            self.vectors.append(start.to(net.device, net.dtype))
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
@@ -237,13 +257,14 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
                 # Of several maps of one input, each has the heads of which all columns are its.
-                own = (form.columns >= first) & (form.columns < first + weight.shape[1])
-                mixed = bool((own.any(1) != own.all(1)).any())
-                text = f"{where} adds several linear maps up in a head"
-                if mixed:
+                end = first + weight.shape[1]
+                own = (form.columns >= first) & (form.columns < end)
+                whole = own.all(1)
+                if bool((own.any(1) != whole).any()):
                     raise InputError(
-                        f"{text}, so it has no weight of its own",
+                        f"{where} adds several linear maps up in a head, so it has no weight of "
+                        "its own",
                         "Merge adapters into the weights first.",
                     )
-                yield partial(_read_heads, parameter, weight, form.columns[own.all(1)] - first)
-                first += weight.shape[1]
+                yield partial(_read_heads, parameter, weight, form.columns[whole] - first)
+                first = end

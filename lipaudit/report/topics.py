@@ -248,10 +248,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "certified radius": "Median radius in which the class is proven not to change.",
         "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
         "sensitivity through attention": "Share of the most sensitive direction that passes any "
+        "attention; then any MLP, and the head with the largest share.",
         "sensitivity via attention maps": "Share of the most sensitive direction that passes any "
         "attention map, then any MLP, then one head alone. A path may pass several, so these "
         "shares do not add up.",
-        "attention; then any attention map, any MLP, and the head with the largest share.",
         "of the largest": "The value of a head over that of the largest one, to compare two maps.",
         "steepest attention head": "The head with the largest exact norm ||J|| (sample median).",
         "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts.",

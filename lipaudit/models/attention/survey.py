@@ -228,7 +228,8 @@ def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "
         "not a softmax over keys, or are reshaped before they multiply the values. So does "
-        "attention that is detached or computed sample by sample. State spaces (Mamba-2) and linear attention do, too"
+        "attention that is detached or computed sample by sample. State spaces (Mamba-2) and "
+        "linear attention do, too"
     )
     missing = (
         f"no attention was found in {name}: neither scaled_dot_product_attention nor a "

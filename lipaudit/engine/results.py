@@ -25,7 +25,7 @@ from lipaudit.schema import to_json_values
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.report import Failure, Shard
-from lipaudit.tables.summary import worst
+from lipaudit.tables.weakest import worst
 from lipaudit.theory.bounds.record import GROUP as BOUNDS
 
 if TYPE_CHECKING:

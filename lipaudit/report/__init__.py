@@ -137,7 +137,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         UsageError: no sample has this name, or several have.
     """
     from lipaudit.report import document
-    from lipaudit.tables.summary import worst
+    from lipaudit.tables.weakest import worst
 
     record: Any
     if sample is None:

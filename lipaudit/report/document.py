@@ -23,9 +23,9 @@ from lipaudit.tables import Column, Note, Report, Section, model_labels
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.columns import order as order_values
 from lipaudit.tables.report import Example
-from lipaudit.tables.summary import SHOWN as MOST
-from lipaudit.tables.summary import broken, worst
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
+from lipaudit.tables.weakest import SHOWN as MOST
+from lipaudit.tables.weakest import broken, worst
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 WORDS = Chapter(

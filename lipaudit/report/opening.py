@@ -25,9 +25,9 @@ from lipaudit.tables.summary import (
     Summary,
     list_shared_notes,
     summary,
-    worst,
 )
 from lipaudit.tables.trials import find_layer
+from lipaudit.tables.weakest import worst
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""

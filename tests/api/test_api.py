@@ -13,8 +13,8 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import LipauditError, UsageError
-from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import parse_radius
+from lipaudit.tables.weakest import worst
 from tests.commands import read_sections
 from tests.nets import Classifier, seeded
 

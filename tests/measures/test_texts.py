@@ -27,7 +27,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.schema import dumps, loads
 from lipaudit.settings import RunOptions
-from lipaudit.tables.summary import worst
+from lipaudit.tables.weakest import worst
 from tests.measures.cases import run_measure
 from tests.nets import own_net
 

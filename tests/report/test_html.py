@@ -15,7 +15,7 @@ import pytest
 from lipaudit.report import render
 from lipaudit.tables import Array
 from lipaudit.tables.report import Example
-from lipaudit.tables.summary import worst
+from lipaudit.tables.weakest import worst
 from tests.report.conftest import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -13,8 +13,8 @@ from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.document import choose_sample
 from lipaudit.tables.report import Example, Gradient
-from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import FLAGS
+from lipaudit.tables.weakest import worst
 from tests.commands import invoke
 from tests.report.conftest import find_chapter, keep, make_report, shard_of, swap
 

@@ -15,7 +15,8 @@ from lipaudit.report import of_reports, render
 from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
-from lipaudit.tables.summary import summary, worst
+from lipaudit.tables.summary import summary
+from lipaudit.tables.weakest import worst
 from tests.commands import list_commands
 from tests.report.conftest import find_chapter, keep
 

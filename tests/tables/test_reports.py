@@ -9,7 +9,8 @@ from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.measures import layouts
 from lipaudit.tables import Report
-from lipaudit.tables.summary import contradictions, summary
+from lipaudit.tables.summary import summary
+from lipaudit.tables.weakest import contradictions
 from tests.gate import cases
 
 OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))

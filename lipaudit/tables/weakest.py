@@ -1,0 +1,150 @@
+"""The least robust samples of a report, and samples that are certified and broken at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from lipaudit.tables.columns import finite, order
+from lipaudit.tables.report import Report, Section
+from lipaudit.tables.trials import Radius, TrialKey, parse_column
+
+# Number of samples that are shown.
+SHOWN = 10
+# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2 <= ||x||_1: a ball in an earlier norm is inside the
+# later ones. Norms in an order in which no norm is smaller than the next one.
+INSIDE = ("l1", "l2", "token-l2", "linf")
+
+
+class Contradiction(NamedTuple):
+    """A sample that an attack broke inside a certified ball: one of the two is wrong.
+
+    Attributes:
+        sample: its id.
+        certified: the certified ball.
+        attack: the trial, with the distance of the example as radius.
+    """
+
+    sample: str
+    certified: TrialKey
+    attack: TrialKey
+
+
+def broken(report: Report) -> dict[str, set[TrialKey]]:
+    """Return, for each correctly classified sample, the balls in which attacks broke it."""
+    balls: dict[str, set[TrialKey]] = {}
+    for section in filter(None, map(report.section, ("attack", "certify"))):
+        for sample, trial in _list_fallen(section):
+            balls.setdefault(sample, set()).add(replace(trial, attack=""))
+    return balls
+
+
+def worst(report: Report, count: int = SHOWN) -> list[str]:
+    """Return the least robust samples: broken in most balls first, then by norm.
+
+    Without norms, samples with the smallest certified balls come first. Misclassified samples come
+    last.
+    """
+    balls = broken(report)
+    norms = _find_figures(report, "norm")
+    right = _find_figures(report, "correct")
+    proven = _find_figures(report, "radius")
+
+    def rank(sample: str) -> tuple[bool, int, float, float]:
+        wrong = right.get(sample) == 0
+        broken_balls = len(balls.get(sample, ()))
+        norm = order(norms.get(sample))
+        radius = min(finite([proven.get(sample)]), default=math.inf)
+        return wrong, -broken_balls, -norm, radius
+
+    samples: dict[str, None] = {}
+    for section in report.sections:
+        samples |= dict.fromkeys(section.ids)
+    return sorted(samples, key=rank)[:count]
+
+
+def _find_figures(report: Report, name: str) -> dict[str, Any]:
+    """Return a per-sample column by sample, of the first section that has it."""
+    for section in report.sections:
+        if name in section.samples:
+            return dict(zip(section.ids, section.samples[name], strict=False))
+    return {}
+
+
+def contradictions(report: Report) -> list[Contradiction]:
+    """Return, for each sample broken in a certified ball, the first such pair.
+
+    The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
+    """
+    certificates = report.section("certify")
+    if certificates is None:
+        return []
+    certified = []
+    for kind, trial, sample, value in _list_figures(certificates):
+        if kind == "certified" and trial is not None and value == 1:
+            certified.append((sample, trial))
+    certified += _list_searched(certificates, "radius")
+    attacks: dict[str, list[TrialKey]] = {}
+    for section in filter(None, (report.section("attack"), certificates)):
+        # An attack may stop before its radius: the example is then inside a smaller ball.
+        distances = {}
+        for kind, trial, sample, value in _list_figures(section):
+            if kind == "distance":
+                distances[sample, trial] = value
+        for sample, trial in _list_fallen(section):
+            radii = [trial.radius]
+            radii += map(_make_radius, finite([distances.get((sample, trial))]))
+            ball = replace(trial, radius=min(radii, key=float))
+            attacks.setdefault(sample, []).append(ball)
+        for sample, ball in _list_searched(section, "radius_adversarial"):
+            attacks.setdefault(sample, []).append(ball)
+    first: dict[str, Contradiction] = {}
+    for sample, ball in certified:
+        for trial in attacks.get(sample, ()):
+            if _is_inside(trial, ball):
+                first.setdefault(sample, Contradiction(sample, ball, trial))
+    return list(first.values())
+
+
+def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
+    """Say whether a ball is known to lie inside another one."""
+    if inner.norm not in INSIDE or outer.norm not in INSIDE:
+        return False
+    if INSIDE.index(inner.norm) > INSIDE.index(outer.norm):
+        return False
+    return inner.radius.value <= outer.radius.value
+
+
+def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the correct samples, with each trial that broke them."""
+    figures = list(_list_figures(section))
+    right = {sample: value for kind, _, sample, value in figures if kind == "correct"}
+    for kind, trial, sample, value in figures:
+        is_broken = kind == "robust" and value == 0
+        if is_broken and trial is not None and right.get(sample) != 0:
+            yield sample, trial
+
+
+def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
+    """Yield every per-sample figure of a section: kind, trial, sample, value."""
+    for name, values in section.samples.items():
+        kind, trial = parse_column(name)
+        for sample, value in zip(section.ids, values, strict=False):
+            yield kind, trial, sample, value
+
+
+def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the balls of certified and adversarial radii, if these were searched."""
+    for kind, _, sample, value in _list_figures(section):
+        if kind == column and finite([value]) and value > 0:
+            norm = section.settings.get("norm") or "linf"
+            yield sample, TrialKey("", str(norm), _make_radius(value))
+
+
+def _make_radius(value: float) -> Radius:
+    """Return a radius that was measured, not typed."""
+    # Exact, so that rounding of the text does not affect comparisons of radii.
+    return Radius(f"{value:.4g}", Fraction(value))

@@ -201,7 +201,8 @@ def test_every_audit_has_shares_and_says_so_in_words(report):
     assert sources.steepest.share == share
     card = " ".join(lipaudit.summarize(report).split())
     patterns = np.median(report.section("jacobian.shares").samples["patterns"])
-    assert f"attention maps {patterns:.0%}" in card
+    line = card.partition("sensitivity via attention maps")[2].split()
+    assert f"{patterns:.0%}" in line[:2]  # behind the mark of its footnote
     assert f"head {first.layer}.{first.head} alone {first.share:.0%}" in card
     assert f"head {steep.layer}.{steep.head} (share {share:.0%})" in card
     assert sources.patterns == pytest.approx(patterns)

@@ -12,8 +12,8 @@ from lipaudit.report import blocks, cells, opening
 from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph
 from lipaudit.report.markup import HTML
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
+from lipaudit.report.pictures import compare_steepness
 from lipaudit.report.sections import (
-    compare_steepness,
     find_display,
     name_chapter,
     show_section,

@@ -16,7 +16,7 @@ from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.opening import find_places, list_figures, open_page
-from lipaudit.report.sections import FIT, TOP, map_heads
+from lipaudit.report.rows import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import FLAGS

@@ -278,7 +278,7 @@ class Display:
         columns: columns of its table; bounds follow. Empty: all of them.
         by: a column: of many rows, the table has those with its largest values.
         maps: columns that are mapped over layers and heads.
-        drawings: pictures and tables of its own, by their names in `report.sections`.
+        drawings: pictures and tables of its own, by their names in `report.pictures`.
         histograms: per-sample columns that are counted.
         worst: per-sample columns in the table of the worst samples.
         folded: whether an HTML page shows only the heading at first, unless it comes first.

@@ -19,7 +19,7 @@ from lipaudit.measures.attack import AttackOptions, encode_files, measure
 from lipaudit.measures.base import Part, listening
 from lipaudit.measures.rating import calibration_error
 from lipaudit.models.sources.loader import load_net
-from lipaudit.report.sections import list_classes
+from lipaudit.report.pictures import list_classes
 from lipaudit.tables.columns import wilson
 from tests.measures.cases import run_measure
 

@@ -24,7 +24,8 @@ from lipaudit.report import (
 )
 from lipaudit.report.blocks import Curve, Heatmap, Histogram, Passage, Table
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.sections import DRAWINGS, draw_attention, show_section
+from lipaudit.report.pictures import DRAWINGS, draw_attention
+from lipaudit.report.sections import show_section
 from lipaudit.tables import Array, Column, Section, model_labels
 from lipaudit.tables.report import Attended, Drawing
 from tests.report.conftest import find_chapter, keep, show

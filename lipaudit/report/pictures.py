@@ -1,0 +1,321 @@
+"""Pictures and tables that a section declares by name, besides those of its columns."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from lipaudit.report import blocks, cells
+from lipaudit.report.blocks import Block, Cells, Curve, Table, make_table
+from lipaudit.report.rows import Sections, add_model, find_columns, map_heads, read_rows
+from lipaudit.tables import Column, Row, Section
+from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, order, wilson
+from lipaudit.tables.report import Drawing
+from lipaudit.tables.trials import WORST, find_layer, is_repeat
+
+VISIBLE = 0.005
+"""Smaller parts of a bar are not drawn."""
+
+
+# Bounds beside exact norms
+
+
+def list_tightness(sections: Sections) -> Iterator[Table]:
+    """List how many times each bound is above the exact norm, in every model."""
+    rows: list[Cells] = []
+    for bound, column in find_bounds(find_columns(sections)).items():
+        for model, section in sections.items():
+            ratios = finite(log10_ratio(row, bound) for row in section.rows)
+            line: Cells = {"bound": column.label, "status": column.status}
+            if model:
+                # The model replaces the domain, so that a row fits a terminal.
+                line["model"] = model
+            else:
+                line["holds"] = cells.write_math(column.domain)
+            line |= {"heads": len(ratios), "median": None, "largest": None}
+            if ratios:
+                line["median"] = _write_power(median(ratios))
+                line["largest"] = _write_power(max(ratios))
+            rows.append(line)
+    if rows:
+        yield make_table("Tightness over all heads: bound / exact", rows)
+
+
+def _write_power(exponent: float) -> float | str:
+    """Return 10^exponent: as a text if no float is as large."""
+    if exponent < 300:
+        return 10**exponent
+    return f"1e{exponent:.0f}×"
+
+
+def scatter_bounds(sections: Sections) -> Iterator[Curve]:
+    """Plot every bound of every head over its exact norm: no point may be below y = x."""
+    columns = find_columns(sections)
+    rows = read_rows(sections)
+    series: list[blocks.Series] = []
+    for bound, column in find_bounds(columns).items():
+        exact = []
+        bounds = []
+        names = []
+        for row in rows:
+            point = finite((row.exact, row.get(bound)))
+            # Logarithmic axes show positive numbers only.
+            if len(point) == 2 and min(point) > 0:
+                exact.append(point[0])
+                bounds.append(point[1])
+                names.append(f"head {row.head} {row.model}")
+        if exact:
+            points = blocks.Series(column.label, tuple(exact), tuple(bounds), names=tuple(names))
+            series.append(points)
+    if series:
+        norms = list(chain.from_iterable(each.x for each in series))
+        ends = (min(norms), max(norms))
+        series.append(blocks.Series("y = x", ends, ends, guide=True))
+        limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
+        title = "Upper bounds over the exact norm, per head"
+        yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False)
+
+
+# Curves of attacks and lengths
+
+
+LINES = 5
+"""Largest number of heads or layers in one chart, spread evenly."""
+
+
+def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
+    """Return a line through the rows that have both columns, with the limits of y."""
+    known = [row for row in rows if len(finite((row[x], row[y]))) == 2]
+    known.sort(key=lambda row: row[x])
+    return blocks.Series(
+        label,
+        x=tuple(float(row[x]) for row in known),
+        y=tuple(float(row[y]) for row in known),
+        low=tuple(row.get(f"{y}_low") for row in known),
+        high=tuple(row.get(f"{y}_high") for row in known),
+    )
+
+
+def draw_accuracies(sections: Sections) -> Iterator[Curve]:
+    """Draw accuracy over the radius: a line per attack, or one per report."""
+    columns = find_columns(sections)
+    rows = read_rows(sections)
+    if "" not in sections:
+        rows = [row for row in rows if row.attack == WORST] or rows
+    accuracy = replace(columns["robust"], label="accuracy")
+    for norm, group in group_values((str(row.norm), row) for row in rows).items():
+        series = []
+        lines = group_values((str(row.model or row.attack), row) for row in group)
+        for name, line in lines.items():
+            # No attack counts as a ball of radius 0.
+            start = Row({"eps": 0.0, "robust": line[0].clean})
+            curve = make_series(name, [*line, start], "eps", "robust")
+            if len(curve.x) > 1:
+                series.append(curve)
+        if series:
+            title = f"Accuracy under attack, {norm}"
+            ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
+            yield Curve(title, columns["eps"], accuracy, tuple(series), ticks=ticks)
+
+
+def list_classes(sections: Sections) -> Iterator[Table]:
+    """List the accuracy of every class, without attack and in the worst case of each ball."""
+    for model, section in sections.items():
+        samples: Mapping[str, Any] = section.samples
+        if "label" not in samples or "loss" in samples:  # scored texts have no classes
+            continue
+        # The per-sample column of each ball, and of no attack.
+        flags = {"clean": "correct"}
+        for row in section.rows:
+            if row.attack == WORST:
+                flags[row.trial.ball] = row.trial.column("robust")
+        columns = {name: replace(section.columns["robust"], label=name) for name in flags}
+        columns["clean"] = section.columns["clean"]
+        columns["samples"] = section.columns["samples"]
+        columns["class"] = Column.text("class", "Name of the class, or its number.")
+        places: dict[Any, list[int]] = {}
+        for i, sample in enumerate(section.ids):
+            if not is_repeat(sample):
+                places.setdefault(samples["label"][i], []).append(i)
+        lines: list[Cells] = []
+        for label, members in sorted(places.items()):
+            n = len(members)
+            line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
+            for ball, column in flags.items():
+                k = sum(samples[column][i] for i in members)
+                low, high = wilson(k, n)
+                line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
+            lines.append(line)
+        title = add_model(model, "Accuracy of every class")
+        yield make_table(title, lines, columns, folded=True)
+
+
+def draw_lengths(sections: Sections) -> Iterator[Curve]:
+    """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
+    columns = find_columns(sections)
+    rows = [row for row in read_rows(sections) if order(row.norm) > 0]
+    for mode, group in group_values((row["mode"], row) for row in rows).items():
+        x = "radius" if mode == "radius" else "n"
+        lines = group_values((_name_line(row, mode), row) for row in group)
+        names = list(lines)
+        if len(names) > LINES:
+            step = (len(names) - 1) / (LINES - 1)
+            names = [names[round(i * step)] for i in range(LINES)]
+        series = [make_series(name, lines[name], x, "norm") for name in names]
+        if not series:
+            continue
+        if x == "n":
+            start = min(each.x[0] for each in series)
+            end = max(each.x[-1] for each in series)
+            first = series[0].y[0]
+            for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
+                last = first * (end / start) ** power
+                series.append(blocks.Series(text, (start, end), (first, last), guide=True))
+        axis = "R" if x == "radius" else "the length"
+        title = f"Norms over {axis}, mode {mode}"
+        yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+
+
+def _name_line(row: Row, mode: str) -> str:
+    """Name a line of norms by its model, its head and what is fixed along it."""
+    name = f"{row.model} {row.head}"
+    if row.masked:
+        name += ", masked"
+    name = name.strip()
+    if mode == "radius":
+        if row.n is not None:
+            name += f", n = {row.n:.3g}"
+    elif mode != "real" and row.radius is not None:  # real data define the radius
+        name += f", R = {row.radius:.3g}"
+    return name
+
+
+def draw_depth(sections: Sections) -> Iterator[Curve]:
+    """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
+    series: list[blocks.Series] = []
+    for label, section in sections.items():
+        rows = []
+        for row in section.rows:
+            layer = find_layer(row.get("from"))
+            if layer is not None:
+                rows.append(row.replace(layer=layer))
+        # Encoder and decoder are two curves, by the path of their modules before the number.
+        stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
+        if any(len(group) < 2 for group in stacks.values()):
+            stacks = {"": rows} if len(rows) > 1 else {}
+        for stack, group in stacks.items():
+            words = [label, stack] if len(stacks) > 1 else [label]
+            for name in ("mean", "p95"):
+                title = " ".join(filter(None, [*words, name]))
+                curve = make_series(title, group, "layer", name)
+                if curve.x:
+                    series.append(curve)
+    if series:
+        depth = Column.count("attention layer", "")
+        norm = next(iter(sections.values())).sample_column("norm")
+        yield Curve("Norm from the output of each block", depth, norm, tuple(series))
+
+
+def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
+    """Stack the mean shares of every step: they add up to 1, as medians do not."""
+    names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
+    for label, section in sections.items():
+        arrays = {name: section.arrays[name].numpy() for name in names if name in section.arrays}
+        steps = [i for i, row in enumerate(section.rows) if row.part != "block"]
+        if len(arrays) < len(names) or not steps:
+            continue
+        parts: dict[str, tuple[float, ...]] = {}
+        total = [0.0] * len(steps)
+        for name, array in arrays.items():
+            known = array[steps]
+            means = [float(row[row == row].mean()) if (row == row).any() else 0.0 for row in known]
+            total = [each + mean for each, mean in zip(total, means, strict=True)]
+            parts[names[name]] = tuple(means)
+        others = tuple(1 - each for each in total)
+        if any(abs(other) > VISIBLE for other in others):  # such as a gate beside the heads
+            parts["other"] = others
+        places = tuple(f"{section.rows[i].layer} {section.rows[i].part}" for i in steps)
+        title = "Where the sensitivity passes, step by step (means)"
+        column = replace(section.columns["share"], label="share")
+        yield blocks.Stack(f"{label}: {title}" if label else title, places, column, parts)
+
+
+def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
+    """Map exact norms and shares of heads on one scale: of the largest head of each."""
+    if bounds is None or "exact" not in bounds.columns:
+        return
+    column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
+    steep = {(row.layer, row.head): row.exact for row in bounds.rows}
+    carried = {(row.layer, row.head): row.share for row in shares.rows}
+    found = []
+    for known in (steep, carried):
+        most = max(finite(known.values()), default=0.0)
+        both = [key for key in known if key in steep and key in carried and most > 0]
+        values = {key: None if known[key] is None else known[key] / most for key in both}
+        found.append(values)
+    if not all(found):
+        return
+    low = min(0.0, *finite(value for values in found for value in values.values()))
+    titles = ("How steep is every head? Exact norm", "How much does it carry? Share")
+    for title, values in zip(titles, found, strict=True):
+        yield replace(map_heads(f"{title}, of the largest", values, column), ends=(low, 1.0))
+
+
+# Attention maps, and what they lie over
+
+
+def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passage]:
+    """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
+    for label, section in sections.items():
+        for name, array in section.arrays.items():
+            if name.startswith("map@") and array.data:
+                head = name.removeprefix("map@")
+                yield from _draw_map(label, section, head)
+
+
+def _draw_map(
+    label: str, section: Section, head: str
+) -> Iterator[blocks.Heatmap | blocks.Passage]:
+    values = section.arrays[f"map@{head}"].numpy()
+    sample = section.attended.get(f"map@{head}")
+    where = "first sample"
+    if sample:
+        where = f"sample {sample.sample[:12]}"
+    # Long maps are stored as means of square blocks; the last block may be narrower.
+    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
+    block = math.ceil(int(tokens) / max(values.shape))
+    title = f"Attention map of head {head}, {where}"
+    if block > 1:
+        title += f", means of {block} x {block} tokens"
+    if sample:
+        rows = sample.tokens
+        columns = sample.tokens
+    else:
+        rows = tuple(str(block * i) for i in range(values.shape[0]))
+        columns = tuple(str(block * i) for i in range(values.shape[1]))
+    matrix = tuple(map(tuple, values.tolist()))
+    column = cells.HEADINGS["P"]
+    yield blocks.Heatmap(add_model(label, title), matrix, rows, columns, column, square=True)
+    if sample:
+        title = f"Attention received, mean over queries, head {head}, {where}"
+        received = tuple(map(float, values.mean(0)))
+        column = cells.HEADINGS["mean P"]
+        yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
+
+
+DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
+    "tightness": list_tightness,
+    "bounds": scatter_bounds,
+    "attention": draw_attention,
+    "accuracies": draw_accuracies,
+    "classes": list_classes,
+    "lengths": draw_lengths,
+    "depth": draw_depth,
+    "paths": draw_paths,
+}
+"""What a section may show besides the tables, maps and histograms of its columns, by name."""

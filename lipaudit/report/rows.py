@@ -1,0 +1,164 @@
+"""Rows of the sections of one or several reports, named by head, by radius and by model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from lipaudit.report import blocks, cells
+from lipaudit.report.blocks import Table
+from lipaudit.tables import Column, Row, Section
+from lipaudit.tables.columns import naming, order
+from lipaudit.tables.trials import WORST
+
+Sections = Mapping[str, Section]
+"""Sections of one measure by report: a single one has the name "", several those of models."""
+FIT = 20
+"""Tables with at most this many rows are shown completely."""
+TOP = 10
+"""Number of rows shown of longer tables."""
+
+
+def find_columns(sections: Sections) -> dict[str, Column]:
+    """Return the columns of all sections; `head` reads LAYER.HEAD and comes first."""
+    columns: dict[str, Column] = {}
+    for section in sections.values():
+        columns |= section.columns
+    if "head" not in columns:
+        return columns
+    head = {"head": cells.HEADINGS["head"]}
+    return head | columns | head
+
+
+def read_rows(sections: Sections) -> list[Row]:
+    """Return the rows of all reports; `head` is LAYER.HEAD, `model` the label of the report."""
+    rows = []
+    for label, section in sections.items():
+        for row in section.rows:
+            names: dict[str, Any] = {"model": label}
+            if "head" in section.columns:
+                names["head"] = name_head(row)
+            if "eps_text" in section.columns:  # early reports store the number alone
+                names["eps_text"] = row.trial.radius.text
+            rows.append(row.replace(**names))
+    return rows
+
+
+def name_head(row: Row) -> str:
+    """Return LAYER.HEAD; without a head the layer, without a layer the model."""
+    if row.layer is None:
+        return "model"
+    if row.head is None:
+        return f"layer {row.layer}"
+    return f"{row.layer}.{row.head}"
+
+
+def add_model(label: str, title: str) -> str:
+    """Return a title with the name of its report before it, if there are several."""
+    if not label:
+        return title
+    return f"{label}: {title}"
+
+
+def map_heads(
+    title: str,
+    values: Mapping[tuple[int, int], float | None],
+    column: Column,
+    centre: float | None = None,
+) -> blocks.Heatmap:
+    """Arrange values by layer and head."""
+    layers = sorted({layer for layer, _ in values})
+    heads = sorted({head for _, head in values})
+    matrix = []
+    for layer in layers:
+        matrix.append(tuple(values.get((layer, head)) for head in heads))
+    rows = tuple(map(str, layers))
+    columns = tuple(map(str, heads))
+    return blocks.Heatmap(title, tuple(matrix), rows, columns, column, centre=centre)
+
+
+# Tables of columns
+
+
+def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Iterator[Table]:
+    """Tabulate rows; rows of several reports with equal keys are adjacent.
+
+    Limits (NAME_low, NAME_high) are shown in brackets. Columns without values are left out.
+
+    Args:
+        sections: the sections by report.
+        names: columns; bounds follow. By default all columns.
+        by: a column; of many rows, those with its largest values are shown.
+    """
+    rows = _select_rows(sections, by)
+    shown = _choose_columns(find_columns(sections), rows, names)
+    keys = naming(shown) if shown else []
+    rows = _gather_rows(rows, keys)
+    if "" not in sections:  # the model follows the keys
+        pairs = list(shown.items())
+        pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
+        shown = dict(pairs)
+        keys = [*keys, "model"]
+    lines = []
+    for row in rows:
+        line = []
+        for name, column in shown.items():
+            low = row.get(f"{name}_low")
+            high = row.get(f"{name}_high")
+            line.append(cells.format_with_limits(row.get(name), low, high, column))
+        lines.append(tuple(line))
+    strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
+    if rows:
+        yield Table("", tuple(shown.values()), tuple(lines), len(keys), strong)
+
+
+def _select_rows(sections: Sections, by: str) -> list[Row]:
+    """Return the rows of all reports; of many rows, the first by a column."""
+    rows: list[Row] = []
+    for label, section in sections.items():
+        group = read_rows({label: section})
+        if by:
+            group.sort(key=lambda row: -order(row[by]))
+            if len(group) > FIT:
+                group = group[:TOP]
+        rows += group
+    return rows
+
+
+def _choose_columns(
+    columns: Mapping[str, Column], rows: Sequence[Row], names: Sequence[str]
+) -> dict[str, Column]:
+    """Return the columns of a table: `names` and bounds, or all; none without values."""
+    hidden = set()
+    for name in columns:  # limits are shown beside their value
+        hidden |= {f"{name}_low", f"{name}_high"}
+    if "head" in columns:  # `head` names the layer, too
+        hidden |= {"layer", "module"}
+    every = [name for name in columns if name not in hidden]
+    wanted = every
+    if names:
+        bounds = [name for name in every if columns[name].formula and name not in names]
+        wanted = [*names, *bounds]
+    shown = {}
+    for name in wanted:
+        if name not in columns:  # in a report of another version
+            continue
+        column = columns[name]
+        # A column of texts or truth values that says the usual of every row is left out.
+        empty: set[Any] = {"", None}
+        if column.format in ("s", ""):
+            empty.add(column.default)
+        values = {row.get(name) for row in rows}
+        if values - empty:
+            shown[name] = column
+    return shown
+
+
+def _gather_rows(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """Return the rows with those of equal keys beside each other."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(row.get(name) for name in keys)
+        groups.setdefault(key, []).append(row)
+    return list(chain.from_iterable(groups.values()))

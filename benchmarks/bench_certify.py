@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.shared.timing import cpu_seconds, spread, timed
-from lipaudit.certify.prove import ball, margins
-from lipaudit.certify.prove import run as passed
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loader import load_net
+from lipaudit.wings.certificates.prove import ball, margins
+from lipaudit.wings.certificates.prove import run as passed
 
 DEPTH, WIDTH, HEADS, PATCH, SIDE, CLASSES = 3, 48, 3, 8, 32, 10
 Case = tuple[Callable[[Any], Any], Tensor, int, float, str, int]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.shared.timing import in_turn, resident, spread
-from lipaudit.train.penalty import attention_penalty
+from lipaudit.wings.training.penalty import attention_penalty
 
 STEPS = ("fused", "math", "fused, jasmin", "math, jasmin")
 

@@ -27,10 +27,10 @@ from benchmarks.bench_certify import ReluViT
 from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_clock, timed
-from lipaudit.certify import branch
-from lipaudit.certify import prove as proofs
-from lipaudit.certify.form import Form
-from lipaudit.certify.prove import ball
+from lipaudit.wings.certificates import branch
+from lipaudit.wings.certificates import prove as proofs
+from lipaudit.wings.certificates.form import Form
+from lipaudit.wings.certificates.prove import ball
 
 CONTRAST, MIXED, NOISE = 0.4, 0.6, 0.02
 """Of the digits; the largest share of a second digit over each; the deviation of the noise on

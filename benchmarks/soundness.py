@@ -34,11 +34,11 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.shared import planted
 from benchmarks.shared.balls import draw_symbols, excess, inputs_at
 from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
-from lipaudit.certify.branch import decide
-from lipaudit.certify.form import Form, UnboundedError, name_of
-from lipaudit.certify.prove import RULES, ball, hull, margins
-from lipaudit.certify.prove import run as passed
-from tests.certify.operations import OPERATIONS, TOKENS, WIDTH
+from lipaudit.wings.certificates.branch import decide
+from lipaudit.wings.certificates.form import Form, UnboundedError, name_of
+from lipaudit.wings.certificates.prove import RULES, ball, hull, margins
+from lipaudit.wings.certificates.prove import run as passed
+from tests.wings.certificates.operations import OPERATIONS, TOKENS, WIDTH
 
 CLASSES, MOST_CORNERS, NODES = 3, 8, 40
 """Number of classes; entries of a box with exhaustive corners; parts of a ball in branching."""

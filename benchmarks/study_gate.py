@@ -22,7 +22,7 @@ from lipaudit.gate import compare, judge
 from lipaudit.models.net import Net
 from lipaudit.tables import Report
 from lipaudit.tables.trials import parse_radius
-from lipaudit.train.loop import train
+from lipaudit.wings.training.loop import train
 
 TRAINED, JUDGED, FRESH = 541, 256, 1000
 PLAN = {"jacobian": {}, "attack": {"attack": "pgd", "eps": "0.05", "steps": 10}}

@@ -18,17 +18,17 @@ PUBLIC = {
     "ModelSpec": "lipaudit.models.net:ModelSpec",
     "Observer": "lipaudit.engine.execute:Observer",
     "Report": "lipaudit.tables:Report",
-    "attention_penalty": "lipaudit.train.penalty:attention_penalty",
+    "attention_penalty": "lipaudit.wings.training.penalty:attention_penalty",
     "audit": "lipaudit.api:audit",
     "bounds": "lipaudit.tensors",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api:measure",
     "merge": "lipaudit.engine.results:merge",
-    "monitor": "lipaudit.monitor",
+    "monitor": "lipaudit.wings.training.monitor",
     "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",
     "summarize": "lipaudit.report:summarize",
-    "watch": "lipaudit.monitor.watching:watch",
+    "watch": "lipaudit.wings.training.watching:watch",
 }
 
 __all__ = ["__version__", *PUBLIC]

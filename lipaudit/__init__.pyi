@@ -1,4 +1,3 @@
-from lipaudit import monitor as monitor
 from lipaudit import tensors
 from lipaudit.api import audit as audit
 from lipaudit.api import measure as measure
@@ -7,12 +6,13 @@ from lipaudit.engine.results import merge as merge
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
 from lipaudit.report import summarize as summarize
 from lipaudit.schema import load as load
 from lipaudit.tables import Report as Report
-from lipaudit.train.penalty import attention_penalty as attention_penalty
+from lipaudit.wings.training import monitor as monitor
+from lipaudit.wings.training.penalty import attention_penalty as attention_penalty
+from lipaudit.wings.training.watching import watch as watch
 
 __version__: str
 bounds = tensors

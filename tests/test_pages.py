@@ -22,11 +22,11 @@ from lipaudit.errors import ExitCode
 from lipaudit.gate.rules import configure
 from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts
-from lipaudit.monitor import CALLBACKS
 from lipaudit.report import RENDERERS
 from lipaudit.settings import RunOptions
 from lipaudit.theory.bounds.record import GROUP as BOUNDS
 from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.wings.training.monitor import CALLBACKS
 from tests import tutorials
 from tests.commands import list_commands
 

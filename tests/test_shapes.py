@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from lipaudit.certify.symbols import up
 from lipaudit.theory.ingredients import rounding
+from lipaudit.wings.certificates.symbols import up
 from tests.shapes import checked
 
 

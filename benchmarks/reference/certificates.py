@@ -31,10 +31,10 @@ from benchmarks.reference.loaded import (
 )
 from benchmarks.reference.timm_models import TIMM
 from benchmarks.reference.transformers_models import small_config
-from lipaudit.certify.form import NoRuleError, UnboundedError
-from lipaudit.certify.prove import ball, run
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
+from lipaudit.wings.certificates.form import NoRuleError, UnboundedError
+from lipaudit.wings.certificates.prove import ball, run
 
 RADIUS, ENTRIES, POINTS, GAIN, SECONDS = 1e-8, 4, 4, 0.5, 20
 FLOAT32 = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipaudit.certify.form import Form
+from lipaudit.wings.certificates.form import Form
 
 
 def draw_symbols(x: Form, count: int, generator: torch.Generator) -> Tensor:

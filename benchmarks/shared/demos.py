@@ -25,7 +25,7 @@ from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.models.sources.timm import DigitsViT, load_demo
 from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
-from lipaudit.train.loop import Epoch, train
+from lipaudit.wings.training.loop import Epoch, train
 
 CREDIT = "E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, CC BY 4.0"
 GREYS = 16

@@ -481,7 +481,7 @@ def read_corruptions() -> dict[str, dict[str, list[Any]]]:
     import tomllib
     from importlib.resources import files
 
-    file = files("lipaudit.attacks") / "assets" / "corruptions.toml"
+    file = files("lipaudit.wings.corruptions") / "assets" / "corruptions.toml"
     return tomllib.loads(file.read_text("utf-8"))
 
 

@@ -25,25 +25,25 @@ from lipaudit.settings.option import Settings, option
 from lipaudit.tables.columns import group_values
 
 MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
-# By name: heading in the help, and function in a module of this package. The module is imported
+# By name: heading in the help, and function. The module is imported
 # when its command is called, so `gate` and `report` load nothing that measures. Every measure,
 # also that of a plug-in, is a command, too: `Commands` makes it from the options.
 COMMANDS = {
-    "audit": (MEASURING, "measure:audit"),
-    "merge": (MEASURING, "measure:merge"),
-    "watch": (MEASURING, "training:watch"),
-    "report": (COMPARE, "judge:report"),
-    "inspect": (COMPARE, "judge:inspect"),
-    "compare": (COMPARE, "judge:compare"),
-    "gate": (COMPARE, "judge:gate"),
-    "baseline": (COMPARE, "judge:baselines"),
-    "explain": (LEARN, "tools:explain"),
-    "env": (LEARN, "tools:env"),
-    "models": (LEARN, "tools:models"),
-    "check": (LEARN, "tools:check"),
-    "init": (LEARN, "tools:init"),
-    "schema": (LEARN, "tools:schema"),
-    "train": ("Improve a checkpoint", "training:train"),
+    "audit": (MEASURING, "lipaudit.cli.measure:audit"),
+    "merge": (MEASURING, "lipaudit.cli.measure:merge"),
+    "watch": (MEASURING, "lipaudit.wings.training.commands:watch"),
+    "report": (COMPARE, "lipaudit.cli.judge:report"),
+    "inspect": (COMPARE, "lipaudit.cli.judge:inspect"),
+    "compare": (COMPARE, "lipaudit.cli.judge:compare"),
+    "gate": (COMPARE, "lipaudit.cli.judge:gate"),
+    "baseline": (COMPARE, "lipaudit.cli.judge:baselines"),
+    "explain": (LEARN, "lipaudit.cli.tools:explain"),
+    "env": (LEARN, "lipaudit.cli.tools:env"),
+    "models": (LEARN, "lipaudit.cli.tools:models"),
+    "check": (LEARN, "lipaudit.cli.tools:check"),
+    "init": (LEARN, "lipaudit.cli.tools:init"),
+    "schema": (LEARN, "lipaudit.cli.tools:schema"),
+    "train": ("Improve a checkpoint", "lipaudit.wings.training.commands:train"),
 }
 # The help lists these first, under a heading of their own, in the order in which people need them.
 START = "Start here"
@@ -194,7 +194,7 @@ class Commands(Mapping[str, Any]):
         if self.measures and name not in self.places:
             return MEASURING, resolve_name("lipaudit.cli.measure:make_measure")(name)
         panel, place = self.places[name]
-        return panel, resolve_name(f"lipaudit.cli.{place}")
+        return panel, resolve_name(place)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:

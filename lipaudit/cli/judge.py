@@ -210,7 +210,9 @@ def gate(
 
 baselines = Group(
     name="baseline",
-    places={name: ("Commands", f"judge:{name}") for name in ("save", "update", "check")},
+    places={
+        name: ("Commands", f"lipaudit.cli.judge:{name}") for name in ("save", "update", "check")
+    },
     help="Save, update and check a baseline.",
     rich_markup_mode=None,
     no_args_is_help=True,

@@ -95,7 +95,7 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         UsageError: an option without an effect, or a file that cannot be written.
         InputError: the list, a network or a property cannot be read.
     """
-    from lipaudit.engine.exchange import decide_instances
+    from lipaudit.wings.certificates.exchange import decide_instances
 
     odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
     odd += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
@@ -124,7 +124,7 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
-    from lipaudit.engine.exchange import verify_proofs
+    from lipaudit.wings.certificates.exchange import verify_proofs
 
     given = run.model_fields_set - run._configured
     if given or output.model_fields_set:

@@ -18,18 +18,18 @@ from lipaudit.measures.attack import ATTACK, AttackOptions
 from lipaudit.measures.attention import ATTENTION
 from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
-from lipaudit.measures.certify import CERTIFY
-from lipaudit.measures.claims import BallNorm, CertifyOptions
-from lipaudit.measures.corrupt import CORRUPT
 from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
-from lipaudit.measures.scaling import SCALING
-from lipaudit.measures.smoothing import SMOOTHING
 from lipaudit.measures.weights import WEIGHTS
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables import Column, Layout
 from lipaudit.tables.plugins import entries
 from lipaudit.tables.report import Drawing
 from lipaudit.theory import NODES
+from lipaudit.wings.certificates.measure import CERTIFY
+from lipaudit.wings.certificates.options import BallNorm, CertifyOptions
+from lipaudit.wings.certificates.smoothing import SMOOTHING
+from lipaudit.wings.corruptions.measure import CORRUPT
+from lipaudit.wings.growth.scaling import SCALING
 
 GROUP = "lipaudit.measures"
 

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
 from lipaudit.models.sources.loader import load_net, save_net
-from lipaudit.train.loop import TrainingRecord
+from lipaudit.wings.training.loop import TrainingRecord
 from tests.commands import invoke, refuse
 
 pytestmark = pytest.mark.usefixtures("blank_charts")

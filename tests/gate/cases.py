@@ -8,10 +8,10 @@ from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.measures.bounds import BOUNDS_TABLE
-from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.measures.jacobian import JACOBIAN_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 from lipaudit.tables.trials import parse_radius
+from lipaudit.wings.certificates.measure import CERTIFY_TABLE
 
 NORMS = np.random.default_rng(0).lognormal(0.0, 0.5, 64)
 """They spread over a factor of ten."""

@@ -12,9 +12,9 @@ import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.data.batch import Batch
 from lipaudit.engine.execute import Observer
-from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
+from lipaudit.wings.certificates.certificate import Proof, certificate
 from tests.measures.cases import Plane, Small, in_order
 
 SHAPE = (1, 2, 4)

@@ -14,9 +14,9 @@ from lipaudit.attacks.text import BEGINS, FIXED, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.texts import make_reader, read_texts
-from lipaudit.models.certificate import Proof, certificate
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
+from lipaudit.wings.certificates.certificate import Proof, certificate
 from tests.measures.cases import Bag, Words, in_order
 
 TOKENS = 4

@@ -10,13 +10,13 @@ from scipy.stats import binom
 
 from lipaudit.measures import layouts
 from lipaudit.measures.attention import ATTENTION_TABLE
-from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.report import of_reports, render
 from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
 from lipaudit.tables.summary import summary
 from lipaudit.tables.weakest import worst
+from lipaudit.wings.certificates.measure import CERTIFY_TABLE
 from tests.commands import list_commands
 from tests.report.conftest import find_chapter, keep
 

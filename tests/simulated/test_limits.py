@@ -12,7 +12,7 @@ from lipaudit.errors import EvaluationError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
-from lipaudit.train import train
+from lipaudit.wings.training.loop import train
 from tests.commands import invoke
 from tests.simulated import device
 from tests.simulated.conftest import samples

@@ -11,7 +11,7 @@ from benchmarks.shared.demos import load_shipped
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.settings import Recipe
-from lipaudit.train import train
+from lipaudit.wings.training.loop import train
 from tests.commands import find_differences
 from tests.simulated.conftest import MODELS, samples
 

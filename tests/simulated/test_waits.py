@@ -11,7 +11,7 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.theory.spectral import random_starts, spectral_norms
-from lipaudit.train import train
+from lipaudit.wings.training.loop import train
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.device import Waits
 

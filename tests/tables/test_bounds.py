@@ -8,12 +8,12 @@ import pytest
 from lipaudit.gate.rules import list_metrics, parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.bounds import BOUNDS_TABLE
-from lipaudit.measures.scaling import FITS_TABLE, SCALING_TABLE
 from lipaudit.report.blocks import Curve, Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.sections import show_section
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
+from lipaudit.wings.growth.scaling import FITS_TABLE, SCALING_TABLE
 from tests.commands import invoke
 
 NUMBER = [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}]

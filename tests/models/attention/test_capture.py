@@ -15,7 +15,7 @@ from lipaudit.models.attention.capture import Layer, Site, capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.products import dense_jacobian
-from lipaudit.train.penalty import SpecformerPenalty
+from lipaudit.wings.training.penalty import SpecformerPenalty
 from tests.models.conftest import WEIGHTS
 
 AFFINE = ("affine", "affine", "affine")

@@ -1,0 +1,513 @@
+"""Smooth functions entry by entry: a parabola plus a bounded remainder.
+
+On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
+the `middle` of the form, about which the rest R of x - c = L + R reaches least. d is evaluated at
+`NODES` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|, and d leaves its
+chord by at most h^2 s / 8: so all d lie between the least and the largest at the nodes, widened by
+that.
+
+Order 1: b = 0 and a is the slope of the chord, best for a function that bends one way. Order 2:
+with w = (u - l) / 2, the best b for powers up to the fourth is the second difference (f(u) - 2
+f(m) + f(l)) / 2 w^2 (x^4 is w^2 x^2 - w^4/8 +- w^4/8), and the best slope there is f'(m) + 3/4
+(chord - f'(m)) (x^3 is 3/4 w^2 x +- w^3/4). With L linear in the input and |R| <= rest, b L^2 goes
+into the quadratic part and b (2 L R + R^2) stays within b [-2 lin rest, 2 lin rest + rest^2].
+Where that is wider than order 1 is, b is 0.
+
+All of this is float64. a and b are rounded first to what multiplies the generators, d is what
+they leave.
+
+Piecewise linear functions, built from the ReLU h = a z + m (1 + eps): branching covers all.
+
+On l < 0 < u, with a = u / (u - l), a z <= relu(z) <= a z + 2 m for m = -a l / 2: below, z >= 0
+gives (a - 1) z <= 0 and z <= 0 gives a z <= 0; the line above through both ends is the chord of a
+convex function. For a rounded a in [0, 1] the largest relu(z) - a z is at an end:
+2 m = max(-a l, (1 - a) u). The symbol eps is defined by the equation: on z >= 0 and z <= 0 apart,
+h is z and 0, and what the equation then says of eps is used (`branch`). So eps takes no slack in.
+
+max(x, y) = y + r(x - y); a leaky ReLU is s x + (1 - s) r(x), and |x| that with s = -1; x held to
+[lo, hi] is lo + r(x - lo) - r(x - hi).
+
+The largest of many: for any entry i, max_j x_j - x_i = max_j r(x_j - x_i) lies in [0, h] with h
+the largest end of a difference x_j - x_i. i is the largest at the centre. Where it is the largest
+on the whole ball, h = 0 and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.wings.certificates.affine import add, as_pair, make_move, neg, read_axes, scale, sub
+from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
+from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY, Unit, cast_up, gamma, tiny, up
+
+NODES = 65
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A function of one real number, with bounds of its second and third derivatives.
+
+    Attributes:
+        value: f.
+        second, third: no less than sup |f''| and sup |f'''| on [l, u].
+        offset: terms of f's formula, |x| or 1, that its rounding is relative to beside |f|.
+    """
+
+    value: Function
+    second: Callable[[Tensor, Tensor], Tensor]
+    third: Callable[[Tensor, Tensor], Tensor]
+    offset: Function = torch.zeros_like
+
+    def slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f' and f'' by autograd: they only choose the parabola; rounding is allowed for.
+
+        A pass over forms may run without gradients, or in inference mode.
+        """
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.value(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), x)
+        return slope.detach(), bend
+
+
+def relax(
+    z: Form,
+    f: Smooth,
+    *,
+    within: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
+    positive: bool = False,
+) -> Form:
+    """Return f of a form.
+
+    Args:
+        z: the argument.
+        f: the function.
+        within: known bounds of the argument, beside its form.
+        positive: f is only defined for numbers > 0.
+
+    Raises:
+        UnboundedError: the range of z is not finite, or leaves the domain of f.
+    """
+    low, high = z.range()
+    low = low.clamp(*within)
+    high = high.clamp(*within)
+    if not (torch.isfinite(low) & torch.isfinite(high)).all():
+        raise UnboundedError
+    if positive and not (low > 0).all():
+        raise UnboundedError
+    slopes = f.slopes((low + high) / 2)
+    a, b = _choose_parabola(z, f, low, high, slopes)
+    if not (torch.isfinite(a) & torch.isfinite(b)).all():
+        raise UnboundedError
+
+    least, largest = _bound_nodes(z.middle, f, low, high, (a, b))
+    # Between the nodes: d has a second derivative of at most that of f and 2 |b|, and of at most
+    # its own at m and the third derivative of f times the distance from m.
+    most = f.second(low, high)
+    own = (slopes[1] - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * most
+    own = own + f.third(low, high) * (high - low) * 0.51
+    bend = torch.minimum(most + 2 * b.abs(), own)
+    rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
+    h = up((high - low) / (NODES - 1) + rounding)
+    widening = up(h.square() / 8 * bend)
+    least = least - widening
+    largest = largest + widening
+    middle = (least + largest) / 2
+    radius = up(torch.maximum(largest - middle, middle - least))
+    return _assemble(z, (a, b), middle, radius)
+
+
+def _choose_parabola(
+    z: Form, f: Smooth, low: Tensor, high: Tensor, slopes: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return a and b, rounded to the precision of the generators; `slopes` are f' and f'' at m."""
+    dtype = z.symbols.dtype
+    slope, curve = slopes
+    c = z.middle
+    m = (low + high) / 2
+    w = (high - low) / 2
+    at_low = f.value(low)
+    at_high = f.value(high)
+    wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
+    chord = torch.where(wide, (at_high - at_low) / (2 * w), slope)
+    if z.symbols.order == 1:
+        a = chord.to(dtype).to(DOUBLE)
+        return a, torch.zeros_like(a)
+    second = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
+    wide = w > 1e-4 * m.abs() + 1e-6
+    b = torch.where(wide, second, curve / 2) * worth_squaring(z)
+    # 3/4 of the way from f'(m) to the chord, and all of it without a square.
+    part = torch.where(b == 0, 1.0, 0.75)
+    a = slope + part * (chord - slope)
+    a = a - 2 * b * (m - c)  # at c, as b is
+    return a.to(dtype).to(DOUBLE), b.to(dtype).to(DOUBLE)
+
+
+def _bound_nodes(
+    c: Tensor, f: Smooth, low: Tensor, high: Tensor, parabola: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, outwards."""
+    a, b = parabola
+    least = torch.full_like(low, torch.inf)
+    largest = torch.full_like(low, -torch.inf)
+    # One node at a time: 65 tensors at once would leave the cache.
+    for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
+        x = high
+        if share < 1:
+            x = torch.lerp(low, high, share).clamp(low, high)
+        value = f.value(x)
+        step = x - c
+        linear = a * step
+        square = b * step.square()
+        d = value - linear - square
+        size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
+        loss = gamma(4 * LIBRARY, DOUBLE) * size
+        least = torch.minimum(least, d - loss)
+        largest = torch.maximum(largest, d + loss)
+    return least, largest
+
+
+def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
+    """Return a (z - c) + b (z - c)^2 + middle +- radius, c being the middle of z."""
+    a, b = parabola
+    symbols = z.symbols
+    dtype = symbols.dtype
+    slope = a.abs()
+    dense, blocks = z.map_rows(lambda t: t * a.to(dtype))
+    slack = slope * z.slack + gamma(2, dtype) * slope * z.mass
+    slack = radius + slack + z.count * tiny(dtype)
+    if symbols.order == 2:
+        symbols.add_squares(dense, z.dense[: symbols.n], b.to(dtype))
+        # b (2 L R + R^2).
+        first, second = square_remainder(z.sizes.linear, z.rest)
+        aside = a * z.aside  # what the linear part, which is around the centre, has too much
+        middle = middle + b * second / 2 - aside
+        slack = slack + b.abs() * (first + second / 2)
+        # What rounding and underflow take from all of these.
+        slack = slack + gamma(8, DOUBLE) * (middle.abs() + aside.abs())
+        slack = slack + gamma(8, dtype) * b.abs() * z.sizes.linear.square()
+        slack = slack + gamma(1, dtype) * slope * z.sizes.quadratic
+        slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
+    return Form(middle, dense, up(slack, 16), symbols, blocks=blocks)
+
+
+def worth_squaring(z: Form) -> Tensor:
+    """Say where keeping the square of the linear part gives a smaller error.
+
+    Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
+    """
+    return z.sizes.linear > 2 * z.rest
+
+
+def square_remainder(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= lin and |R| <= rest."""
+    return up(2 * lin * rest), up(rest.square())
+
+
+def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda low, high: torch.full_like(low, value)
+
+
+# The suprema of |f''| and |f'''|: of gelu at 0 and 0.792, of tanh at 0.658 and 0, of sigmoid at
+# 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0, of softplus
+# those of the sigmoid's first two derivatives, of mish at -0.088 and 0.716; those of exp, of the
+# logarithm and of powers at an end.
+# Tested on a grid with mpmath.
+GELU = Smooth(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
+TANH_GELU = Smooth(
+    partial(F.gelu, approximate="tanh"), _constant(0.7979), _constant(0.7768), torch.abs
+)
+SILU = Smooth(F.silu, _constant(0.5), _constant(0.3083), torch.abs)
+TANH = Smooth(torch.tanh, _constant(0.7699), _constant(2.0))
+SIGMOID = Smooth(torch.sigmoid, _constant(0.0963), _constant(0.125))
+EXP = Smooth(torch.exp, lambda low, high: up(high.exp()), lambda low, high: up(high.exp()))
+
+
+def _make_falling(value: Function, p: float, factor: float) -> Smooth:
+    """Return a function of x > 0 with a second derivative of size factor x^(p - 2), p < 1."""
+    return Smooth(
+        value,
+        lambda low, high: up(factor * low ** (p - 2), 32),
+        lambda low, high: up(factor * (2 - p) * low ** (p - 3), 32),
+    )
+
+
+RSQRT = _make_falling(torch.rsqrt, -0.5, 0.75)
+SQRT = _make_falling(torch.sqrt, 0.5, 0.25)
+RECIPROCAL = _make_falling(torch.reciprocal, -1.0, 2.0)
+LOG = _make_falling(torch.log, 0.0, 1.0)
+
+
+def gelu(input: Form, *, approximate: str = "none") -> Form:
+    """Return x times the normal distribution function of x, or torch's approximation by tanh."""
+    return relax(input, TANH_GELU if approximate == "tanh" else GELU)
+
+
+def silu(input: Form, inplace: bool = False) -> Form:
+    """Return x sigmoid(x)."""
+    return relax(input, SILU)
+
+
+def square(input: Form) -> Form:
+    """x^2 = c^2 + 2 c (x - c) + (x - c)^2, the last of which order 2 keeps."""
+    symbols = input.symbols
+    c = input.middle
+    a = (2 * c).to(symbols.dtype).to(DOUBLE)
+    move = up(input.mass + input.slack)
+    if symbols.order == 2:
+        b = torch.ones_like(c)
+        middle = c.square()
+        radius = torch.zeros_like(c)
+    else:  # (x - c)^2 lies in [0, move^2]
+        b = torch.zeros_like(c)
+        middle = c.square() + move.square() / 2
+        radius = up(move.square() / 2)
+    # a is 2c up to its rounding, which acts on x - c.
+    lost = (2 * c - a).abs() * (move + input.aside.abs())
+    lost = lost + gamma(4, DOUBLE) * (middle.abs() + c.square())
+    return _assemble(input, (a, b), middle, up(radius + lost))
+
+
+def make_unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
+    """Return the rule of a function."""
+    return lambda input: relax(input, f, **known)
+
+
+ERF = Smooth(torch.erf, _constant(0.9679), _constant(2.2568))
+
+
+SOFTPLUS = Smooth(
+    lambda x: torch.logaddexp(x, torch.zeros_like(x)), _constant(0.25), _constant(0.0963)
+)
+MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
+# The second derivative of ELU jumps at 0: its third one has no bound.
+ELU = Smooth(F.elu, _constant(1.0), _constant(1e300), torch.ones_like)
+SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
+COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
+
+
+def monomial(n: int) -> Smooth:
+    """Return x^n for n > 2."""
+
+    def derivative(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+        factor = float(math.perm(n, k))
+
+        def bound(low: Tensor, high: Tensor) -> Tensor:
+            largest = torch.maximum(low.abs(), high.abs())
+            return up(factor * largest ** (n - k), 2 * n + 8)
+
+        return bound
+
+    return Smooth(lambda x: x**n, derivative(2), derivative(3))
+
+
+def raise_power(input: Any, exponent: Any) -> Form:
+    """Raise to a power: whole powers of any number, some others of positive numbers."""
+    if not isinstance(input, Form) or not isinstance(exponent, int | float):
+        raise NoRuleError("pow with an exponent for every entry")
+    if exponent == 1:
+        return input.copy()
+    if exponent == 2:
+        return square(input)
+    if exponent > 2 and exponent == int(exponent):
+        return relax(input, monomial(int(exponent)))
+    known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
+    if exponent not in known:
+        raise NoRuleError(f"pow with exponent {exponent}")
+    return relax(input, known[exponent], positive=True)
+
+
+def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
+    """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
+    z = scale(input, float(beta))
+    result = relax(z, SOFTPLUS)
+    # There log(1 + e^x) is x to within e^-threshold.
+    off = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
+    _, high = z.range()
+    result.slack = up(result.slack + off * (high > threshold))
+    if beta == 1:
+        return result
+    return scale(result, 1 / beta, roundings=2)
+
+
+def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
+    """Return x where x > 0, else alpha (e^x - 1); its slope jumps at 0 unless alpha is 1."""
+    if alpha == 1:
+        return relax(input, ELU)
+    below = relax(cast("Form", input.clamp(None, 0.0)), EXP)
+    return add(F.relu(input), scale(add(below, -1.0), alpha))
+
+
+def glu(input: Form, dim: int = -1) -> Form:
+    """Return the first half of an axis times the sigmoid of the second."""
+    first, second = input.chunk(2, dim)
+    return cast("Form", first * relax(cast("Form", second), SIGMOID))
+
+
+def relu(input: Form, inplace: bool = False) -> Form:
+    """max(x, 0), with one symbol for every entry that may have both signs."""
+    symbols = input.symbols
+    dtype = symbols.dtype
+    low, high = input.range()
+    if not (torch.isfinite(low) & torch.isfinite(high)).all():
+        raise UnboundedError
+    mixed = (low < 0) & (high > 0)
+    # a = u / (u - l), or 0 or 1; 2 m = max(-a l, (1 - a) u).
+    chord = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
+    a = torch.where(mixed, chord, (low >= 0).to(DOUBLE))
+    m = up(torch.maximum(-a * low, (1 - a) * high) / 2)
+    m = cast_up(m * mixed, dtype)
+    mixed = m > 0
+    slope = a.to(dtype)
+    dense, blocks = input.map_rows(lambda t: t * slope)
+    if mixed.any():  # an empty block of errors would share its key with the next one
+        errors = symbols.birth(m)
+        blocks = [*blocks, errors]
+        unit = Unit(
+            centre=input.centre[mixed],
+            generators=input.columns(mixed),
+            slack=input.slack[mixed],
+            slope=a[mixed],
+            offset=m[mixed].to(DOUBLE),
+            first=errors.key,
+        )
+        symbols.units.append(unit)
+    centre = a * input.centre + m
+    lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
+    slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
+    return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
+    """Return x where x > 0, else s x; the slope s may be a tensor of constants."""
+    # In float64, so that 1 - s has the smallest possible rounding error.
+    s = torch.as_tensor(negative_slope, dtype=DOUBLE, device=input.device)
+    return add(scale(input, s), scale(relu(input), 1 - s, roundings=2))
+
+
+def prelu(input: Form, weight: Tensor) -> Form:
+    """Return a leaky ReLU with a slope per channel (axis 1)."""
+    behind = input.ndim - 2 if weight.numel() > 1 else 0
+    return leaky_relu(input, weight.view(-1, *[1] * behind))
+
+
+def maximum(input: Any, other: Any) -> Form:
+    """Return the larger of two, entry by entry."""
+    return add(other, relu(sub(input, other)))
+
+
+def minimum(input: Any, other: Any) -> Form:
+    """Return the smaller of two, entry by entry."""
+    return sub(input, relu(sub(input, other)))
+
+
+def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
+    """Return x clamped to [min, max]; as in torch, max if max < min."""
+    if min is not None:
+        input = maximum(input, min)
+    if max is not None:
+        input = minimum(input, max)
+    return input
+
+
+def hardsigmoid(input: Form, inplace: bool = False) -> Form:
+    """(x + 3) / 6 held to [0, 1]."""
+    return scale(clamp(add(input, 3.0), 0.0, 6.0), 1 / 6, roundings=2)
+
+
+def hardswish(input: Form, inplace: bool = False) -> Form:
+    """Return x hardsigmoid(x)."""
+    return cast("Form", input * hardsigmoid(input))
+
+
+def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """Return the largest value over axes."""
+    axes = read_axes(dim, input.ndim)
+    others = [axis for axis in range(input.ndim) if axis not in axes]
+    if axes:
+        rows: Any = input.permute(*others, *axes).flatten(len(others))
+    else:
+        rows = input[..., None]
+    result: Any = largest(rows)
+    if not keepdim:
+        return cast("Form", result)
+    shape = list(input.shape)
+    for axis in axes:
+        shape[axis] = 1
+    return cast("Form", result.reshape(shape))
+
+
+def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """Return the smallest value over axes."""
+    return neg(amax(neg(input), dim, keepdim))
+
+
+Extreme = namedtuple("Extreme", ("values", "indices"))
+"""What torch.max returns of an axis; the indices depend on the input, and are None."""
+
+
+def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callable[..., Any]:
+    """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
+
+    def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, Tensor):
+            return pair(input, dim)
+        if dim is None:
+            return over(input)
+        return Extreme(over(input, dim, keepdim), None)
+
+    return rule
+
+
+def largest(x: Form) -> Form:
+    """Return the largest value over the last axis."""
+    # x_i + [0, h], i the largest at the centre: exact where i stays the largest on the ball.
+    top = x.centre.argmax(-1, keepdim=True)
+    chosen = make_move("gather")(x, -1, top)
+    _, high = sub(x, chosen).range()
+    never = (x.centre == -torch.inf).scatter(-1, top, True)
+    half = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
+    chosen = make_move("select")(chosen, -1, 0)
+    # x_i + [0, h].
+    slack = up(chosen.slack + half)
+    wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
+    return add(wide, half)
+
+
+def max_pool2d(
+    input: Form,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Form:
+    """Return the largest value of every window; padding is never the largest."""
+    if input.ndim != 4 or ceil_mode or return_indices:
+        raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
+    # The places of every window, counted from 1: padding is 0, and becomes another place.
+    height, width = input.shape[-2:]
+    places = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
+    places = places.view(1, 1, height, width)
+    size = as_pair(kernel_size)
+    step = size if stride in (None, []) else as_pair(stride)
+    pad = as_pair(padding)
+    gap = as_pair(dilation)
+    windows = F.unfold(places, size, gap, pad, step)[0].mT.long()
+    another = windows.amax(-1, keepdim=True)
+    windows = torch.where(windows > 0, windows, another) - 1
+    flat: Any = input.flatten(2)
+    pooled: Any = largest(flat[..., windows])
+    return pooled.unflatten(-1, F.max_pool2d(places, size, step, pad, gap).shape[-2:])

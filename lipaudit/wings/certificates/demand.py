@@ -1,0 +1,284 @@
+"""Which entries of each call are needed, if the result reads only one token.
+
+A model first runs on plain numbers, call by call. Going backwards from its results, the shapes
+tell which entries of every call are read. If a row-wise call is read at one place of an axis only
+(the class token; the last token), it computes only that place, and the result is repeated along
+the axis without memory. **Entries that are not read have a slack of NaN**: if they were read after
+all, no range would be finite and nothing would be certified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lipaudit.errors import of_machine
+from lipaudit.wings.certificates.affine import MOVES, rearrange
+from lipaudit.wings.certificates.form import Form, forms_of
+from lipaudit.wings.certificates.symbols import Symbols
+
+ENTRIES = frozenset(
+    (
+        *("add", "radd", "sub", "rsub", "mul", "rmul", "multiply", "div", "truediv", "rtruediv"),
+        *("divide", "true_divide", "neg", "negative", "gelu", "silu", "relu", "tanh", "sigmoid"),
+        *("exp", "square", "pow", "rsqrt", "sqrt", "reciprocal", "dropout", "masked_fill"),
+        *("contiguous", "clone", "to", "float", "double", "detach"),
+    )
+)
+"""Elementwise calls: the arguments broadcast to the shape of the result."""
+
+MIXING = frozenset(("matmul", "bmm", "scaled_dot_product_attention"))
+"""Calls where a row of the result depends on that row of the first argument and on all other
+arguments."""
+
+ROWS = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *MIXING))
+"""Calls where a row of the result depends only on that row of the first argument."""
+
+PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
+"""Calls that only rearrange entries of their first argument."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor of the trial run: which of its entries are read."""
+
+    read: Tensor
+
+
+class Call(NamedTuple):
+    """A call of the trial run, with nodes in the place of forms.
+
+    Attributes:
+        func, name: the function of torch and its name.
+        args, kwargs: its arguments.
+        results: the resulting nodes.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Node]
+
+
+class DeviationError(Exception):
+    """A model calls other functions than in its trial run."""
+
+
+Cut = tuple[int, int]
+"""An axis (counted from the last) and the only index along it that is used."""
+
+
+class TrialRun:
+    """Runs every call of a model on numbers, and records it."""
+
+    def __init__(self, like: Symbols) -> None:
+        shown = like.shown
+        self.symbols = Symbols(0, "linf", order=1, dtype=shown, rules=like.rules, shown=shown)
+        self.symbols.intercept = self.call
+        self.calls: list[Call] = []
+
+    def start(self, centre: Tensor) -> Form:
+        """Return the form on which the model runs."""
+        centre = centre.to(self.symbols.shown)
+        form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
+        form.__dict__["node"] = Node(centre.new_zeros(centre.shape, dtype=torch.bool))
+        return form
+
+    def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call on numbers."""
+        numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
+        result = func(*numbers, **options)
+        if result is None:  # a write into the first argument
+            result = numbers[0]
+        elif isinstance(result, Iterator):
+            result = list(result)
+        is_constant = name.endswith("_like") or name.startswith("new_")
+        if not is_constant:
+            result = tree_map_only(Tensor, self.start, result)
+        nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
+        results = [form.node for form in forms_of(result)]
+        self.calls.append(Call(func, name, nodes, options, results))
+        return iter(result) if name == "iter" else result
+
+
+class Plan:
+    """The part of every call of a pass to compute: its name, and where it is cut."""
+
+    def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
+        self.cuts = iter(cuts)
+
+    def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
+        """Apply a rule to the needed part of the arguments.
+
+        Raises:
+            DeviationError: the model calls other functions than in the trial run.
+        """
+        planned, cut = next(self.cuts, ("nothing", None))
+        if name != planned:
+            raise DeviationError
+        if cut is None:
+            return rule(*args, **kwargs)
+        axis, _ = cut
+        reach = len(args) if name in ENTRIES else 1
+        size = max(_size(value, axis) for value in args[:reach])
+        parts = list(args)
+        for i, value in enumerate(args[:reach]):
+            if _size(value, axis) == size:
+                parts[i] = _narrow(value, cut)
+        return _repeat_form(rule(*parts, **kwargs), cut, size)
+
+
+def _narrow(value: Tensor, cut: Cut) -> Tensor:
+    """Return the only used place; all readers share that of a form, and so its symbols."""
+    axis, place = cut
+    if not isinstance(value, Form):
+        return value.narrow(axis, place, 1)
+    known: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
+    if cut not in known:
+        part = cast("Form", value.narrow(axis, place, 1))
+        if value.weights and axis != -1:
+            low, high = value.weights
+            part.weights = (low.narrow(axis, place, 1), high.narrow(axis, place, 1))
+        known[cut] = part
+    return known[cut]
+
+
+def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
+    """Run the model on numbers; None if that fails, or if its result contains no form."""
+    trial = TrialRun(x.symbols)
+    try:
+        results = forms_of(model(trial.start(x.centre.clone())))
+        for form in results:
+            form.node.read[...] = True
+        # From the results backwards: a call is read where later ones read its results.
+        cuts = [(call.name, _demand(call)) for call in reversed(trial.calls)]
+    except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
+        if of_machine(error):
+            raise
+        return None
+    if not results:
+        return None
+    return Plan(cuts[::-1])
+
+
+def _demand(call: Call) -> Cut | None:
+    """Record which entries a call reads; return the axis along which it can be reduced."""
+    if call.name in PLACES and isinstance(call.args[0], Node):
+        _demand_places(call, call.args[0])
+        return None
+    cut = _cut(call)
+    if cut is None:
+        _demand_all((call.args, call.kwargs))
+        return None
+    reach = len(call.args) if call.name in ENTRIES else 1
+    axis, place = cut
+    for node in call.args[:reach]:
+        if isinstance(node, Node) and node.read.ndim >= -axis:
+            # An argument of size 1 along the axis is broadcast: all of it is read.
+            is_broadcast = node.read.shape[axis] == 1
+            node.read.narrow(axis, 0 if is_broadcast else place, 1)[...] = True
+        else:
+            _demand_all(node)
+    _demand_all((call.args[reach:], call.kwargs))
+    return cut
+
+
+def _demand_places(call: Call, node: Node) -> None:
+    """Record what a rearrangement reads: that of the entries' indices tells which of them."""
+    indices = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
+    args = tree_map_only(Node, lambda other: other.read, call.args[1:])
+    moved = call.func(indices, *args, **call.kwargs)
+    if len(call.results) == 1:
+        moved = [moved]
+    entries = node.read.view(-1)
+    for result, places in zip(call.results, moved, strict=True):
+        entries[places[result.read]] = True
+
+
+def _demand_all(values: Any) -> None:
+    for node in _nodes(values):
+        node.read[...] = True
+
+
+def _cut(call: Call) -> Cut | None:
+    """Return the axis along which only one place of a row-wise call is read."""
+    if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
+        return None
+    if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
+        return None
+    read = call.results[0].read
+    if not read.numel():
+        return None
+    for axis in _axes(call, read):
+        by_place = read.movedim(axis, 0).flatten(1) if read.ndim > 1 else read[:, None]
+        places = by_place.any(1).nonzero()[:, 0]
+        if len(places) == 1 and read.shape[axis] > 1:
+            return axis, int(places)
+    return None
+
+
+def _axes(call: Call, read: Tensor) -> list[int]:
+    """Return the axes along which the results of a call are independent."""
+    axes = list(range(-1, -read.ndim - 1, -1))
+    if call.name in ENTRIES:
+        return axes
+    first = call.args[0]
+    if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
+        return []
+    if call.name == "softmax" and _argument(call, "dim") not in (-1, read.ndim - 1):
+        return []
+    if call.name == "layer_norm":
+        shape = _argument(call, "normalized_shape")
+        return axes[1 if isinstance(shape, int) else len(shape) :]
+    if call.name == "batch_norm":
+        return [axis for axis in axes if axis % read.ndim != 1]
+    if call.name == "scaled_dot_product_attention":
+        has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
+        if has_mask or call.kwargs.get("is_causal"):
+            return []
+    if call.name in MIXING and read.ndim > 1:
+        return [-2]
+    return axes[1:]
+
+
+def _argument(call: Call, name: str) -> Any:
+    if name in call.kwargs:
+        return call.kwargs[name]
+    return call.args[1]
+
+
+def _size(value: Any, axis: int) -> int:
+    if not isinstance(value, Tensor) or value.ndim < -axis:
+        return 0
+    return value.shape[axis]
+
+
+def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
+    """Repeat a form along the axis, and mark the entries that are not read."""
+    if form.waits:
+        parts = form.waits.move(lambda part: _repeat_form(part, cut, size))
+        result = Form.from_quotient(parts)
+        result.__dict__["parts"] = {cut: form}
+        return result
+    axis, place = cut
+    shape = list(form.shape)
+    shape[axis] = size
+    wide: Form = rearrange(form, lambda t: t.expand(shape))
+    # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
+    wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
+    wide.slack.narrow(axis, place, 1).copy_(form.slack)
+    wide.__dict__["parts"] = {cut: form}
+    if form.weights:
+        low, high = form.weights
+        wide.weights = (low.expand(shape), high.expand(shape))
+    return wide
+
+
+def _nodes(values: Any) -> list[Node]:
+    return [value for value in tree_leaves(values) if isinstance(value, Node)]

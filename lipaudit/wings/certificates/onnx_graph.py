@@ -1,0 +1,521 @@
+"""A network in ONNX: read without a runtime, and run on tensors or on forms; and written."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, explain_failure
+from lipaudit.models.net import Net
+from lipaudit.wings.certificates.symbols import cast_up, up
+from lipaudit.wings.certificates.vnnlib import Property
+
+
+def _integers(values: Any) -> list[int]:
+    return [*map(int, values)]
+
+
+def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    if axes is None:
+        axes = range(len(starts))
+    if steps is None:
+        steps = [1] * len(starts)
+    for start, end, step, axis in zip(starts, ends, steps, _integers(axes), strict=False):
+        at: Any = slice(int(start), int(end), int(step))
+        if at.step < 0:  # torch has no steps back
+            at = [*range(x.shape[axis])[at]]
+        x = _take(x, at, axis)
+    return x
+
+
+def _take(x: Any, at: Any, axis: int) -> Any:
+    """Index one axis."""
+    before = [slice(None)] * (axis % x.ndim)
+    return x[*before, at]
+
+
+def _gather(x: Any, at: Any, axis: int = 0) -> Any:
+    if not at.ndim:
+        at = int(at)
+    return _take(x, at, axis)
+
+
+def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> Any:
+    if split is not None:
+        return x.split(_integers(split), axis)
+    rounded_up = -(-x.shape[axis] // num_outputs)
+    return x.split(rounded_up, axis)
+
+
+def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
+    sizes = _integers(shape)
+    for i, size in enumerate(sizes):
+        if size == 0:
+            sizes[i] = x.shape[i]
+    return x.reshape(sizes)
+
+
+def _squeeze(x: Any, axes: Any = None) -> Any:
+    if axes is None:
+        return x.squeeze()
+    return x.squeeze(tuple(_integers(axes)))
+
+
+def _unsqueeze(x: Any, axes: Any) -> Any:
+    wide = x.ndim + len(axes)
+    for axis in sorted(axis % wide for axis in _integers(axes)):
+        x = torch.unsqueeze(x, axis)
+    return x
+
+
+def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        min = torch.as_tensor(min).item()
+    if max is not None:
+        max = torch.as_tensor(max).item()
+    return x.clamp(min, max)
+
+
+def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
+    # ONNX has all beginnings, then all ends; torch wants pairs, the last axis first.
+    ends = torch.tensor(_integers(pads)).view(2, -1)
+    pairs = ends.flip(1).mT.flatten().tolist()
+    while pairs[-2:] == [0, 0]:  # of the first axes, which some modes do not take
+        del pairs[-2:]
+    if not pairs:
+        return x
+    return F.pad(x, pairs, mode, float(value))
+
+
+def _place_windows(x: Any, size: Sequence[int], how: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return steps, gaps, and padding of windows of a size, for the axes behind the first two."""
+    n = len(size)
+    if how.get("ceil_mode") or n > 2:
+        raise InputError(
+            "ceil_mode and windows over 3 axes are not read",
+            "Export the network with other operators.",
+        )
+    strides = how.get("strides", [1] * n)
+    gaps = how.get("dilations", [1] * n)
+    kind = how.get("auto_pad", "")
+    if not kind.startswith("SAME"):
+        return strides, gaps, how.get("pads", [0] * 2 * n)
+    first = []
+    last = []
+    for i in range(n):
+        reach = gaps[i] * (size[i] - 1)
+        over = (x.shape[2 + i] - 1) % strides[i]
+        room = max(reach - over, 0)
+        less = room // 2
+        more = room - less
+        if kind == "SAME_LOWER":
+            first.append(more)
+            last.append(less)
+        else:
+            first.append(less)
+            last.append(more)
+    return strides, gaps, first + last
+
+
+def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
+    strides, gaps, pads = _place_windows(x, w.shape[2:], how)
+    convolve: Any = F.conv1d if w.ndim == 3 else F.conv2d
+    return convolve(_pad(x, pads), w, b, strides, 0, gaps, group)
+
+
+def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
+    strides, gaps, pads = _place_windows(x, kernel_shape, how)
+    wide = _pad(x, pads, -math.inf)
+    pool: Any = F.max_pool1d if x.ndim == 3 else F.max_pool2d
+    return pool(wide, kernel_shape, strides, 0, gaps)
+
+
+def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
+    w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
+    channels = len(w)
+    sums = _convolve(x, w, None, channels, **how)
+    if count_include_pad:
+        return sums / w[0].numel()
+    inside = torch.ones(1, *x.shape[1:], dtype=x.dtype)
+    count = _convolve(inside, w, None, channels, **how)
+    return sums / count
+
+
+def _multiply(
+    a: Any,
+    b: Any,
+    c: Any = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,  # noqa: N803  (the attribute's name)
+    transB: int = 0,  # noqa: N803
+) -> Any:
+    if transA:
+        a = a.mT
+    if transB:
+        b = b.mT
+    product = a @ b
+    if alpha != 1:
+        product = alpha * product
+    if c is None:
+        return product
+    if beta != 1:
+        c = beta * c
+    return product + c
+
+
+def _power(x: Any, y: Any) -> Any:
+    if y.numel() == 1:
+        y = y.item()
+    power = x**y
+    if x.is_floating_point():
+        return power
+    return power.to(x.dtype)  # the type of the base
+
+
+def _divide(x: Any, y: Any) -> Any:
+    if x.is_floating_point():
+        return x / y
+    return torch.div(x, y, rounding_mode="trunc")
+
+
+def _find_remainder(x: Any, y: Any, fmod: int = 0) -> Any:
+    compute: Any = torch.fmod if fmod else torch.remainder
+    return compute(x, y)
+
+
+def _cast(x: Any, to: int) -> Any:
+    kind = CASTS[to]
+    if x.is_floating_point() and kind.is_floating_point:
+        return x
+    return x.to(kind)
+
+
+def _rectify(x: Any, slope: Any) -> Any:
+    positive = x.relu()
+    return positive + (x - positive) * slope  # 1 - slope would be rounded
+
+
+def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
+    if training is not None and bool(training):
+        raise InputError("Dropout in training is random", TRAINED)
+    return x
+
+
+def _reduce(name: str, *order: int) -> Any:
+    def compute(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
+        if axes is None:
+            axes = range(x.ndim)
+        method = getattr(x, name)
+        return method(*order, tuple(_integers(axes)), keepdim=bool(keepdims))
+
+    return compute
+
+
+def _rename(name: str) -> Any:
+    def compute(*x: Any) -> Any:
+        function = getattr(torch, name, None) or getattr(F, name)
+        return function(*x)
+
+    return compute
+
+
+TRAINED = "Export the network in evaluation mode."
+# Types by their numbers in ONNX.
+CASTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 11: torch.float64}
+# Functions of torch: their names in ONNX, without attributes.
+SAME = """Abs Add Cos Erf Exp HardSwish Log MatMul Mish Mul Neg Reciprocal Relu Sigmoid Sin
+Softplus Sqrt Sub Tanh Where"""
+REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum", "ReduceMax": "amax", "ReduceMin": "amin"}
+WINDOWS = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
+OPERATORS: dict[str, Any] = {
+    **{name: _rename(name.lower()) for name in SAME.split()},
+    **{name: _reduce(same) for name, same in REDUCTIONS.items()},
+    "ReduceLogSumExp": _reduce("logsumexp"),
+    "ReduceL2": _reduce("norm", 2),
+    "Div": _divide,
+    "Equal": lambda x, y: x == y,
+    "Identity": lambda x: x,
+    "Dropout": _drop,
+    "Constant": lambda value: value,
+    "Max": lambda *x: reduce(torch.maximum, x),
+    "Min": lambda *x: reduce(torch.minimum, x),
+    "Sum": lambda *x: reduce(torch.add, x),
+    "Mean": lambda *x: reduce(torch.add, x) / len(x),
+    "Mod": _find_remainder,
+    "Pow": _power,
+    "Clip": _clip,
+    "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
+    "PRelu": _rectify,
+    "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
+    "Softsign": lambda x: x / (1 + x.abs()),
+    "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (x * alpha + beta).clamp(0.0, 1.0),
+    "Softmax": lambda x, axis=-1: x.softmax(axis),
+    "LogSoftmax": lambda x, axis=-1: x.log_softmax(axis),
+    "Einsum": lambda *x, equation: torch.einsum(equation, *x),
+    "Gemm": _multiply,
+    "Conv": _convolve,
+    "MaxPool": _pool_largest,
+    "AveragePool": _pool_mean,
+    "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.ndim)), True),
+    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), True),
+    "BatchNormalization": lambda x, w, b, mean, var, epsilon=1e-5, momentum=0, training_mode=0: (
+        F.batch_norm(x, mean, var, w, b, bool(training_mode), 0.0, epsilon)
+    ),
+    "LayerNormalization": lambda x, w, b=None, axis=-1, epsilon=1e-5, stash_type=1: F.layer_norm(
+        x, tuple(x.shape[axis:]), w, b, epsilon
+    ),
+    "LpNormalization": lambda x, axis=-1, p=2: F.normalize(x, p, axis),
+    "InstanceNormalization": lambda x, w, b, epsilon: F.group_norm(x, x.shape[1], w, b, epsilon),
+    "Shape": lambda x: torch.tensor(tuple(x.shape)),
+    "ConstantOfShape": lambda shape, value=0.0: torch.as_tensor(value).expand(_integers(shape)),
+    "Cast": _cast,
+    "Reshape": _reshape,
+    "Flatten": lambda x, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
+    "Expand": lambda x, shape: x.expand(np.broadcast_shapes(tuple(x.shape), _integers(shape))),
+    "Transpose": lambda x, perm=None: x.permute(*(perm or range(x.ndim)[::-1])),
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Concat": lambda *x, axis: torch.cat(x, axis),
+    "Split": _split,
+    "Slice": _slice,
+    "Tile": lambda x, repeats: x.repeat(_integers(repeats)),
+    "GatherElements": lambda x, at, axis=0: x.gather(axis, at % x.shape[axis]),
+    "Gather": _gather,
+    "Pad": _pad,
+}
+"""The operators that are read: functions of their inputs, with attributes as keywords."""
+
+# Before this version a softmax runs over all axes from the given one on.
+OLDEST = 13
+
+
+class Graph:
+    """A network from one flat input, (batch, inputs), to one flat output, (batch, outputs).
+
+    What does not depend on the input is computed in the dtype of the network, as runtimes do.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        dtype: dtype of the input.
+
+    Raises:
+        InputError: `onnx` is not installed, the file cannot be read, or it has an operator or an
+            attribute that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        advice = "pip install 'lipaudit[onnx]'"
+        with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
+            import onnx
+
+        advice = "Give a network with one input and one output."
+        with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
+            model = onnx.load(path)
+            (version,) = (o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+            graph = model.graph
+            self.weights = {each.name: _read_value(each) for each in graph.initializer}
+            self.weights[""] = None
+            (start,) = (each for each in graph.input if each.name not in self.weights)
+            (end,) = graph.output
+            kind = start.type.tensor_type
+            self.dtype = CASTS[kind.elem_type]
+            self.ends = start.name, end.name
+        self.shape = [size.dim_value or 1 for size in kind.shape.dim]  # 0: any batch size
+
+        advice = f"Export the network with other operators, in version 17 (not {version})."
+        self.steps = []
+        # A value is dropped after its last use: forms are large.
+        self.last: dict[str, int] = {}
+        for i, node in enumerate(graph.node):
+            given = _read_attributes(node)
+            odd = _find_unread(node, given, version)
+            if odd:
+                raise InputError(f"{path}: the operator {odd} is not read", advice)
+            self.steps.append((OPERATORS[node.op_type], node.input, node.output, given))
+            for name in node.input:
+                self.last[name] = i
+
+    def __call__(self, x: Any) -> Any:
+        """Run the network; row by row, because the shapes in the file may be those of one."""
+        if len(x) > 1:
+            return torch.cat([self(row[None]) for row in x])
+        values = {**self.weights, self.ends[0]: x.reshape(self.shape)}
+        for i, (operator, inputs, outputs, given) in enumerate(self.steps):
+            results = operator(*(values[name] for name in inputs), **given)
+            if not isinstance(results, tuple | list):
+                results = (results,)
+            values.update(zip(outputs, results, strict=False))
+            values[""] = None  # outputs that nobody reads have the name of absent inputs
+            for name in {*inputs} - {""}:
+                if self.last[name] == i:
+                    del values[name]
+        return values[self.ends[1]].reshape(1, -1)
+
+
+def _read_value(value: Any) -> Any:
+    """Return a tensor or another value of a file."""
+    import onnx
+
+    if isinstance(value, onnx.TensorProto):
+        return torch.tensor(onnx.numpy_helper.to_array(value))
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
+
+
+def _read_attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of an operator by name."""
+    import onnx
+
+    given = {}
+    for attribute in node.attribute:
+        given[attribute.name] = _read_value(onnx.helper.get_attribute_value(attribute))
+    if node.op_type == "Split":
+        given["num_outputs"] = len(node.output)
+    return given
+
+
+def _find_unread(node: Any, given: Mapping[str, Any], version: int) -> str:
+    """Name the operator, and the attribute, that is not read; empty if all is read."""
+    name = node.op_type
+    if "Softmax" in name and version < OLDEST and given.get("axis") != -1:
+        return f"{name} with axis"
+    if node.domain or name not in OPERATORS:
+        return str(name)
+    known = set(inspect.signature(OPERATORS[name]).parameters)
+    if "how" in known:
+        known.update(WINDOWS)
+    for attribute in given:
+        if attribute not in known:
+            return f"{name} with {attribute}"
+    return ""
+
+
+class Query(nn.Module):
+    """A property as a classifier of u in [-1, 1]: class 0 wins where it holds.
+
+    Every other class is a clause of what must not happen: the least of limits - rows @ y, which is
+    negative where a condition fails.
+
+    Args:
+        graph: the network.
+        asked: the property.
+    """
+
+    def __init__(self, graph: Graph, asked: Property) -> None:
+        super().__init__()
+        self.graph = graph
+        self.asked = asked
+        _, self.size, outputs = asked.rows.shape
+        centre = ((asked.low + asked.high) / 2).to(graph.dtype)
+        # Rounding moves the centre: the radius covers it.
+        radius = up(torch.maximum(asked.high - centre, centre - asked.low))
+        first = torch.zeros(self.size, outputs, dtype=graph.dtype)
+        limits = cast_up(asked.limits, graph.dtype).flatten()
+        self.centre = nn.Parameter(centre)
+        self.radius = nn.Parameter(cast_up(radius, graph.dtype))
+        rows = asked.rows.to(first).flatten(0, 1)
+        self.rows = nn.Parameter(torch.cat([first, -rows]))
+        self.limits = nn.Parameter(torch.cat([first[:, 0], limits]))
+
+    @property
+    def dtype(self) -> Literal["float32", "float64"]:
+        """Return the name of the dtype of the network."""
+        return "float64" if self.graph.dtype == torch.float64 else "float32"
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Return the logits of (batch, inputs)."""
+        x = self.centre + u * self.radius
+        y = F.linear(self.graph(x), self.rows, self.limits)
+        if self.size == 1:
+            return y
+        return y.reshape(len(y), -1, self.size).amin(2)
+
+    def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the input in the box and its outputs, if the network breaks the property."""
+        low = cast_up(self.asked.low, self.graph.dtype)
+        high = -cast_up(-self.asked.high, self.graph.dtype)
+        with torch.no_grad():
+            x = (self.centre + u * self.radius).maximum(low).minimum(high)
+            y = self.graph(x)
+        if not self.asked.is_broken_by(y[0]):
+            return None
+        return x[0], y[0]
+
+
+# Writing
+
+# What most verifiers read.
+OPSET = 17
+# The first version with GELU as one operator. Before, it is spelled with erf and a rounded root of
+# two, or with tanh: another function, with looser bounds.
+GELU_OPSET = 20
+SPELLINGS = {"Erf", "Tanh"}
+
+
+def export_onnx(net: Net, sample: Batch) -> bytes:
+    """Return the function from the attacked space to the logits (`Net.forward`) as ONNX.
+
+    Of a text, ids, positions and mask are constants: the file belongs to this sample.
+
+    Args:
+        net: a model.
+        sample: one sample, the shape of the input.
+
+    Raises:
+        InputError: `onnx` is not installed, or torch cannot express an operation in ONNX.
+    """
+    advice = "pip install 'lipaudit[onnx]'"
+    with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
+        import onnx
+
+    class Forward(nn.Module):
+        """`Net.forward` with the parameters of the model."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net.module
+
+        def forward(self, z: Tensor) -> Tensor:
+            """Return logits."""
+            return net.forward(z, sample)
+
+    text, advice = f"{net.architecture} cannot be written as ONNX", "Leave --export out."
+    for version in (OPSET, GELU_OPSET):
+        file: Any = io.BytesIO()
+        # Where it fails, it prints the graph.
+        quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
+        with explain_failure(text, advice), warnings.catch_warnings(action="ignore"), quiet:
+            # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
+            torch.onnx.export(
+                Forward(),
+                (net.point(sample),),
+                file,
+                dynamo=False,
+                opset_version=version,
+                input_names=["X"],
+                output_names=["Y"],
+                # In eval mode it would merge normalisations into weights, and round them.
+                training=torch.onnx.TrainingMode.PRESERVE,
+            )
+        nodes = onnx.load_from_string(file.getvalue()).graph.node
+        if SPELLINGS.isdisjoint(node.op_type for node in nodes):
+            break
+    return file.getvalue()

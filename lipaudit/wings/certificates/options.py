@@ -1,0 +1,264 @@
+"""What `certify` is asked to prove: its options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
+from lipaudit.errors import UsageError
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.base import MeasureOptions
+from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option, repeat_option
+from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
+from lipaudit.theory import NODES
+from lipaudit.wings.certificates.smoothing import SmoothingOptions
+
+if TYPE_CHECKING:
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.net import Net
+
+BallNorm = Literal["linf", "l2"]
+
+# Options of the smoothed classifier, of which a run without --smooth has no settings.
+OF_SMOOTHING = SmoothingOptions.options()
+_of_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), exclude=True)
+
+# Placeholder radii for planning attacks before the radius search: of a ball, and of what counts.
+SOME, ONE = parse_radius("1/255"), parse_radius("1")
+# Default number of parts into which the values of one place of a patch are split.
+PARTS = 64
+# Options that stand beside those that take the place of MODEL.
+OF_OTHERS = {
+    "verify": ("verify", "proofs"),
+    "instances": ("instances", "order", "attack", "nodes", "seconds"),
+}
+
+
+class CertifyOptions(MeasureOptions):
+    """What no attack can break: certified accuracy beside accuracy under attack.
+
+    An attack runs first and breaks what it can. For the other samples lipaudit tries to prove that
+    every input in the ball keeps the class. The true robust accuracy is between certified
+    accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
+    --eps 1patch certifies that no values in any one patch of an image change the class, and
+    --eps 2words that no two near words do.
+
+    --smooth certifies another classifier instead: the majority vote of the model under noise. It
+    works for models of any size, and each certificate holds with probability 1 - alpha.
+
+    Examples:
+      lipaudit certify demo --radius -n 4
+      lipaudit certify demo --smooth 0.25
+      lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
+      lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
+      lipaudit certify demo --eps 0.005 --export properties/
+      lipaudit certify --instances properties/instances.csv -o results.csv
+      lipaudit certify ./my-vit --data val/ --eps 1patch
+    """
+
+    samples: ClassVar[int] = 8
+    scores = "always"
+    alone = ("instances", "verify")
+
+    eps: Regions = option(
+        (), "Radii of pixels in [0, 1] or embeddings: 1/255,0.01. Or 1patch, 2words."
+    )
+    norm: Literal[BallNorm, "patch", "words"] | None = option(
+        None, "linf (default for images), l2 (default for text), patch or words."
+    )
+    patch_size: int | None = repeat_option(
+        AttackOptions,
+        "patch_size",
+        need=Need("--norm patch", lambda options: options.counted == "patch"),
+        rare=True,
+    )
+    smooth: float | None = _of_smoothing("smooth", need=None)
+    noise_samples: TwoCounts = _of_smoothing("noise_samples")
+    alpha: float = _of_smoothing("alpha")
+    denoiser: str | None = _of_smoothing("denoiser")
+    radius: bool = option(
+        False,
+        "Also search for the largest certified radius of every sample.",
+        need=Need("a ball, not numbers of changes", lambda options: options.counted is None),
+    )
+    tol: float = option(
+        0.1,
+        "Relative accuracy of the radius search.",
+        need=Need("--radius", lambda options: options.radius),
+        gt=0,
+        lt=1,
+        rare=True,
+    )
+    order: Literal["auto", "1", "2"] = option(
+        "auto",
+        "Proof method: 1 (affine, fast), 2 (quadratic, tighter and slower), or auto "
+        "(2 if the input is small).",
+        rare=True,
+    )
+    attack: str | None = option(
+        None,
+        "Attacks that run first: fgsm,pgd,autoattack, quick or custom:...",
+        values=AttackOptions.options()["attack"].values,
+        usual="pgd, patch or words",
+    )
+    nodes: int | None = option(
+        None,
+        "Largest number of parts into which branch and bound may split a ball, or the values of "
+        "each place of a patch.",
+        ge=1,
+        usual=f"{NODES}, for patches {PARTS}, no limit with --seconds",
+        rare=True,
+    )
+    seconds: float | None = option(
+        None, "Time limit per sample. Results then depend on the machine.", gt=0
+    )
+    export: Path | None = option(
+        None,
+        "Also write model (ONNX), balls (VNN-LIB) and instances.csv to a folder.",
+        need=Need("--eps", lambda options: options.eps),
+        exclude=True,
+        metavar="FOLDER",
+        rare=True,
+    )
+    proofs: Path | None = option(
+        None,
+        "Also write FILE.npz for --verify: the parts of each split ball, with their multipliers.",
+        need=Need("balls, not patches or words", lambda options: not options.counted),
+        exclude=True,
+        rare=True,
+    )
+    verify: Path | None = option(
+        None,
+        "Without MODEL: repeat the proofs of this report (JSON) in its run. Balls that were split "
+        "are evaluated at the multipliers of --proofs, without a search.",
+        exclude=True,
+        rare=True,
+    )
+    instances: Path | None = option(
+        None,
+        "Without MODEL: prove or break the properties of FILE.csv (model.onnx,property.vnnlib,"
+        "seconds in each line), and print results.",
+        exclude=True,
+        rare=True,
+    )
+    # Default radii of images.
+    usual_eps: Radii = Field((), exclude=True)
+
+    @model_validator(mode="after")
+    def _possible(self) -> CertifyOptions:
+        instead = "verify" if self.verify else "instances" if self.instances else ""
+        given = [known for known in self.options().values() if instead and self._differs(known)]
+        for known in given:
+            if known.name not in OF_OTHERS[instead]:
+                text = f"{known.flags[0]} has no meaning with --{instead}"
+                raise UsageError(text, "Leave one of the two out.")
+        self.trials(self.eps or (ONE if self.counted else SOME,))
+        return self
+
+    @property
+    def counted(self) -> Norm | None:
+        """Return what the radii count, such as patches; None for balls.
+
+        Raises:
+            UsageError: radii have different units.
+        """
+        units = {radius.unit for radius in self.eps}
+        if len(units) > 1:
+            text = "a run certifies one kind of change, but the units of --eps differ"
+            raise UsageError(text, "Run it once for each: --eps 1patch, then --eps 2/255.")
+        counted: Any = "".join(units) or (self.norm if self.norm in WHOLE else None)
+        return counted
+
+    def redirect(self, name: str) -> tuple[str, MeasureOptions]:
+        """Return the measure of the smoothed classifier for `--smooth`, else this one.
+
+        Raises:
+            UsageError: an option of proofs, a norm other than L2, or an invalid value.
+        """
+        if self.smooth is None:
+            return name, self
+        if self.counted:
+            text = f"with --smooth certificates hold for balls, not for changed {self.counted}"
+            raise UsageError(text, "Give radii without a unit: --eps 0.25.")
+        for field, known in self.options().items():
+            if field not in OF_SMOOTHING and getattr(self, field) != "l2" and self._differs(known):
+                text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
+                raise UsageError(text, "Leave one of the two out.")
+        return "smoothing", SmoothingOptions.parse({n: getattr(self, n) for n in OF_SMOOTHING})
+
+    def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+        """Fill in the norm and the radii that a kind of model usually gets, and check them.
+
+        Raises:
+            UsageError: an attack or a norm means nothing for it, or there is no radius.
+        """
+        norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
+        eps = self.eps if self.eps or kind == "text" else self.usual_eps
+        if self.counted:
+            eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE,)
+        if not eps and not self.radius:
+            raise UsageError(
+                "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
+            )
+        if self.export is not None and norm != "linf":
+            text = f"--export writes properties of boxes, and a ball of the norm {norm} is none"
+            raise UsageError(text, "Add --norm linf.")
+        if norm == "words" and self.order == "2":
+            raise UsageError("--order 2 has no rule for words", "Leave it out.")
+        known: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        known |= {"order": "1"} if norm == "words" else {}
+        filled = self.model_copy(update=known | {"attack": self.attack or self.counted or "pgd"})
+        require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
+        return filled
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the list of exported properties, whose folder has the others, and the proofs."""
+        exported = None if self.export is None else self.export / "instances.csv"
+        return tuple(path for path in (exported, self.proofs) if path is not None)
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Return the largest number of parts of a ball; None if --seconds is the only limit."""
+        usual = PARTS if self.counted == "patch" else NODES
+        return usual if self.nodes is None and self.seconds is None else self.nodes
+
+    def choose_patch(self, net: Net) -> tuple[int, int] | None:
+        """Return height and width of a patch; None for balls, or if unknown."""
+        own = net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
+        return own if self.counted == "patch" else None
+
+    def count_inputs(self, net: Net, sample: Batch) -> int:
+        """Return the number of pixels that change at once, or of near words; 0 for balls."""
+        from lipaudit.attacks.rewriting import NEIGHBOURS
+
+        if self.counted == "words":
+            return NEIGHBOURS * sample.x.shape[1]
+        patch = self.choose_patch(net)
+        most = max(map(float, self.eps), default=0)
+        return int(most) * net.input_shape[0] * math.prod(patch) if patch else 0
+
+    def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
+        """Return the attacks on these balls, the smallest ball first.
+
+        Raises:
+            UsageError: an attack is unknown, or does not work on balls.
+        """
+        attack = self.attack or self.counted or "pgd"
+        named = attack.removeprefix("custom:").split(",")
+        for kind in (attack_kinds().get(name.strip()) for name in named):
+            if kind is not None and kind.counts is None and self.counted:
+                text = f"--attack {attack} cannot change {self.counted}"
+                raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
+            if kind is not None and kind.counts != self.counted:
+                text = f"certificates hold for balls, not for changed {kind.counts}"
+                raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
+        planned = read_plan(attack, norm=self.norm, radii=radii)
+        return tuple(sorted(planned, key=lambda trial: trial.radius.value))

@@ -1,0 +1,321 @@
+"""A pass over a ball of inputs: its rules, its start, and the margins at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipaudit.errors import UsageError
+from lipaudit.wings.certificates import affine, bilinear, curves, mixing
+from lipaudit.wings.certificates.affine import (
+    add,
+    broadcast,
+    is_row,
+    linear_map,
+    make_constant,
+    make_move,
+)
+from lipaudit.wings.certificates.bilinear import mul
+from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
+from lipaudit.wings.certificates.demand import DeviationError, plan
+from lipaudit.wings.certificates.form import Form, NoRuleError, forms_of
+from lipaudit.wings.certificates.symbols import DOUBLE, SETTLE, Norm, Symbols, cast_up, gamma, up
+
+OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
+    *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.dropout),
+    *(bilinear.matmul, bilinear.mul, bilinear.div),
+    *(affine.cat, affine.stack, affine.where, affine.masked_fill, affine.pad),
+    *(affine.unfold, bilinear.einsum, bilinear.addmm),
+    *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
+    *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
+    *(mixing.layer_norm, mixing.rms_norm, mixing.batch_norm, mixing.group_norm),
+    *(mixing.vector_norm, mixing.normalize),
+    *(curves.relu, curves.leaky_relu, curves.prelu, curves.hardsigmoid, curves.hardswish),
+    *(curves.maximum, curves.minimum, curves.clamp, curves.amax, curves.amin),
+    curves.max_pool2d,
+    *(curves.gelu, curves.silu, curves.elu, curves.softplus, curves.glu),
+    curves.square,
+)
+"""Rules of the operations that have their name."""
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{rule.__name__: rule for rule in OF_THE_SAME_NAME},
+    # Affine operations.
+    **dict.fromkeys(("to", "float", "double", "type", "type_as"), affine.same),
+    **dict.fromkeys(("contiguous", "detach", "data"), affine.same),
+    "clone": lambda input, *, memory_format=None: input.copy(),
+    "negative": affine.neg,
+    "radd": affine.add,
+    "rsub": lambda x, other, *, alpha=1: affine.sub(other, x, alpha=alpha),
+    "broadcast_to": affine.expand,
+    "expand_as": lambda x, other: affine.expand(x, *other.shape),
+    **dict.fromkeys(("conv1d", "conv2d"), affine.convolve),
+    "sum": affine.reduce_axes,
+    "mean": partial(affine.reduce_axes, mean=True),
+    "baddbmm": lambda input, batch1, batch2, **how: bilinear.addmm(input, batch1, batch2, **how),
+    "avg_pool1d": affine.make_pooling(F.avg_pool1d, 1),
+    "avg_pool2d": affine.make_pooling(F.avg_pool2d, 2),
+    "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
+    "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
+    # Entries elsewhere, and new tensors.
+    **{name: make_move(name) for name in affine.MOVES},
+    **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
+    "view": make_move("reshape"),
+    **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
+    "T": lambda x: x.permute(*range(x.ndim)[::-1]),
+    "mT": lambda x: x.transpose(-1, -2),
+    "iter": lambda x: iter(x.unbind(0)),
+    "getitem": make_move("__getitem__"),
+    "concat": affine.cat,
+    **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
+    **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
+    # Products.
+    "bmm": bilinear.matmul,
+    "rmatmul": lambda x, other: bilinear.matmul(other, x),
+    **dict.fromkeys(("multiply", "rmul"), bilinear.mul),
+    **dict.fromkeys(("divide", "true_divide", "truediv"), bilinear.div),
+    "rdiv": lambda x, other: bilinear.div(other, x),
+    # Norms and moments.
+    "linalg_vector_norm": mixing.vector_norm,
+    "var": affine.variance,
+    "std": lambda *args, **how: curves.relax(
+        affine.variance(*args, **how), curves.SQRT, positive=True
+    ),
+    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: mixing.vector_norm(
+        input, p, dim, keepdim
+    ),
+    # Functions of each entry, and extremes.
+    "exp": make_unary(curves.EXP),
+    "tanh": make_unary(curves.TANH),
+    "sigmoid": make_unary(curves.SIGMOID),
+    "erf": make_unary(curves.ERF),
+    "sin": make_unary(curves.SIN),
+    "cos": make_unary(curves.COS),
+    "log": make_unary(curves.LOG, positive=True),
+    "mish": lambda input, inplace=False: curves.relax(input, curves.MISH),
+    "abs": lambda input: curves.leaky_relu(input, -1.0),
+    "clip": curves.clamp,
+    "clamp_min": lambda input, min: curves.clamp(input, min),
+    "clamp_max": lambda input, max: curves.clamp(input, None, max),
+    "relu6": lambda input, inplace=False: curves.clamp(input, 0.0, 6.0),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: curves.clamp(
+        input, min_val, max_val
+    ),
+    "max": curves.make_extreme(curves.maximum, curves.amax),
+    "min": curves.make_extreme(curves.minimum, curves.amin),
+    "rsqrt": make_unary(curves.RSQRT, positive=True),
+    "sqrt": make_unary(curves.SQRT, positive=True),
+    "reciprocal": make_unary(curves.RECIPROCAL, positive=True),
+    "pow": curves.raise_power,
+}
+"""Rules of all supported operations, by name."""
+
+
+def ball(
+    x: Float[Tensor, "1 ..."],
+    eps: float | Tensor,
+    *,
+    norm: Norm = "linf",
+    order: int = 1,
+    box: tuple[float, float] | None = None,
+    moving: Tensor | None = None,
+    dtype: torch.dtype = DOUBLE,
+    settle: float = SETTLE,
+) -> Form:
+    """Return the form of all inputs within `eps` of x.
+
+    Args:
+        x: one input, or its token embeddings.
+        eps: radius, of an L-inf ball perhaps of each entry.
+        norm: norm of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        box: range of valid inputs; the L-inf ball is intersected with it.
+        moving: (*shape), mask of the entries that may change, by default all.
+        dtype: dtype of the coefficients; every dtype gives proven bounds.
+        settle: see `symbols.SETTLE`.
+
+    Raises:
+        UsageError: eps is negative, or the order is not 1 or 2.
+    """
+    shown = x.dtype
+    x = x.detach().to(DOUBLE)
+    reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
+    if not (reach >= 0).all() or order not in (1, 2):
+        raise UsageError(f"no ball of radius {eps} at order {order}")
+    low = x - up(reach)
+    high = x + up(reach)
+    centre = x
+    if norm == "linf":
+        # The box cuts the ball to a smaller box: its own centre needs the smaller radius.
+        if box is not None:
+            low = low.clamp(*box)
+            high = high.clamp(*box)
+        centre = (low + high) / 2
+    radius = torch.maximum(high - centre, centre - low)
+    # The centre is rounded: the radius covers what that moved.
+    radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
+    if moving is None:
+        moving = torch.ones_like(x, dtype=torch.bool)
+    moving = moving.expand_as(x)
+    places = moving.flatten().nonzero()[:, 0]
+    n = len(places)
+    symbols = Symbols(n, norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle)
+    rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
+    rows[torch.arange(n), places] = cast_up(radius, dtype).flatten()[places]
+    centre = torch.where(moving, centre, x)
+    return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+
+
+def hull(
+    x: Float[Tensor, "1 ..."],
+    moves: Float[Tensor, "n 1 ..."],
+    groups: Sequence[int],
+    most: int,
+    *,
+    dtype: torch.dtype = DOUBLE,
+) -> Form:
+    """Return the form of x plus at most one move of each of at most `most` groups.
+
+    Args:
+        x: one input.
+        moves: what may be added to it, float64.
+        groups: number of moves in each group, in order; moves of two groups add up.
+        most: number of groups that move at once.
+        dtype: dtype of the coefficients; every dtype gives proven bounds.
+    """
+    symbols = Symbols(
+        len(moves),
+        "words",
+        order=1,
+        dtype=dtype,
+        rules=RULES,
+        shown=x.dtype,
+        groups=groups,
+        most=most,
+    )
+    rows = moves.to(dtype)
+    x = x.detach().to(DOUBLE)
+    # What the differences and the coefficients were rounded by, of `most` moves at once.
+    lost = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
+    return Form(x, rows, up(most * lost.amax(0)), symbols)
+
+
+@torch.no_grad()
+def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
+    """Run a model on a form; refuse an operation without a rule, and name its module.
+
+    Args:
+        model: the function to run.
+        x: the form.
+        module: the module that defines the paths, if it is not the model itself.
+
+    Raises:
+        NoRuleError: the model uses an operation that is not on the list.
+    """
+    whole = model if module is None else module
+    try:
+        with name_paths(whole):
+            x.symbols.intercept = plan(model, x)
+        try:
+            with name_paths(whole):
+                result = model(x.copy())
+        except DeviationError:
+            x.symbols.intercept = None
+            with name_paths(whole):
+                result = model(x)
+    finally:
+        x.symbols.intercept = None
+    if any(form.stale or form.symbols is not x.symbols for form in forms_of(result)):
+        raise NoRuleError("a result that was changed in place elsewhere")
+    return result
+
+
+def bound_margins(
+    model: Callable[[Any], Any], x: Form, label: int, *, module: nn.Module | None = None
+) -> Form:
+    """Return the margins after a pass with few symbols or, if they stay open, after a rich one.
+
+    Where the first pass had nothing to spare, a second would be the same. Proofs that are stored
+    refer to the symbols of the last pass, so which passes are run depends on the ball alone.
+
+    Args:
+        model: a classifier.
+        x: a form of its inputs.
+        label: the class to prove.
+        module: as for `run`.
+    """
+    x.symbols.restart(rich=False)
+    found = margins(run(model, x.copy(), module=module), label)
+    if x.symbols.spared and not found.range()[0].min() > 0:
+        x.symbols.restart(rich=True)
+        found = margins(run(model, x, module=module), label)
+    return found
+
+
+@contextmanager
+def name_paths(whole: Any) -> Iterator[None]:
+    """Add the path of the module to a `NoRuleError`."""
+    paths: list[str] = []  # of the modules that run now
+    hooks = []
+
+    def leave(*_: Any) -> None:
+        paths.pop()
+
+    parts = whole.named_modules() if isinstance(whole, nn.Module) else ()
+    for path, part in parts:
+        name = path or type(whole).__name__
+        hooks.append(part.register_forward_pre_hook(lambda *_, name=name: paths.append(name)))
+        hooks.append(part.register_forward_hook(leave))
+    try:
+        yield
+    except NoRuleError as error:
+        innermost = paths[-1] if paths else ""
+        raise NoRuleError(error.operation, innermost) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def margins(logits: Form, label: int) -> Form:
+    """Return logit_label - logit_j for every other class j, (classes - 1,), or an equivalent.
+
+    Behind a normalisation the logits are n / root + constant. If all have one root and it is
+    tighter, the result is root (n / root + constant): it has the same signs, without the quotient.
+    """
+    flat: Any = logits.reshape(-1)
+    plain = _differences(flat, label)
+    if logits.quotient is None:
+        return plain
+    shape = logits.shape
+    parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
+    if not is_row(parts.square):
+        return plain
+    root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
+    constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
+    times_root = add(_differences(parts.numerator, label), constant)
+    # Both forms have the signs of the margins; the one that proves the larger share is taken.
+    if _proven_share(times_root) > _proven_share(plain):
+        return times_root
+    return plain
+
+
+def _differences(logits: Form, label: int) -> Form:
+    classes = logits.shape[-1]
+    identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
+    others = torch.arange(classes, device=logits.device) != label
+    differences = (identity[label] - identity)[others]
+    return linear_map(logits, lambda t, w: t @ w.mT, differences, roundings=2)
+
+
+def _proven_share(margins: Form) -> float:
+    """Return the least proven share of a margin at the centre."""
+    low, _ = margins.range()
+    shares = low / margins.centre.abs()
+    return float(shares.nan_to_num(nan=-torch.inf).amin())

@@ -1,0 +1,1 @@
+"""Accuracy under common corruptions of images, and typing errors."""

@@ -1,0 +1,1 @@
+"""How the constants grow with the length of the input."""

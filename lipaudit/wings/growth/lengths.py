@@ -1,0 +1,289 @@
+"""Parts of the measure `scaling`: samples cut to lengths, and the worst case of heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, StructureError, UsageError, first_line, of_machine
+from lipaudit.measures.layers import choose_layers
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.survey import find_layers
+from lipaudit.models.net import Net
+from lipaudit.tables import Note
+from lipaudit.theory import worst_tokens
+from lipaudit.theory.ascent import steepest_tokens
+from lipaudit.theory.head_norms import head_norms
+from lipaudit.theory.heads import Heads, are_affine_everywhere
+
+if TYPE_CHECKING:
+    from lipaudit.wings.growth.scaling import ScalingOptions
+
+# Largest number of tokens of a masked search, which has no closed form for copies.
+SEARCHED = 64
+# Smallest relative difference assumed between searches that end at the same tokens.
+REPEATS = 1e-3
+# Number of radii of the mode radius.
+RADII = 12
+# A bias up to this size counts as rounding error of a model without bias.
+NO_BIAS = 1e-4
+
+# A row as plain values, by column.
+Cells = dict[str, Any]
+
+
+def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
+    """Return the samples that reach n tokens, cut to n tokens, and their indices.
+
+    Text keeps its closing special tokens; images are resized to as many patches as fit into n.
+
+    Raises:
+        InputError: the patches of an image model are unknown.
+    """
+    if net.kind == "image":
+        side = math.isqrt(n) * _find_patch(net)
+        x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True)
+        return Batch(x.clamp(0, 1), None, batch.ids), torch.arange(len(batch))
+    if batch.mask is None:
+        lengths = torch.full((len(batch),), batch.x.shape[1])
+    else:
+        lengths = batch.mask.sum(1).cpu()
+    which = (lengths >= n).nonzero()[:, 0]
+    closing = _count_closing(net)
+    starts = torch.arange(n - closing).expand(len(which), -1)
+    ends = lengths[which, None] - closing + torch.arange(closing)
+    part = batch.rows(which)
+    places = torch.cat([starts, ends], 1).to(part.x.device)
+    texts = torch.arange(len(which))[:, None]
+    return Batch(part.x[texts, places], None, part.ids), which
+
+
+def _find_patch(net: Net) -> int:
+    """Return the side of the patches of an image model in pixels."""
+    if net.entry is not None:
+        for module in net.entry.modules():
+            if isinstance(module, nn.Conv2d):
+                return int(module.stride[0])
+    text = f"the patch size of {net.architecture} was not found"
+    advice = "Write a py: factory that names its patch embedding"
+    raise InputError(text, f"{advice}: ModelSpec(..., entry=MODULE).")
+
+
+def _count_closing(net: Net) -> int:
+    """Return the number of special tokens that the tokenizer puts behind every text."""
+    if net.tokenize is None:
+        return 0
+    # They end two different texts alike.
+    one = net.tokenize("one", 64)[::-1]
+    other = net.tokenize("other words", 64)[::-1]
+    for count, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return count
+    return 0
+
+
+def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
+    """Require that the model takes sequences of other lengths than its own.
+
+    Raises:
+        InputError: the model takes one length only.
+    """
+    try:
+        with torch.no_grad():
+            net.output(cut(net, batch[:1], lengths[0])[0])
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if of_machine(error):
+            raise
+        advice = "Leave out the modes that use data: --mode adversarial,radius,ascent."
+        if any(hasattr(module, "dynamic_img_size") for module in net.module.modules()):
+            advice = "Add --model-kwargs dynamic_img_size=true."
+        reason = first_line(error) or type(error).__name__
+        text = f"{net.architecture} does not take {lengths[0]} tokens ({reason})"
+        raise InputError(text, advice) from error
+
+
+@dataclass(frozen=True)
+class WorstHead:
+    """One head with its worst-case tokens.
+
+    Attributes:
+        name: layer, head and module, as in a row.
+        head: the head in float64, at the tokens of the first sample.
+        worst: its worst-case tokens.
+        own: R of the layer at the first sample.
+        masks: the masks to measure: True hides later keys.
+        options: the options of the measure.
+    """
+
+    name: Cells
+    head: Heads
+    worst: worst_tokens.Adversary
+    own: float
+    masks: tuple[bool, ...]
+    options: ScalingOptions
+
+    def rows(self) -> Iterator[Cells]:
+        """Yield the rows of every mode but `real`, which is measured on data."""
+        # Radii with the lengths at which each is measured.
+        lengths = self.options.lengths
+        radii = self._choose_radii()
+        points = {
+            "adversarial": [(radius, lengths) for radius in radii],
+            "radius": [(radius, lengths[-1:]) for radius in self._spread_radii()],
+            "ascent": [(radius, lengths) for radius in radii],
+        }
+        for mode, pairs in points.items():
+            if mode not in self.options.modes:
+                continue
+            measure = self._search if mode == "ascent" else self._measure_worst
+            for masked in self.masks:
+                for radius, chosen in pairs:
+                    where: Cells = {"mode": mode, "masked": masked, "radius": radius}
+                    where["n_max"] = self.worst.n_max(radius)
+                    for n, norms in measure(radius, chosen, masked=masked):
+                        yield self.name | where | {"n": n} | norms
+
+    def _choose_radii(self) -> list[float]:
+        """Return R, and the given radius or one at which norms rise and fall over the lengths."""
+        if self.options.radius is not None:
+            return [self.own, self.options.radius]
+        lengths = self.options.lengths
+        # n_max amid the lengths
+        small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
+        if small < self.own:
+            return [self.own, small]
+        return [self.own]
+
+    def _spread_radii(self) -> list[float]:
+        """Return radii from n_max = 3 to n^2, evenly in R^2: norms grow until n_max = n."""
+        first = self.worst.radius(3.0)
+        last = min(self.own, self.worst.radius(self.options.lengths[-1] ** 2.0))
+        count = RADII if first < last else 1
+        squares = torch.linspace(first**2, last**2, count)
+        radii: list[float] = squares.double().sqrt().tolist()
+        return radii
+
+    def _measure_worst(
+        self, radius: float, lengths: Sequence[int], *, masked: bool
+    ) -> Iterator[tuple[int, Cells]]:
+        """Yield ||J|| at n worst-case tokens, for each length n."""
+        if masked:
+            # Behind a mask the copies of a token see different keys: all n tokens are needed.
+            for n in lengths:
+                tokens = self.worst.tokens(n, radius)
+                at = worst_tokens.move_heads(self.head, tokens, causal=True)
+                norms = head_norms(at, seeds=[self.options.seed], tol=self.options.tol)
+                yield n, {"norm": float(norms.norm), "mean_field": None}
+            return
+        at = worst_tokens.move_heads(self.head, self.worst.points(radius), causal=False)
+        limit, _ = worst_tokens.mean_field_norm(self.head, self.worst, radius)
+        for n in lengths:
+            # The n tokens are the first point once and the second n - 1 times.
+            copies = at.x.new_tensor([1.0, n - 1.0])
+            norm = worst_tokens.duplicated_norm(at, copies)
+            yield n, {"norm": float(norm), "mean_field": limit}
+
+    def _search(
+        self, radius: float, lengths: Sequence[int], *, masked: bool
+    ) -> Iterator[tuple[int, Cells]]:
+        """Run independent searches for the tokens with the largest norm, and keep the best."""
+        seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
+        if masked:
+            lengths = [n for n in lengths if n <= SEARCHED]
+        ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
+        for n, end in zip(lengths, ends, strict=True):
+            # The upper end is as far above the best search as the worst is below it.
+            worst = float(end.norm.min())
+            best = float(end.norm.max())
+            apart = 1 + REPEATS
+            if worst:
+                apart *= best / worst
+            yield n, {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
+
+
+def worst_case(
+    net: Net, sample: Batch, options: ScalingOptions
+) -> tuple[list[Cells], tuple[Note, ...]]:
+    """Return rows of `scaling` for the worst case of the chosen heads, and notes on the others.
+
+    Args:
+        net: the model.
+        sample: one sample, which defines R.
+        options: which heads, lengths and modes.
+
+    Raises:
+        UsageError: a layer or head does not exist.
+    """
+    every = find_layers(net, sample)
+    sites = choose_layers(every, options.layers)
+    unknown = set(options.heads or ()) - {"all"}
+    for site in sites:
+        unknown -= {f"{site.index}.{head}" for head in range(site.heads)}
+    if unknown:
+        advice = "Give heads as LAYER.HEAD, counted from 0, or all."
+        raise UsageError(f"there is no head {min(unknown)}", advice)
+    if set(options.modes) == {"real"}:
+        return [], ()
+    rows: list[Cells] = []
+    without: dict[str, list[str]] = {}  # heads and layers by the reason why they have no rows
+
+    def measure_layer(layer: Layer) -> None:
+        index = layer.site.index
+        heads = _fit_heads(layer)
+        if isinstance(heads, str):
+            without.setdefault(heads, []).append(f"layer {index}")
+            return
+        own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
+        masks = {"none": (False,), "causal": (True,), "both": (False, True)}
+        mask = masks.get(options.mask, (heads.is_causal(),))
+        for number in _choose_heads(layer, heads, options):
+            head = heads.pick(slice(number, number + 1))
+            worst = worst_tokens.adversary(head)
+            if worst is None:
+                without.setdefault("no real eigenvalue", []).append(f"head {index}.{number}")
+                continue
+            name = {"layer": index, "head": number, "module": layer.site.module}
+            worst_head = WorstHead(name, head, worst, own, mask, options)
+            rows.extend(worst_head.rows())
+
+    capture(net, every, sample, measure_layer, layers={site.index for site in sites})
+    notes = []
+    for reason, names in without.items():
+        text = f"{', '.join(names)}: no worst case was computed, {reason}"
+        notes.append(Note.info("no-worst-case", text))
+    return rows, tuple(notes)
+
+
+def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[int]:
+    """Return the asked heads of a layer; by default the one with the largest norm."""
+    if options.heads is None:
+        norms = head_norms(heads, seeds=[options.seed], tol=1e-2).norm
+        return [int(norms[0].argmax())]
+    numbers = range(layer.site.heads)
+    if "all" in options.heads:
+        return list(numbers)
+    return [number for number in numbers if f"{layer.site.index}.{number}" in options.heads]
+
+
+def _fit_heads(layer: Layer) -> Heads | str:
+    """Return the heads of a layer in float64, or why the construction does not apply to it."""
+    if layer.site.reason is not None:
+        return layer.site.reason
+    try:
+        heads = layer.heads().row(0).to(torch.float64)
+    except StructureError as error:
+        return error.reason
+    if not are_affine_everywhere(heads):
+        return "it needs self-attention with affine projections"
+    p = heads.attention()
+    bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
+    if float(bias[p > 0].abs().max()) > NO_BIAS:
+        return "it does not support a position bias"
+    return heads

@@ -1,0 +1,496 @@
+"""The measure `scaling`: how norms grow with the sequence length and the radius.
+
+On data, it runs the measures `bounds` and `jacobian` on the same samples, cut to growing lengths.
+The worst case (`measures.growth`) needs only the weights of a head and the radius of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lipaudit.errors import InputError
+from lipaudit.measures import base, bounds, jacobian
+from lipaudit.measures.base import Measure, MeasureOptions, NormOptions, Part, Values
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
+from lipaudit.settings.option import Layers, Lengths, Names, Need, option, read_list, repeat_option
+from lipaudit.tables import Column, Display, Layout, Note, Row, Section
+from lipaudit.tables.columns import NORM
+from lipaudit.theory.bounds.record import Bound, load_bounds
+
+if TYPE_CHECKING:
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.net import Net
+    from lipaudit.theory.worst_tokens import PowerLaw
+    from lipaudit.wings.growth.lengths import Cells
+
+
+ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
+
+
+# Worst cases have a radius and a mask of their own; data have those of the model.
+WORST = Need("a --mode other than real", lambda o: {*o.modes} != {"real"})
+
+
+ScalingModes = Annotated[tuple[ScalingMode, ...], read_list]
+
+
+class ScalingOptions(MeasureOptions):
+    """How the norms of attention layers and of the model grow with the number of tokens.
+
+    Modes:
+      real         your samples at growing lengths: text cut, images resized.
+      adversarial  worst-case tokens: the norm grows like sqrt n up to n_max.
+      radius       the same tokens at growing radius.
+      ascent       the largest norm that searches find within the radius.
+
+    Examples:
+      lipaudit scaling demo
+      lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8
+      lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11
+      lipaudit scaling timm:vit_tiny_patch16_224 --model-kwargs dynamic_img_size=1
+    """
+
+    samples: ClassVar[int] = 4
+
+    lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")
+    modes: ScalingModes = option(
+        "real,adversarial,radius,ascent",
+        "real, adversarial, radius, ascent (comma-separated).",
+        "--mode",
+        min_length=1,
+    )
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
+    heads: Names = option(
+        None,
+        "Heads of the worst-case modes: 0.8,5.11 or all. Default: the head with the "
+        "largest norm of each layer.",
+        rare=True,
+    )
+    radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
+        None,
+        "Also search the worst tokens of at most this norm, besides the norm that the layer has.",
+        need=WORST,
+    )
+    mask: Literal["own", "none", "causal", "both"] = option(
+        "own",
+        "Mask of the worst case: own (the model's), none, causal or both.",
+        need=WORST,
+        rare=True,
+    )
+    tol: float = repeat_option(NormOptions, "tol", rare=True)
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the number of tokens that texts need."""
+        return max(self.lengths) if "real" in self.modes else None
+
+
+def _list_followed() -> list[str]:
+    """Return the bounds that are measured over the length."""
+    return [name for name, bound in load_bounds().items() if bound.scaling]
+
+
+def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
+    """Return columns of the bounds that are measured over the length."""
+    followed = (load_bounds()[name] for name in _list_followed())
+    return {name: column for bound in followed for name, column in columns_of(bound).items()}
+
+
+# The part of the model that a norm belongs to.
+PART = {
+    "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
+    "head": Column("head", "Head; empty: the layer.", format="d"),
+}
+
+# The tokens at which a norm was computed.
+MODE = {
+    "mode": Column.text("mode", "real, adversarial, radius or ascent."),
+    "masked": Column("masked", "For worst cases: whether later keys are masked.", format=""),
+}
+
+SCALING_TABLE = Layout(
+    name="scaling",
+    title="How do norms grow with the length of the sequence?",
+    display=Display(
+        about="n is the number of tokens. Dotted lines are reference slopes.",
+        columns=("head", "mode", "n", "masked", "radius", "norm", "fitted", "mean_field"),
+        drawings=("lengths",),
+    ),
+    fixed={
+        **PART,
+        "module": Column.text("module", "Module."),
+        **MODE,
+        "n": Column.count("n", "Tokens.", least=1.0, needed=True),
+        "radius": Column("R", "max_i ||x_i||, mean over the windows."),
+        "n_max": Column(
+            "n_max",
+            "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.",
+            domain="",
+            reading="The worst case grows like sqrt n up to about this many tokens and falls "
+            "beyond.",
+        ),
+        "norm": Column("norm", "||J||, median over the windows; best of an ascent.", reading=NORM),
+        "norm_low": Column(
+            "low", "Smallest over the windows; for an ascent, the lowest end of repeated searches."
+        ),
+        "norm_high": Column(
+            "high",
+            "Largest over the windows; for an ascent, the highest end of repeated searches.",
+        ),
+        "fitted": Column("fitted", "Value of the fit c n^a at this n.", status="estimate"),
+        "mean_field": Column(
+            "mean field", "Largest norm for the same two points repeated any number of times."
+        ),
+    },
+    behind="mean_field",
+    declared=lambda: _follow_bounds(Bound.over_lengths),
+)
+
+
+FITS_TABLE = Layout(
+    name="scaling.fit",
+    title="By which power of the length do norms grow?",
+    display=Display(about="norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case."),
+    fixed={
+        **PART,
+        **MODE,
+        "radius": Column("R", "For worst cases: the radius. Each radius has its own fit."),
+        "exponent": Column(
+            "exponent",
+            "Exponent a of the fit c n^a.",
+            status="estimate",
+            reading="How fast the norm grows with the number of tokens. 0 is no growth, 0.5 the "
+            "largest growth that theory allows for long sequences in a fixed ball.",
+        ),
+        "exponent_se": Column("s.e.", "Standard error of the exponent.", status="estimate"),
+        "r2": Column(
+            "R2", "R^2 of the fit: share of variance that n explains.", status="estimate"
+        ),
+    },
+    behind="r2",
+    declared=lambda: _follow_bounds(Bound.exponent),
+)
+
+
+# What is kept of the measure bounds, per head and per layer.
+OF_HEADS = ("exact", "radius", "tokens")
+OF_LAYERS = ("layer_exact", "layer_exact_out", "out_norm")
+# The sqrt n law is fitted for n up to n_max divided by this.
+WELL_UNDER = 10
+# If repeated searches differ by more than this factor, no exponent is fitted.
+AGREED = 1.02
+
+
+def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
+    """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
+    from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
+
+    remarks: tuple[Note, ...] = ()
+    worst: list[Cells] | None = None
+    for batch in batches:
+        if worst is None:
+            if "real" in options.modes and net.kind != "text":
+                require_lengths(net, batch, options.lengths)
+            worst = []
+            if batch.start == 0:  # the worst case belongs to the first sample of the run
+                first = batch[:1]
+                if first.mask is not None:  # without padding
+                    first, _ = cut(net, first, int(first.mask.sum()))
+                worst, remarks = worst_case(net, first, options)
+        values, facts, more = _measure_lengths(net, batch, options)
+        yield Part(batch.ids, values, {"rows": [*worst]} | facts, remarks + more)
+
+
+def _measure_lengths(
+    net: Net, batch: Batch, options: ScalingOptions
+) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
+    """Return arrays (samples, lengths, heads or layers); NaN if a sample is too short.
+
+    Raises:
+        InputError: no sample reaches the shortest length.
+    """
+    import numpy as np
+
+    from lipaudit.wings.growth.lengths import cut
+
+    if "real" not in options.modes:
+        return {}, {}, ()
+    # The longest first: the model may be surveyed there.
+    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
+    cuts = [(i, part, which) for i, part, which in cuts if len(part)]
+    if not cuts:
+        raise InputError(
+            f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
+            "Start --lengths lower, or give longer texts.",
+        )
+    how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
+    of_heads = BoundsOptions(layers=options.layers, **how)
+    parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
+    at_lengths = [
+        {n: part.values[n] for n in (*OF_HEADS, *_list_followed(), *OF_LAYERS)} for part in parts
+    ]
+    facts = dict(parts[0].facts)
+    missed = sum(int(part.values["missed"].sum()) for part in parts)
+    within = [part.values[name] for part in parts for name in ("within", "layer_within")]
+    of_model = JacobianOptions(rivals=1, **how)  # the radius is not needed here
+    whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
+    for values, part in zip(at_lengths, whole, strict=True):
+        values["model"] = part.values["norm"][:, None]
+        missed += int((~part.values["converged"]).sum())
+        within.append(part.values["within"])
+        facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
+    shape = len(batch), len(options.lengths)
+    arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in at_lengths[0].items()}
+    for (i, _, which), values in zip(cuts, at_lengths, strict=True):
+        for name, array in arrays.items():
+            array[which.numpy(), i] = values[name]
+    # Layers without a norm have NaN.
+    most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
+    facts |= {"within": float(most), "kind": net.kind}
+    return arrays, facts, base.notes(parts) + base.note_missed(missed)
+
+
+@dataclass(frozen=True)
+class NormCurve:
+    """A norm over samples and lengths with its columns: arrays (samples, lengths)."""
+
+    name: dict[str, Any]
+    n: Values
+    norm: Values
+    radius: Values
+    bounds: Mapping[str, Values] = field(default_factory=dict)
+
+
+def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
+    """Make the sections `scaling` and `scaling.fit`."""
+    import numpy as np
+
+    values = base.join_arrays(parts)
+    facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
+    rows: list[Row] = []
+    fits: list[Row] = []
+    apart: list[list[Row]] = []
+    if values:
+        values, facts["shorter"] = _keep_longest(values)
+    curves = _make_curves(values, facts, options) if values else ()
+    for curve in curves:
+        law, fit = _fit_law(curve.name, curve.n, curve.norm)
+        rows += _make_rows(curve, law)
+        exponents = {}
+        for name, bound in curve.bounds.items():
+            _, of_bound = _fit_law({}, curve.n, bound)
+            exponents[f"{name}_exponent"] = of_bound.exponent
+        fits.append(fit.replace(**exponents))
+    # A fit for each head, mode, mask and radius; in mode radius it is the radius that varies.
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    keys = ("mode", "layer", "head", "masked")
+    for row in (SCALING_TABLE.row(**each) for each in facts["rows"]):
+        radius = None if row.mode == "radius" else row.radius
+        groups.setdefault((*(row[key] for key in keys), radius), []).append(row)
+    for key, group in groups.items():
+        in_law = [row for row in group if _is_in_law(row)]
+        lengths = np.array([row.n for row in in_law], dtype=np.float64)
+        norms = np.array([row.norm for row in in_law], dtype=np.float64)
+        cells = dict(zip((*keys, "radius"), key, strict=True))
+        law, fit = _fit_law(cells, lengths, norms)
+        rows += [_add_fit(row, law) for row in group]
+        if fit.exponent is None:
+            continue
+        kept: Row | None = fit
+        if cells["mode"] == "ascent":
+            kept = _widen(fit, group)
+        if kept is None:
+            apart.append(group)
+        else:
+            fits.append(kept)
+    sections = [
+        SCALING_TABLE.section(
+            settings=options.model_dump(),
+            rows=tuple(rows),
+            notes=[*base.notes(parts), *_write_notes(rows, facts, options, apart)],
+        ),
+        FITS_TABLE.section(rows=tuple(fits)),
+    ]
+    return [section for section in sections if section.rows or section.measure == "scaling"]
+
+
+def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
+    """Return the windows that reach the largest measured length, and the number of the others.
+
+    A law is fitted through the same windows at every length.
+    """
+    import numpy as np
+
+    short = np.asarray(np.isnan(values["tokens"]).all(2))  # (samples, lengths)
+    last = np.flatnonzero(~short.all(0))[-1]
+    whole = ~short[:, last]
+    return {name: array[whole] for name, array in values.items()}, int((~whole).sum())
+
+
+def _make_curves(
+    values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
+) -> Iterator[NormCurve]:
+    """Yield the layers, the chosen heads and the model, on data."""
+    import numpy as np
+
+    names = facts["heads"]
+    followed = _list_followed()
+    layer_of = np.array([layer for layer, _, _ in names])
+    for i, (layer, module) in enumerate(facts["layers"]):
+        heads = np.flatnonzero(layer_of == layer)
+        # After W_O if the layer has one, else its heads side by side.
+        after_out = values["layer_exact_out"][:, :, i]
+        has_out = ~np.isnan(after_out)
+        norm = np.where(has_out, after_out, values["layer_exact"][:, :, i])
+        out_norm = np.where(has_out, values["out_norm"][:, :, i], 1.0)
+        bounds = {}
+        for name in followed:
+            # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
+            squares = values[name][:, :, heads] ** 2
+            bounds[name] = out_norm * np.sqrt(squares.sum(2))
+        yield NormCurve(
+            {"mode": "real", "layer": layer, "module": module},
+            n=values["tokens"][:, :, heads[0]],
+            norm=norm,
+            radius=values["radius"][:, :, heads[0]],
+            bounds=bounds,
+        )
+    wanted = set(options.heads or ())
+    for i, (layer, head, module) in enumerate(names):
+        if wanted & {"all", f"{layer}.{head}"}:
+            yield NormCurve(
+                {"mode": "real", "layer": layer, "head": head, "module": module},
+                n=values["tokens"][:, :, i],
+                norm=values["exact"][:, :, i],
+                radius=values["radius"][:, :, i],
+                bounds={name: values[name][:, :, i] for name in followed},
+            )
+    model = values["model"][:, :, 0]
+    n = np.nanmax(values["tokens"], 2, initial=0)
+    yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
+
+
+def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
+    """Reduce a curve over the samples: a row per length that some sample reaches."""
+    import numpy as np
+
+    for i in range(curve.n.shape[1]):  # samples that are too short have NaN
+        norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
+        if not len(norms):
+            continue
+        medians = {k: base.reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()}
+        row = SCALING_TABLE.row(
+            **curve.name,
+            n=int(np.nanmax(curve.n[:, i])),
+            radius=base.reduce_known(curve.radius[:, i], np.mean),
+            norm=float(np.median(norms)),
+            norm_low=float(norms.min()),
+            norm_high=float(norms.max()),
+            **{f"bound_{name}": value for name, value in medians.items()},
+        )
+        yield _add_fit(row, law)
+
+
+def _is_in_law(row: Row) -> bool:
+    """Return whether a power law is expected at the length of a row."""
+    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+
+
+def _add_fit(row: Row, law: PowerLaw) -> Row:
+    """Return a row with the norm of the fit, if a power law is expected there."""
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _is_in_law(row):
+        return row
+    return row.replace(fitted=law.constant * row.n**law.exponent)
+
+
+def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
+    """Fit the norms against n."""
+    import numpy as np
+    import torch
+
+    from lipaudit.theory.worst_tokens import power_law
+
+    known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
+    law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
+    cells = {key: value for key, value in name.items() if key != "module"}
+    for key in ("exponent", "exponent_se", "r2"):
+        value = getattr(law, key)
+        if not math.isnan(value):
+            cells[key] = float(value)
+    return law, FITS_TABLE.row(**cells)
+
+
+def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
+    """Widen the standard error of an ascent by its searches; None if the searches disagree."""
+    import numpy as np
+
+    above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
+    if not (above <= AGREED).all():
+        return None
+    if fit.exponent_se is None:
+        return fit
+    logs = np.log([row.n for row in rows])
+    apart = logs - logs.mean()
+    shares = apart / (apart**2).sum()
+    reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
+    return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
+
+
+def _write_notes(
+    rows: Sequence[Row],
+    facts: Mapping[str, Any],
+    options: ScalingOptions,
+    apart: Sequence[Sequence[Row]],
+) -> Iterator[Note]:
+    """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
+    from lipaudit.theory.ascent import SEARCHES
+
+    reached = len({row.n for row in rows if row.mode == "real"})
+    if reached:
+        text = (
+            f"layers are measured after W_O where they have one, the model from {facts['model']}"
+        )
+        if facts["kind"] == "text":
+            text += (
+                "; the windows of a text start at the same places for every n, so standard "
+                "errors may be too small"
+            )
+        yield Note.info("what-is-measured", text)
+        yield from base.lower_estimates(facts["within"])
+    if shorter := facts.get("shorter", 0):
+        longest = max(row.n for row in rows if row.mode == "real")
+        text = (
+            f"{shorter} texts have fewer than {longest} tokens and were left out: every length "
+            "has the same windows. End --lengths lower to keep them"
+        )
+        yield Note.warn("shorter-windows", text)
+    if 0 < reached < len(options.lengths):
+        image = facts["kind"] == "image"
+        why = "several lengths give the same number of patches" if image else "samples are shorter"
+        text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
+        yield Note.warn("fewer-lengths", text)
+    if any(row.mode == "ascent" for row in rows):
+        text = (
+            f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
+            "the tokens found, but larger norms may exist. low and high show how far repeated "
+            "searches differ"
+        )
+        yield Note.info("searched", text)
+    if apart:
+        who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
+        text = (
+            f"no exponent for the ascent of {who}: independent searches differ by more than "
+            f"{100 * (AGREED - 1):.2g} %"
+        )
+        yield Note.warn("searches-apart", text)
+
+
+SCALING = Measure(
+    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4
+)

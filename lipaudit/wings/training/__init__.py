@@ -1,0 +1,1 @@
+"""Fine-tuning with a penalty on attention, or against attacks; and watching a training."""

@@ -1,0 +1,199 @@
+"""The commands `train`, which fine-tunes a checkpoint, and `watch`, which measures its steps."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lipaudit.cli.app import BY_MEASURE, Extent, ModelArgument, Output, Terminal
+from lipaudit.cli.measure import require_alone, require_whole, typed_command
+from lipaudit.cli.output import check_outputs, emit, emit_facts
+from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
+from lipaudit.measures import AuditOptions
+from lipaudit.settings import Recipe, RunOptions, spell_options
+
+if TYPE_CHECKING:
+    from lipaudit.data.loading import Samples
+    from lipaudit.models.net import Net
+
+USUAL = {
+    "batch_size": str(Recipe.model_fields["batch_size"].default),
+    "data": "demo:train for demos",
+    "samples": "all",
+}
+OUT = typer.Option(metavar="FOLDER", help="Folder for the model; -f and -o write its record.")
+HELD_OUT = typer.Option(metavar="DATA", help="Data to measure the accuracy on after every epoch.")
+
+
+def train(
+    model: ModelArgument,
+    recipe: Recipe,
+    run: Annotated[RunOptions, USUAL],
+    output: Output,
+    terminal: Terminal,
+    out: Annotated[Path, OUT] = Path("trained"),
+    held_out: Annotated[str | None, HELD_OUT] = None,
+) -> None:
+    """Fine-tune a classifier with a penalty on attention, or against attacks.
+
+    The defaults are the recipe of Yudin 2025, in batches of 512. Every epoch is
+    kept: after an interruption the same command with --resume goes on, to the same result.
+
+    Examples:
+      lipaudit train demo --penalty jasmin --epochs 5 --lr 1e-3 --no-flip
+      lipaudit train ./vit --data train/ --penalty jasmin --k 10 --weight 1e-2
+      lipaudit train timm:vit_small_patch16_224 --data flowers/ --classes 17
+      lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255
+    """
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.prepare import load_options
+    from lipaudit.models.sources.loader import load_net
+    from lipaudit.wings.training import loop
+
+    require_alone("a training", run)
+    classes, run = run.classes, run.model_copy(update={"classes": None})
+    if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
+        text = f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
+        raise UsageError(text)
+    given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
+    recipe = recipe.model_copy(update=given)
+    check_outputs(output, ("lines", "record"))
+    loop.check_target(out, resume=run.resume)
+    options = replace(load_options(run), classes=None if classes is None else int(classes))
+    with OnStderr(terminal) as observer:
+        net = load_net(model, options)
+        run.require_kind(net.kind)
+        demo = "demo" if net.source == "demo" else None
+        data = _load_samples(run.data or (demo and "demo:train"), net, run, "--data")
+        held_out = held_out or demo
+        tested = None if held_out is None else _load_samples(held_out, net, run, "--held-out")
+        for note in net.notes + data.notes:
+            observer.note(note)
+        record = loop.TrainingRecord(out, net, data, tested, recipe, command=typed_command())
+        batch = None if tested is None else tested.batch
+        try:
+            state = record.read_state()
+            done = 0 if state is None else int(state["epochs"])
+            if done:
+                terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
+            start = time.monotonic()  # only epochs of this process are timed
+            for epoch in loop.train(net, data.batch, recipe, held_out=batch, state=state):
+                record.keep(epoch)
+                facts = [f"loss {epoch.loss:.4g}"]
+                facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
+                facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
+                each = (time.monotonic() - start) / (epoch.number - done)
+                facts += [f"about {each * (recipe.epochs - epoch.number):.0f} s left"]
+                terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
+        except (Exception, KeyboardInterrupt):
+            if record.epochs:
+                text = "finished epochs are kept: run the same command with --resume to continue"
+                terminal.tell(f"note: {text}")
+            raise
+    complete = loop.save_model(net, out, options)
+    document = record.write_record(finished=True)
+    given = run.reading() | {"arch": run.arch or model}
+    trained = str(out if complete else out / "model.safetensors")
+    # A folder names its architecture; the weights alone of a model of py: do not.
+    for name in ("arch", "model_kwargs") if complete else ():
+        given.pop(name, None)
+    how = spell_options(given)
+    words = ["lipaudit", "audit", trained, *how, "--data", str(held_out or run.data)]
+    terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
+    emit_facts(document, output, [str(out)])
+
+
+def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
+    from lipaudit.data.loading import load_data
+    from lipaudit.engine.prepare import data_options
+
+    if spec in (None, "random"):
+        raise UsageError("training needs labelled samples", f"Add {option} DATA.")
+    most = run.samples if option == "--data" else None
+    samples = load_data(spec, net, data_options(run, most or sys.maxsize))
+    # Training uses all samples: a note that these are fewer than sys.maxsize is useless.
+    kept = tuple(note for note in samples.notes if note.code != "fewer-samples")
+    return replace(samples, notes=kept)
+
+
+# Folder of the reports, inside that of the checkpoints.
+REPORTS = "lipaudit-checkpoints"
+FOLDER = typer.Argument(
+    metavar="FOLDER", help="Folder with checkpoints whose names contain a step."
+)
+
+
+def watch(
+    folder: Annotated[Path, FOLDER],
+    options: AuditOptions,
+    run: Annotated[RunOptions, BY_MEASURE],
+    output: Output,
+    extent: Extent,
+    terminal: Terminal,
+) -> None:
+    """Audit every checkpoint of a training, and show them side by side in their order.
+
+    Checkpoints (checkpoint-100/, step_200.pt, epoch=3-step=600.ckpt...) are measured in the order
+    of their steps, on the same samples. A report of each is kept in --run-dir: the next time only
+    new checkpoints are measured.
+
+    Examples:
+      lipaudit watch trainer_output --data val/
+      lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/
+      lipaudit watch out/ --data val/ --only jacobian -o training.html
+    """
+    from lipaudit.api import plan_audit
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.report import REPORT, of_reports
+    from lipaudit.wings.training.watching import CheckpointFolder
+
+    check_outputs(output, REPORT)
+    require_alone("the course of a training", run)
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no directory {folder}", "Give a directory that holds checkpoints."
+        )
+    request = plan_audit("", options, run, demo=False, command=typed_command())
+    where = options.run_dir or folder / REPORTS
+    watched = CheckpointFolder(folder, request, where)
+    pending = watched.list_pending()
+    failed: dict[str, LipauditError] = {}
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        for number, checkpoint in enumerate(pending, 1):
+            count = f"{number} of {len(pending)} new"
+            terminal.tell(f"step {checkpoint.step}: {checkpoint.name} ({count})")
+            try:
+                with OnStderr(terminal) as observer:
+                    watched.measure(checkpoint, observer)
+            except UsageError:  # for every checkpoint
+                raise
+            except Exception as error:  # it may be incomplete: the others are measured
+                failed[checkpoint.name] = explain_error(error)
+    except KeyboardInterrupt as stop:
+        interrupted = stop
+    reports = watched.reports.load()
+    if reports:
+        page = watched.reports.draw(reports)
+        emit(of_reports(*reports, by="order"), output, details=extent.details)
+        terminal.tell(f"reports: {where}\npage:    {page}")
+    if interrupted is not None:
+        raise interrupted
+    # Checkpoints that could not be measured decide the exit code; the others have reports.
+    if failed:
+        reasons = "; ".join(f"{name}: {fault.message}" for name, fault in failed.items())
+        first, text = next(iter(failed.values())), f"not every checkpoint was measured: {reasons}"
+        raise LipauditError(text, first.advice, first.exit_code)
+    if not reports:
+        raise InputError(
+            f"{folder} holds no checkpoint with a step in its name",
+            "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
+        )
+    again = "Delete its report to measure it again."
+    require_whole({each.run.model.spec: each for each in reports}, again)

@@ -1,0 +1,436 @@
+"""The training loop, which yields after each epoch everything needed to continue from there.
+
+Image augmentation is below the loop, then the directory of a run: a checkpoint after every epoch,
+a record, the model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+
+from lipaudit import __version__
+from lipaudit.attacks.balls import Ball, random_start
+from lipaudit.attacks.oracle import pgd
+from lipaudit.data.batch import Batch
+from lipaudit.data.loading import Samples
+from lipaudit.engine.files import ordinary_mode, require_folder, write
+from lipaudit.engine.results import versions
+from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
+from lipaudit.models.net import LoadOptions, Net
+from lipaudit.models.precision import has_lifted_weights, seed_device
+from lipaudit.models.sources.loader import save_net
+from lipaudit.settings import Recipe
+from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
+
+# Steps between two reads of the losses: each read makes an accelerator wait.
+LOOK = 32
+
+CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
+Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Tensors, numbers, strings, and lists and dictionaries of them: `torch.load` reads no other
+# objects with `weights_only`.
+CheckpointState = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The results of one pass over the data.
+
+    Attributes:
+        number: number of the epoch, from 1.
+        loss: mean cross-entropy over the training samples (augmented, mixed or attacked).
+        penalty: mean penalty, not weighted; None without a penalty.
+        accuracy: accuracy on held-out samples; None without any.
+        lr: learning rate at the end of the epoch.
+        state: everything needed to continue from here.
+    """
+
+    number: int
+    loss: float
+    penalty: float | None
+    accuracy: float | None
+    lr: float
+    state: CheckpointState
+
+
+def train(
+    net: Net,
+    data: Batch,
+    recipe: Recipe,
+    *,
+    held_out: Batch | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Iterator[Epoch]:
+    """Fine-tune a classifier in place, and yield after every epoch.
+
+    On a CPU, runs with the same recipe, data and start are equal to the last bit, also if they are
+    interrupted and continued with `state`. The caller's random state does not change.
+
+    Args:
+        net: the model; its module is trained, and put back in eval mode with frozen parameters.
+        data: labelled samples; images in [0, 1].
+        recipe: settings of the training.
+        held_out: samples to measure the accuracy on.
+        state: state of an earlier epoch to continue from.
+
+    Raises:
+        UsageError: the samples have no labels, or the recipe does not fit the model.
+        EvaluationError: the loss is not finite.
+    """
+    _require_fit(net, recipe)
+    _require_labels(net, data, "the data")
+    if held_out is not None:
+        _require_labels(net, held_out, "the held-out data")
+    net.module.requires_grad_(True)
+    try:
+        run = Training(net, data, recipe)
+        first = run.restore(state) if state is not None else 0
+        for number in range(first, recipe.epochs):
+            # Dropout draws from torch's random state, timm's mixing from numpy's. Each epoch has a
+            # seed of its own, so that a resumed run draws the same numbers.
+            with seed_device(recipe.seed * 100_003 + number, net.device):
+                loss, penalty = run.epoch(data)
+            accuracy = None
+            if held_out is not None:
+                right = 0
+                for part in held_out.split(recipe.batch_size):
+                    batch = part.to(net.device, net.dtype)
+                    with torch.no_grad():
+                        predicted = net.output(batch).argmax(1)
+                    right += int((predicted == _read_labels(batch)).sum())
+                accuracy = right / len(held_out)
+            lr = float(run.optimizer.param_groups[0]["lr"])
+            yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
+    finally:
+        net.module.requires_grad_(False).eval()
+
+
+class Training:
+    """The state of a training, at first before its first step."""
+
+    def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
+        self.net, self.recipe = net, recipe
+        steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
+        weights = net.module.parameters()
+        how: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        if recipe.optimizer == "adamw":
+            self.optimizer: Optimizer = AdamW(weights, **how)
+        else:
+            self.optimizer = SGD(weights, momentum=recipe.momentum, **how)
+        if recipe.schedule == "onecycle":
+            self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
+        else:
+            self.schedule = CosineAnnealingLR(self.optimizer, steps)
+        # An attack starts from the plain image, so it would undo a mix and keep its labels.
+        mixup = cutmix = 0.0
+        if net.kind == "image" and recipe.adversarial is None:
+            mixup, cutmix = recipe.mixup, recipe.cutmix
+        self.mix = make_mix(mixup, cutmix, net.classes or 0)
+        # On the CPU: the order of samples and their shifts are the same on every device.
+        self.rng = torch.Generator().manual_seed(recipe.seed)
+        self.weights: SpecformerPenalty | None = None
+        if recipe.penalty == "specformer":
+            self.weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
+        # What a checkpoint holds besides random states.
+        self.parts: dict[str, Any] = {"model": net.module, "optimizer": self.optimizer}
+        self.parts["schedule"] = self.schedule
+
+    def state(self, epochs: int) -> CheckpointState:
+        """Return everything needed to continue after a number of epochs."""
+        # Copies: the next epoch changes the tensors in place.
+        return {
+            **{name: deepcopy(part.state_dict()) for name, part in self.parts.items()},
+            "rng": self.rng.get_state(),
+            "vectors": [] if self.weights is None else list(self.weights.vectors),
+            "epochs": epochs,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Continue from a state; return the number of epochs done."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.rng.set_state(state["rng"])
+        if self.weights is not None:
+            self.weights.vectors = [vector.to(self.net.device) for vector in state["vectors"]]
+        return int(state["epochs"])
+
+    def epoch(self, data: Batch) -> tuple[float, float | None]:
+        """Train on all samples once; return the mean loss and the mean penalty."""
+        net, recipe = self.net, self.recipe
+        net.module.train()
+        sums = np.zeros(2)
+        losses: list[tuple[int, Tensor]] = []
+        order = torch.randperm(len(data), generator=self.rng)
+        batches = split_batches(order, recipe.batch_size)
+        for number, index in enumerate(batches, 1):
+            losses.append(self.step(data.rows(index).to(net.device, net.dtype)))
+            if number % LOOK == 0 or number == len(batches):
+                # Here the host waits for the device.
+                values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
+                if not np.isfinite(values).all():
+                    raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+                sizes = np.array([[size] for size, _ in losses])
+                sums = np.sum([sums, *(sizes * values)], axis=0)
+                losses.clear()
+        net.module.eval()
+        loss, penalty = sums / len(data)
+        finite = [weight.isfinite().all() for weight in net.module.parameters()]
+        if not torch.stack(finite).all():
+            raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
+        if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
+            text = f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0"
+            raise UsageError(text, "Give a smaller --k.")
+        return float(loss), float(penalty) if recipe.penalty else None
+
+    def step(self, batch: Batch) -> tuple[int, Tensor]:
+        """Take one step; return the number of samples, and their mean loss and penalty, (2,).
+
+        It does not wait for the device.
+        """
+        net, recipe = self.net, self.recipe
+        y = _read_labels(batch)
+        images = batch.x
+        if net.kind == "image" and recipe.shift:
+            images = shift_images(images, recipe.shift, self.rng)
+        if net.kind == "image" and recipe.flip:
+            images = flip_images(images, self.rng)
+        x, target = self.mix(images, y)
+        if recipe.noise:
+            x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)
+        if recipe.adversarial:
+            x = self.attack(images, y)
+        self.optimizer.zero_grad()
+        if self.weights is not None:
+            observed: AbstractContextManager[Callable[[], Tensor]] = nullcontext(self.weights)
+        elif recipe.penalty is None:
+            observed = nullcontext(lambda: torch.zeros((), device=net.device))
+        else:
+            observed = attention_penalty(
+                net.module, k=recipe.k, reduction=recipe.reduction, mask=batch.mask
+            )
+        with observed as penalty:
+            logits = net.read(net.call(x, batch.mask))
+        loss = F.cross_entropy(logits, target)
+        extra = penalty()
+        torch.autograd.backward(loss + recipe.weight * extra)
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(net.module.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        return len(batch), torch.stack([loss.detach(), extra.detach().to(loss)])
+
+    def attack(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return adversarial examples for the model in eval mode."""
+        net, steps = self.net, self.recipe.steps
+        ball = Ball("linf", float(self.recipe.eps), net.box)
+        start = random_start(x, ball, self.rng)
+        net.module.eval()  # dropout would make gradients noisy
+        try:
+            return pgd(lambda z: net.read(net.call(z, None)), x, y, ball, start=start, steps=steps)
+        finally:
+            net.module.train()
+
+
+def _require_fit(net: Net, recipe: Recipe) -> None:
+    if net.classes is None:
+        advice = "For a timm or transformers model, add a new classifier with --classes."
+        raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
+    if has_lifted_weights(net.module) or net.device_map:
+        text = "training needs its weights on one device, in the precision of the run"
+        raise UsageError(text, "Leave --weights and --device-map out.")
+    if net.quantised:
+        text = f"training would move rounded weights ({net.name}: {net.quantised})"
+        raise UsageError(text, "Train the model before it is quantised, and quantise the result.")
+    if recipe.noise and net.kind == "text":
+        raise UsageError("--noise works only for images and vectors", "Leave it out.")
+    if recipe.adversarial and net.kind != "image":
+        raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
+
+
+def _require_labels(net: Net, data: Batch, name: str) -> None:
+    classes = net.classes or 0
+    known = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
+    if not known or not len(data):
+        text = f"{name} needs samples with labels from 0 to {classes - 1}"
+        raise UsageError(text, "Give labelled samples (a folder of classes, .npz, .csv).")
+
+
+def _read_labels(batch: Batch) -> Tensor:
+    assert batch.y is not None
+    return batch.y
+
+
+def split_batches(order: Tensor, size: int) -> list[Tensor]:
+    """Split into batches; a last batch of one sample, without variance, joins the one before."""
+    # Batch normalisation refuses a batch of one sample in train mode.
+    *full, last = torch.split(order, size)
+    if len(last) > 1 or size == 1 or not full:
+        return [*full, last]
+    return [*full[:-1], torch.cat([full[-1], last])]
+
+
+def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
+    """Shift each image by up to `pixels` in each direction, and fill with zeros."""
+    samples, _, height, width = x.shape
+    padded = F.pad(x, (pixels, pixels, pixels, pixels))
+    columns = padded.unfold(2, height, 1)
+    windows = columns.unfold(3, width, 1)
+    dy, dx = torch.randint(2 * pixels + 1, (2, samples), generator=rng)
+    return windows[torch.arange(samples), :, dy, dx]
+
+
+def flip_images(x: Tensor, rng: torch.Generator) -> Tensor:
+    """Mirror each image with probability 1/2."""
+    mirror = torch.rand(len(x), generator=rng) < 0.5
+    return torch.where(mirror.to(x.device)[:, None, None, None], x.flip(-1), x)
+
+
+def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
+    """Return timm's MixUp and CutMix of a batch with labels; they use numpy's random state.
+
+    Labels become shares of the classes. Samples are mixed in pairs; in a batch of odd size the
+    last one is not mixed.
+    """
+    if not mixup and not cutmix:
+        return lambda x, y: (x, y)
+    from timm.data import Mixup
+
+    mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=classes)
+
+    def mix(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = len(x) // 2 * 2
+        whole = F.one_hot(y[pairs:], classes).to(x.dtype)
+        if not pairs:
+            return x, whole
+        images, shares = mixer(x[:pairs].clone(), y[:pairs])
+        return torch.cat([images, x[pairs:]]), torch.cat([shares, whole])
+
+    return mix
+
+
+def check_target(out: Path, *, resume: bool) -> None:
+    """Refuse to overwrite another run or a model, or to continue without a run."""
+    if resume and not (out / CHECKPOINT).exists():
+        raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
+    names = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
+    held = next((name for name in names if (out / name).exists()), None)
+    if held and not resume:
+        advice = "Give another --out, or add --resume to continue the training in it."
+        raise UsageError(f"{out} already contains {held}", advice)
+    require_folder(out)
+
+
+class TrainingRecord:
+    """The directory of a run: a checkpoint after every epoch, and a record."""
+
+    def __init__(
+        self,
+        out: Path,
+        net: Net,
+        data: Samples,
+        held_out: Samples | None,
+        recipe: Recipe,
+        *,
+        command: str,
+    ) -> None:
+        self.out, self.device, self.command = out, str(net.device), command
+        self.notes = [note.text for note in net.notes + data.notes]
+        self.same: dict[str, dict[str, Any] | None] = {
+            "model": {
+                "spec": net.name,
+                "weights_sha256": net.weights_sha256,
+                "preprocess": dict(net.preprocess),
+                "dtype": str(net.dtype).removeprefix("torch."),
+            },
+            "data": _describe(data),
+            "held_out": None if held_out is None else _describe(held_out),
+            "recipe": recipe.model_dump(mode="json"),
+        }
+        self.epochs: list[dict[str, Any]] = []
+
+    def read_state(self) -> dict[str, Any] | None:
+        """Return the state of an interrupted run, None for a new one.
+
+        Raises:
+            UsageError: the directory belongs to another run.
+            InputError: the checkpoint is damaged.
+        """
+        if not (self.out / CHECKPOINT).exists():
+            return None
+        try:
+            stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
+            kept, epochs, state = stored["run"], stored["epochs"], dict(stored["state"])
+        except Exception as error:  # pickle, zip and torch have their own exceptions
+            if out_of_memory(error):
+                raise
+            raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
+        if changed := [name for name in self.same if kept.get(name) != self.same[name]]:
+            raise UsageError(
+                f"{self.out} was trained with another {' and another '.join(changed)}",
+                f"Repeat the command of {self.out / RECORD}, or give another --out.",
+            )
+        self.epochs = epochs
+        return state
+
+    def keep(self, epoch: Epoch) -> None:
+        """Write an epoch: the record, and everything needed to continue."""
+        self.out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
+        facts = ("number", "loss", "penalty", "accuracy", "lr")
+        self.epochs.append({name: getattr(epoch, name) for name in facts})
+        stored = {"run": self.same, "epochs": self.epochs, "state": epoch.state}
+        buffer = io.BytesIO()
+        torch.save(stored, buffer)
+        write(self.out / CHECKPOINT, buffer.getvalue())
+        self.write_record(finished=False)
+
+    def write_record(self, *, finished: bool) -> dict[str, Any]:
+        """Write and return the record, with whether the run is complete."""
+        record = {
+            "schema": "lipaudit.wings.training",
+            "command": self.command,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "lipaudit": __version__,
+            "versions": versions(),
+            "device": self.device,
+            "notes": self.notes,
+            **self.same,
+            "finished": finished,
+            "epochs": self.epochs,
+        }
+        write(self.out / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+        return record
+
+
+def _describe(samples: Samples) -> dict[str, Any]:
+    return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
+
+
+def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
+    """Write the model atomically; return whether `out` is now a MODEL."""
+    try:
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            complete = save_net(net, Path(folder), options)
+            for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
+                target = out / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.chmod(ordinary_mode())
+                path.replace(target)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
+    return complete

@@ -1,0 +1,24 @@
+"""Watching a training: measure every n-th step, or every checkpoint of a directory.
+
+The callbacks of transformers and Lightning, and these libraries, are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from lipaudit.wings.training.watching import Monitor as Monitor
+from lipaudit.wings.training.watching import make_lightning_callback, make_trainer_callback
+from lipaudit.wings.training.watching import watch as watch
+
+CALLBACKS = {
+    "LightningCallback": make_lightning_callback,
+    "TrainerCallback": make_trainer_callback,
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in CALLBACKS:
+        raise AttributeError(f"module 'lipaudit.wings.training.monitor' has no attribute {name!r}")
+    callback = CALLBACKS[name]()
+    # Where pickle finds the class.
+    callback.__qualname__, callback.__module__ = name, __name__
+    return callback

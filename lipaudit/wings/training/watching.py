@@ -1,0 +1,522 @@
+"""Watch a training: a module every n-th step, unchanged, or every checkpoint of a folder.
+
+`TrainerCallback` and `LightningCallback` are attributes of `lipaudit.wings.training.monitor`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lipaudit import schema
+from lipaudit.api import AnyData, audit_request, open_job
+from lipaudit.data.loading import Samples
+from lipaudit.engine.execute import Observer, execute
+from lipaudit.engine.files import require_folder, write
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.errors import InputError, UsageError, explain_error
+from lipaudit.models.net import ModelSpec, Net
+from lipaudit.models.precision import exact_arithmetic, seed_device
+from lipaudit.models.sources.own import unwrap
+from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
+from lipaudit.report import of_reports, render
+from lipaudit.tables import Report
+from lipaudit.tables.columns import finite
+from lipaudit.tables.summary import summary
+
+# Default attack during a training: only one, because of its cost.
+ATTACK = "pgd"
+# Prefix of the figures that loggers get, apart from those of the training itself.
+PREFIX = "lipaudit/"
+# Called with figures by name, and their step: `mlflow.log_metrics` is one.
+Logger = Callable[[dict[str, float], int], object]
+FOLDER = "lipaudit-watch"
+# Types of sharded weights and modules.
+SHARDED = ("DTensor", "FlatParameter", "FullyShardedDataParallel")
+
+CONFIG = "config.json"
+STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")
+EPOCH = re.compile(r"epochs?[-_=]?(\d+)")
+# Pattern of the step at the end of a name; it does not match decimals such as an accuracy
+# (0.91).
+LAST = re.compile(r"(?<![\d.])(\d+)(?:-v\d+)?$")
+SHARD = re.compile(r"-\d+-of-\d+$")
+PAGE = "report.html"
+# Options of a run that do not change results.
+FREE = {"resume", "device", "batch_size", "offline", "time_limit"}
+
+Watched = nn.Module | ModelSpec | Net
+
+
+def watch(
+    model: Watched,
+    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    data: AnyData = None,
+    every: int = 100,
+    to: str | os.PathLike[str] = FOLDER,
+    loggers: Iterable[Logger] = (),
+    strict: bool = False,
+    step: int = 0,
+    **options: Any,
+) -> Monitor:
+    """Measure a module every n-th step of its training, on the same samples each time.
+
+    The training does not change, to the last bit: weights, gradients, flags, buffers and random
+    states are restored. In a distributed run the process of rank 0 measures.
+
+        with lipaudit.watch(model, data=(x, y), every=100, to="watched") as monitor:
+            for batch in loader:
+                ...
+                monitor.step()
+
+    Args:
+        model: the module in training, or a model loaded by lipaudit. Wrappers
+            (DistributedDataParallel, DataParallel, torch.compile) are removed.
+        measures: as in `lipaudit.audit`, on few samples; the attack is pgd.
+        data: as in `lipaudit.audit`.
+        every: number of steps between two measurements.
+        to: folder of the reports (`step-0000100.json`) and of the page that shows them side by
+            side. A report of the same step is replaced: use one folder per training.
+        loggers: functions of figures by name and a step, such as `mlflow.log_metrics`.
+        strict: whether a failed measurement ends the training; otherwise it is a Python warning.
+        step: number of steps already done, if the training continues from a checkpoint.
+        options: as in `lipaudit.audit`.
+
+    Raises:
+        LipauditError: the model cannot be measured; raised before the training begins.
+    """
+    if "time_limit" in options:
+        raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
+    names = [measures] if isinstance(measures, str) else measures
+    usual = {"attack": ATTACK} if names is None or "attack" in names else {}
+    request = audit_request(
+        "", measures, {"quick": True, **usual, **options}, demo=False, command="lipaudit.watch()"
+    )
+    if request.run.shard:
+        raise UsageError(
+            "shard is not possible here: a training is measured on all samples", "Leave it out."
+        )
+    advice = "Give a positive number of steps between two measurements."
+    if every < 1:
+        raise UsageError(f"every = {every}", advice)
+    called, inner = tuple(loggers), _innermost(model)
+    said, advice = "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
+    if not all(map(callable, called)):
+        raise UsageError(said, advice)
+    name = inner.name if isinstance(inner, Net) else type(_module(inner)).__name__
+    request = replace(request, model=name, partial=not strict)
+    return Monitor(inner, request, data, every, Path(to), called, step)
+
+
+@dataclass(eq=False, repr=False)
+class Monitor:
+    """Measures a module during its training; `lipaudit.watch` creates one.
+
+    As a context manager, it measures before the first step and, if the block ends without an
+    error, after the last.
+
+    Attributes:
+        folder: folder of the reports and the page.
+        report: the last report; None before the first.
+        seconds: total time of all measurements.
+    """
+
+    _model: Watched
+    _request: Request
+    _data: AnyData
+    _every: int
+    folder: Path
+    _loggers: tuple[Logger, ...]
+    _begin: int
+    report: Report | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._step = self._begin
+        self._last: int | None = None
+        # In a distributed run, the process of rank 0 measures.
+        several = distributed.is_available() and distributed.is_initialized()
+        self._active = not several or distributed.get_rank() == 0
+        if self._active:
+            # All steps are measured on the same samples; here it shows whether that is possible.
+            request, module = self._request, _module(self._model)
+            protected = _protect(module, request.run.seed)
+            with protected, open_job(self._model, request, self._data) as job:
+                samples = job.samples
+            few = request.run.samples is None
+            notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
+            self._samples = replace(samples, notes=notes)
+            self._reports = StepReports(self.folder)
+
+    def __enter__(self) -> Self:
+        self.measure(self._step)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def step(self) -> None:
+        """Count one more step of the training; measure if it is due."""
+        self(self._step + 1)
+
+    def __call__(self, step: int) -> None:
+        """Set the number of steps of the training; measure if it is due."""
+        self._step = step
+        if step % self._every == 0:
+            self.measure(step)
+
+    def measure(self, step: int) -> None:
+        """Measure now, at any step; a step that was just measured is not measured again."""
+        if not self._active or step == self._last:
+            return
+        self._step = self._last = step
+        start = time.monotonic()
+        with self._warn_on_failure(step):
+            try:
+                protected = _protect(_module(self._model), self._request.run.seed)
+                asked = self._model, self._request, self._data
+                with protected, open_job(*asked, samples=self._samples) as job:
+                    report = execute(job)
+            finally:
+                seconds = time.monotonic() - start
+                self.seconds += seconds
+            run, model = report.run, report.run.model
+            model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
+            run = run.model_copy(update={"model": model})
+            self.report = report.model_copy(update={"run": run})
+            self._reports.write(step, self.report)
+            figures = collect_figures(self.report) | {f"{PREFIX}seconds": round(seconds, 3)}
+            for log in self._loggers:
+                log(figures, step)
+
+    def close(self) -> None:
+        """Measure after the last step, and write a page of all steps up to it."""
+        if self._step > self._begin:
+            self.measure(self._step)
+        if self._active:
+            with self._warn_on_failure(self._step):
+                if reports := self._reports.load(self._step):
+                    self._reports.draw(reports)
+
+    @contextmanager
+    def _warn_on_failure(self, step: int) -> Iterator[None]:
+        """Turn a failure in the block into a Python warning; raise it if strict."""
+        try:
+            yield
+        except Exception as error:
+            if not self._request.partial:
+                raise
+            warnings.warn(f"lipaudit, step {step}: {explain_error(error).message}", stacklevel=2)
+
+
+def _module(model: Watched) -> nn.Module:
+    return model.module if isinstance(model, ModelSpec) else model
+
+
+def _innermost(model: Watched) -> Watched:
+    """Return the model without wrappers for several devices.
+
+    Raises:
+        InputError: no process has all weights.
+    """
+    if not isinstance(_module(model), nn.Module):
+        raise InputError(
+            f"{type(model).__name__} is not a model", "Give an nn.Module or a lipaudit.ModelSpec."
+        )
+    inner = unwrap(_module(model))
+    while isinstance(inner, DistributedDataParallel | DataParallel):
+        inner = unwrap(inner.module)
+    if isinstance(model, nn.Module):
+        model = inner
+    elif not isinstance(model, Net):
+        model = replace(model, module=inner)
+    for name, part in (*inner.named_modules(), *inner.named_parameters()):
+        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
+            where = name or "all"
+            raise InputError(
+                f"the weights are sharded over processes ({where}), so no process can measure "
+                "the whole model",
+                "Measure the saved checkpoints instead: lipaudit watch FOLDER.",
+            )
+    return model
+
+
+@contextmanager
+def _protect(module: nn.Module, seed: int) -> Iterator[None]:
+    """Restore what a forward pass may change in addition to what `borrow` restores.
+
+    These are the random states of torch, numpy and Python, and buffers (a module may count its
+    forward passes). Buffers are replaced by copies in the block: changing them would break a later
+    backward pass.
+    """
+    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+    copies: dict[int, torch.Tensor | None] = {}
+    state = random.getstate()
+    place = next((p.device for p in module.parameters()), torch.device("cpu"))
+    try:
+        for table, own in tables:
+            for name, value in own.items():
+                copy = None if value is None else value.detach().clone()
+                table[name] = copies.setdefault(id(value), copy)
+        with seed_device(seed, place), exact_arithmetic(place):
+            yield
+    finally:
+        random.setstate(state)
+        for table, own in tables:
+            table.clear()
+            table.update(own)
+
+
+def collect_figures(report: Report) -> dict[str, float]:
+    """Return the figures of a report for loggers, under names that every logger accepts.
+
+    Figures that are not finite are left out.
+    """
+    summed, figures = summary(report), dict[str, float]()
+    for each in summed.accuracy:
+        ball = re.sub(r"[^A-Za-z0-9.]+", "_", f"{each.norm} {each.eps}")
+        figures[f"{each.kind}_accuracy" + (f"/{ball}" if each.norm else "")] = each.share
+    if summed.norms:
+        of = ("median", "p95", "max")
+        figures |= {f"jacobian_norm/{name}": getattr(summed.norms, name) for name in of}
+    if summed.heads:
+        figures["heads/steepest"] = summed.heads.steepest[0].exact
+        figures["heads/median"] = summed.heads.median
+    if summed.fragile:
+        figures["fragile_rows"] = summed.fragile.share
+    return {PREFIX + name: value for name, value in figures.items() if finite([value])}
+
+
+class StepReports:
+    """The reports of the steps of one training, in a folder.
+
+    Args:
+        folder: folder of the reports; created with the first one.
+        suffix: suffix of their names, if the folder holds other reports as well.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        require_folder(folder)
+        self.folder, self.suffix = folder, suffix
+
+    def path(self, step: int) -> Path:
+        """Return the path of a step's report."""
+        return self.folder / f"step-{step:07}{self.suffix}.json"
+
+    def write(self, step: int, report: Report) -> None:
+        """Write the report of a step."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write(self.path(step), schema.dumps(report).encode())
+
+    def load(self, last: int | None = None) -> list[Report]:
+        """Return the reports in the order of their steps, up to the last requested step.
+
+        Raises:
+            InputError: a report is damaged.
+        """
+        named = re.compile(rf"step-(\d+){self.suffix}\.json")
+        names = [path.name for path in self.folder.glob("step-*.json")]
+        steps = sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
+        return [schema.load(self.path(step)) for step in steps if last is None or step <= last]
+
+    def draw(self, reports: list[Report]) -> Path:
+        """Write a page with the reports side by side; return its path."""
+        page = self.folder / PAGE
+        write(page, render(of_reports(*reports, by="order"), "html"))
+        return page
+
+
+# The checkpoints of a folder, measured one by one in the order of their steps.
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose name has a step.
+
+    Attributes:
+        name: name of its file or directory.
+        model: what to load: the directory, or a file of weights.
+        step: step of the training, or the epoch if the name has no step.
+        changed: time of the last change, in nanoseconds.
+    """
+
+    name: str
+    model: Path
+    step: int
+    changed: int
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a folder in the order of their steps.
+
+    If several have the same step, the newest counts.
+    """
+    known: list[Checkpoint] = []
+    for path in folder.iterdir():
+        step = read_step(path.name)
+        if step is None or path.name.startswith("."):
+            continue
+        files, model = [path], path
+        if path.is_dir():
+            names = [each.name for each in path.iterdir()]
+            weights = list_weight_files(names)
+            if not weights:
+                continue  # no weights yet
+            files = [path / name for name in (*weights, CONFIG) if name in names]
+            model = path if CONFIG in names else files[0]
+        elif path.suffix not in SUFFIXES:
+            continue
+        changed = max(each.stat().st_mtime_ns for each in files)
+        known.append(Checkpoint(path.name, model, step, changed))
+    # Of several with one step the newest comes last, and stays in the dictionary.
+    known.sort(key=lambda each: (each.step, each.changed))
+    return list({each.step: each for each in known}.values())
+
+
+def read_step(name: str) -> int | None:
+    """Read the step, else the epoch, from the name of a checkpoint; None without either.
+
+    >>> read_step("checkpoint-100"), read_step("epoch=3-step=600.ckpt"), read_step("epoch_3.pt")
+    (100, 600, 3)
+    >>> read_step("model_0200.safetensors"), read_step("best.ckpt"), read_step("acc=0.91.pt")
+    (200, None, None)
+    """
+    stem = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name).lower()
+    if SHARD.search(stem) or BESIDE.match(stem):
+        return None
+    number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
+    return int(number[1]) if number else None
+
+
+class CheckpointFolder:
+    """The checkpoints of a folder, and the reports of the measured ones.
+
+    The names of reports depend on the options: with other options every checkpoint is measured
+    again.
+
+    Args:
+        folder: folder of the checkpoints.
+        request: the request for each checkpoint; its model is filled in.
+        to: folder of the reports.
+    """
+
+    def __init__(self, folder: Path, request: Request, to: Path) -> None:
+        self.folder, self.request = folder, request
+        measures = {name: options.model_dump() for name, options in request.measures.items()}
+        asked = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
+        self.reports = StepReports(to, f"-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
+        self.samples: Samples | None = None
+
+    def list_pending(self) -> list[Checkpoint]:
+        """Return the checkpoints that are new or changed, in order."""
+        paths = {each: self.reports.path(each.step) for each in checkpoints(self.folder)}
+        times = {each: path.stat().st_mtime_ns for each, path in paths.items() if path.exists()}
+        return [each for each in paths if times.get(each, 0) <= each.changed]
+
+    def measure(self, checkpoint: Checkpoint, observer: Observer) -> None:
+        """Measure a checkpoint on the samples of the others, and write its report.
+
+        Raises:
+            LipauditError: it could not be measured.
+        """
+        job = prepare(replace(self.request, model=str(checkpoint.model)), samples=self.samples)
+        self.samples = job.samples
+        self.reports.write(checkpoint.step, execute(job, observer))
+
+
+# Callbacks of the Trainers of transformers and Lightning. Each class is created on first use, from
+# the installed packages.
+
+Part = Callable[[nn.Module], nn.Module | ModelSpec]
+
+
+class WatchingCallback:
+    """Watches the model of a trainer: `Trainer(..., callbacks=[TrainerCallback(data=(x, y))])`.
+
+    Args:
+        part: returns the part of the trainer's model to watch; None: all of it.
+        to: as in `lipaudit.watch`; by default a folder in the trainer's folder.
+        asked: other arguments of `lipaudit.watch`: data, measures, every, loggers...
+    """
+
+    def __init__(
+        self, part: Part | None = None, *, to: str | os.PathLike[str] | None = None, **asked: Any
+    ) -> None:
+        super().__init__()
+        self.part, self.to, self.asked = part, to, asked
+        self.monitor: Monitor | None = None
+
+    def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
+        """Measure before the first step, or before the first one after a checkpoint."""
+        model = model if self.part is None else self.part(model)
+        to = Path(folder) / FOLDER if self.to is None else self.to
+        self.monitor = watch(model, to=to, **(usual | self.asked))
+        self.monitor.measure(step)
+
+    def finish_step(self, step: int) -> None:
+        """Measure if this step is due."""
+        if self.monitor is not None:
+            self.monitor(step)
+
+    def on_train_end(self, *_: Any, **known: Any) -> None:
+        """Measure after the last step, and write the page."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+@cache
+def make_trainer_callback() -> type:
+    """Return the callback of transformers' Trainer."""
+    import transformers
+
+    class TrainerCallback(WatchingCallback, transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            if state.is_world_process_zero:
+                self.start_watching(known["model"], args.output_dir, state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.finish_step(state.global_step)
+
+    return TrainerCallback
+
+
+@cache
+def make_lightning_callback() -> type:
+    """Return the callback of Lightning's Trainer."""
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        if error.name != "lightning":  # Lightning itself is broken: say what it says
+            raise
+        raise UsageError("Lightning is not installed", "Run pip install lightning.") from None
+
+    class LightningCallback(WatchingCallback, Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
+            if trainer.is_global_zero:
+                usual = {"loggers": [each.log_metrics for each in trainer.loggers]}
+                self.start_watching(pl_module, folder, trainer.global_step, **usual)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.finish_step(trainer.global_step)
+
+    return LightningCallback

@@ -1,3 +1,0 @@
-"""Fixtures: the zoo of small models."""
-
-from tests.models.conftest import zoo as zoo

@@ -128,13 +128,6 @@ def test_the_page_of_configuration_has_every_key_and_variable():
     assert listed == named
 
 
-def test_the_report_that_the_site_shows_has_the_figures_of_this_code():
-    shown = lipaudit.load(ROOT / "docs/site/demo.json").section("bounds").arrays["sharp"]
-    report = lipaudit.audit("demo", ["bounds"], samples=1)
-    now = report.section("bounds").arrays["sharp"].data
-    assert shown.data[:: shown.shape[1]] == pytest.approx(now, rel=1e-3)
-
-
 def test_every_command_is_shown_at_work():
     shown = "".join(page.read_text(encoding="utf-8") for page in tutorials.PAGES)
     names = [f"lipaudit {name}" for name in list_commands()]

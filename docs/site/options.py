@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lipaudit.measures import AuditOptions, option_types
+from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.settings.option import Settings
 
@@ -21,7 +22,10 @@ def page() -> str:
     groups |= {"lipaudit audit": AuditOptions, "lipaudit train": Recipe}
     lines = [HEAD]
     for heading, group in groups.items():
-        lines += [f"## {heading}\n", "| option | default | meaning |", "| --- | --- | --- |"]
+        lines.append(f"## {heading}\n")
+        if issubclass(group, MeasureOptions):
+            lines.append(f"Samples by default: {group.samples}.\n")
+        lines += ["| option | default | meaning |", "| --- | --- | --- |"]
         for option in group.options().values():
             flags = ", ".join(f"`{flag}`" for flag in option.flags)
             default = f"`{option.shown}`" if option.shown else ""

@@ -50,8 +50,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, lines in pages.items():
         text = "\n".join(lines())
         files.append(File.generated(config, f"reference/{name}.md", content=text))
-    page = lipaudit.render(lipaudit.load(HERE / "demo.json"), "html")
-    files.append(File.generated(config, "demo.html", content=page))
     style = (HERE / "style.css").read_text(encoding="utf-8")
     files.append(File.generated(config, "style.css", content=style))
     return files

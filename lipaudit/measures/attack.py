@@ -93,21 +93,25 @@ class AttackOptions(MeasureOptions):
     steps: int | None = option(
         None,
         "Number of iterations of every attack.",
+        usual=f"{kinds.Attack.steps}; pgd: {kinds.ATTACKS['pgd'].steps}; "
+        f"patch: {kinds.ATTACKS['patch'].steps}",
         need=_attack("steps"),
         gt=0,
         rare=True,
     )
     restarts: int | None = option(
         None,
-        "Random starts (default 1; patch: 64).",
+        "Random starts.",
+        usual=f"{kinds.Attack.restarts}; patch: {kinds.ATTACKS['patch'].restarts}",
         need=_attack("steps", "queries"),
         gt=0,
         rare=True,
     )
     queries: int | None = option(
         None,
-        "Largest number of queries. Of Square: in all (default 5000). Of words and characters: "
-        f"for each change (default {kinds.SINGLE_CHANGES}); smaller sets are tried whole.",
+        "Largest number of queries: in all of square; for each change of words and characters, "
+        "where smaller sets are tried whole.",
+        usual=f"{kinds.Attack.queries}; words and characters: {kinds.SINGLE_CHANGES}",
         need=_attack("queries", "edits"),
         gt=0,
         rare=True,

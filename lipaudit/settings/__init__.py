@@ -41,7 +41,9 @@ class RunOptions(Settings):
         usual="demo for demos, else random",
         values=lambda: ("demo", "demo:train", "random"),
     )
-    samples: int | None = data_option(None, "Number of samples.", "--samples", "-n", ge=1)
+    samples: int | None = data_option(
+        None, "Number of samples.", "--samples", "-n", usual="by measure", ge=1
+    )
     max_tokens: int | None = text_option(
         None,
         "Cut texts to this many tokens.",

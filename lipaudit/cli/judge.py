@@ -10,7 +10,7 @@ import shlex
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -54,6 +54,7 @@ class Remeasure(Settings):
     arch: str | None = copy(OF_RUN["arch"])
     model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
     quantize: Quantization = copy(OF_RUN["quantize"])
+    autocast: Literal["bfloat16", "float16"] | None = copy(OF_RUN["autocast"])
     device: str | None = copy(OF_RUN["device"])
     batch_size: Size = copy(OF_RUN["batch_size"])
     resume: bool = copy(OF_RUN["resume"])

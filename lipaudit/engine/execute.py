@@ -202,6 +202,8 @@ def run_measure(
     """
     kind = load_measures()[name]
     net, run = job.net, job.request.run
+    if run.autocast and options.deploys:
+        net = net.deploy(run.autocast)
     size = run.batch_size or kind.batch
     end = job.request.started + (run.time_limit or math.inf)
     opening, batches = job.batches(name)
@@ -239,7 +241,7 @@ def run_measure(
         except Exception as error:
             left = list_unfinished(batches, parts)
             if not out_of_memory(error):
-                _blame_sample(job, error, [opening, *left[:1]])
+                _blame_sample(job, net, error, [opening, *left[:1]])
                 raise
             if size == 1:
                 raise
@@ -292,8 +294,8 @@ def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Bat
     return left
 
 
-def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
-    """Find the sample on which the model fails, if there is one.
+def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]) -> None:
+    """Find the sample on which the model, as it was measured, fails, if there is one.
 
     Raises:
         EvaluationError: the message names the sample.
@@ -301,7 +303,10 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
     # Faults of the machine or the user are already explained; others may come from the model.
     if type(error) is not EvaluationError and find_user_error(error) is not None:
         return
-    net, samples = job.net, job.samples
+    samples = job.samples
+    advice = "On overflow, try --dtype float64."
+    if net.exact is not None:
+        advice = "On overflow, try --autocast bfloat16."
     for batch in batches:
         with exact_arithmetic(net.device):  # as it was measured
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
@@ -314,5 +319,5 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
                 sample = f"{sample} ({origin.place})"
             raise EvaluationError(
                 f"the model fails on sample {sample}: {reason}",
-                "Leave that sample out, or fix the model. On overflow, try --dtype float64.",
+                f"Leave that sample out, or fix the model. {advice}",
             ) from (cause or error)

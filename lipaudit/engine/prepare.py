@@ -140,6 +140,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
                 "Leave it out, or measure in one process without --shard.",
             )
     run, measures = request.run, request.measures
+    _require_predictions(run, measures)
     net = net or load_net(request.model, load_options(run))
     for group in (run, *measures.values()):
         group.require_kind(net.kind)
@@ -175,17 +176,37 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     if net.kind != "text":
         with exact_arithmetic(net.device):
             requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
+    notes = ready.notes + requirements.require_autocast(ready, samples.batch, run.autocast)
     request, refused = _leave_out_refused(
         request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
     differences = requirements.compare_derivative(ready, samples.batch)
     differences += requirements.note_fast_path(net, samples.batch)
-    notes = ready.notes
     if any(options.reads_samples for options in request.measures.values()):
         notes += samples.notes
     notes += unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
+
+
+def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
+    """Refuse --autocast where it has no effect.
+
+    Raises:
+        UsageError: no measure judges predictions, or autocast would not round a model in float64.
+    """
+    if run.autocast is None:
+        return
+    if not any(options.deploys for options in measures.values()):
+        names = " and ".join(measures)
+        raise UsageError(
+            f"--autocast has no effect on {names}: norms and bounds are computed in {run.dtype}",
+            "Leave it out, or measure attack, too.",
+        )
+    if run.dtype == "float64":
+        raise UsageError(
+            "--autocast rounds only a model in float32, and --dtype is float64", "Leave one out."
+        )
 
 
 def _leave_out_refused(

@@ -158,9 +158,12 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
-    """Say whether two reports have the same weights."""
-    new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
-    return bool(new) and new == old
+    """Say whether two reports have the same weights, and predictions of the same arithmetic."""
+    new, old = current.run, baseline.run
+    if new.options.get("autocast") != old.options.get("autocast"):
+        return False
+    digest = new.model.weights_sha256
+    return bool(digest) and digest == old.model.weights_sha256
 
 
 def has_other_starts(current: Section | None, baseline: Section | None) -> bool:

@@ -74,6 +74,7 @@ class AttackOptions(MeasureOptions):
 
     samples: ClassVar[int] = 128
     labelled: ClassVar[bool] = True
+    deploys: ClassVar[bool] = True
     scores = "always"
 
     eps: Radii = option(

@@ -51,6 +51,8 @@ class MeasureOptions(Settings):
     once: ClassVar[Mapping[str, Any]] = {}
     # Whether the measure reads attention layers, and has no figures without one.
     reads_layers: ClassVar[bool] = False
+    # Whether its predictions are those of --autocast.
+    deploys: ClassVar[bool] = False
     # Whether the measure needs labels.
     labelled: ClassVar[bool] = False
     # When it has a language model score continuations: it may read texts alone, do so where

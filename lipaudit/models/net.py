@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from lipaudit.data.hub import Commit
 from lipaudit.data.images import SampleForm
 from lipaudit.data.pictures import Preprocessing
 from lipaudit.errors import UsageError
-from lipaudit.models.precision import devices, precision
+from lipaudit.models.precision import borrow_gradient, deploy, devices, precision
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Norm
 
@@ -268,6 +268,8 @@ class Net(ModelSpec):
         undefined: whether its output was not finite on the samples that loading makes: the first
             sample of the run decides (see `outputs.settle_output`).
         tokens_first: whether the output of `entry` is (tokens, batch, width), as with `ids.T`.
+        exact: the model without rounding, whose gradients a model under autocast takes; see
+            `deploy`.
         surveys: results of `attention.survey.find_layers` on this model; a changed copy starts
             without any.
     """
@@ -284,6 +286,7 @@ class Net(ModelSpec):
     form: OutputForm = "logits"
     undefined: bool = False
     tokens_first: bool = False
+    exact: Net | None = field(default=None, repr=False, compare=False)
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
 
     @property
@@ -322,6 +325,19 @@ class Net(ModelSpec):
         reasons = (note.text for note in self.notes if note.code == NO_DECISION)
         return next(reasons, f"{self.architecture} has no class scores")
 
+    def deploy(self, autocast: str) -> Net:
+        """Return the model as it runs under `torch.autocast`, with the gradients of this one.
+
+        Rounding to 8 or 11 bits makes most small steps invisible, and gradients through it
+        underflow. So an attack sees the scores of the deployed arithmetic, and follows the
+        gradient of the exact one: a prediction counts as broken only in the former.
+
+        Args:
+            autocast: bfloat16 or float16.
+        """
+        run = deploy(lambda x, mask: self.read(self.call(x, mask)), self.device, autocast)
+        return replace(self, call=run, read=lambda output: output, exact=self)
+
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""
         return self.read(self.call(batch.x, batch.mask))
@@ -342,6 +358,13 @@ class Net(ModelSpec):
 
         Of texts it replaces the first output of `entry`: positions and masks stay correct.
         """
+        if self.exact is None or not (torch.is_grad_enabled() and z.requires_grad):
+            return self._forward_plainly(z, batch)
+        with torch.no_grad():
+            deployed = self._forward_plainly(z, batch)
+        return borrow_gradient(deployed, self.exact.forward(z, batch))
+
+    def _forward_plainly(self, z: Tensor, batch: Batch) -> Tensor:
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         with self.replace_embedding(z):
@@ -359,12 +382,22 @@ class Net(ModelSpec):
         # A copy: some models scale their embeddings in place.
         with torch.no_grad(), self._watch_entry(lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
-        return self._turn(seen[0])
+        states = self._turn(seen[0])
+        if self.exact is None:
+            return states
+        return states.to(self.dtype)
 
     def replace_embedding(self, z: Tensor) -> RemovableHandle:
         """Replace the first output of `entry` by z; the handle ends this, as a context."""
         pending = [self._turn(z).clone()]
-        return self._watch_entry(lambda out: pending.pop() if pending else out)
+
+        def replace_first(out: Tensor) -> Tensor:
+            if not pending:
+                return out
+            # Under autocast, the embedding may be rounded, and what follows reads it so.
+            return pending.pop().to(out.dtype)
+
+        return self._watch_entry(replace_first)
 
     def _turn(self, states: Tensor) -> Tensor:
         """Exchange the first two axes if the embedding has tokens first."""

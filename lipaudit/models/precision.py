@@ -10,8 +10,9 @@ device.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -128,6 +129,69 @@ def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype) and value in _CASTS.values():
         return torch.float64
     return value
+
+
+def deploy(
+    run: Callable[[Tensor, Tensor | None], Tensor], device: torch.device, name: str
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Return a model's forward pass as it runs under `torch.autocast`.
+
+    The switch acts inside of `exact_arithmetic`, too. Modules that cast themselves or switch
+    autocast off do so as in the plain model.
+
+    Args:
+        run: the forward pass: (samples, mask) -> output.
+        device: the device of the model.
+        name: dtype of autocast: bfloat16 or float16.
+
+    Returns:
+        The forward pass; its output, usually of that dtype, is returned in float32.
+    """
+    dtype = getattr(torch, name)
+
+    def run_deployed(x: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            output = run(x, mask)
+        return output.float()
+
+    return run_deployed
+
+
+def widen_half(values: Tensor) -> Tensor:
+    """Return values in at least float32: sums of many rounded terms would lose digits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def can_autocast(device: torch.device, name: str) -> bool:
+    """Say whether torch rounds products on a device under autocast; older versions only warn."""
+    dtype = getattr(torch, name)
+    ones = torch.ones(2, 2, device=device)
+    with warnings.catch_warnings(), suppress(RuntimeError):
+        warnings.simplefilter("ignore")
+        with torch.autocast(device.type, dtype=dtype):
+            product = ones @ ones
+        return product.dtype == dtype
+    return False
+
+
+def borrow_gradient(values: Tensor, exact: Tensor) -> Tensor:
+    """Return values whose gradient is that of another computation of the same quantity.
+
+    Args:
+        values: of rounded arithmetic, without a graph.
+        exact: the same quantity of exact arithmetic, with its graph.
+    """
+    return _BorrowedGradient.apply(values, exact)
+
+
+class _BorrowedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor, _exact: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, above: Tensor) -> tuple[None, Tensor]:
+        return None, above
 
 
 def name_dtypes(dtypes: Iterable[torch.dtype]) -> list[str]:

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, explain_failure, first_line, of_machine
+from lipaudit.errors import InputError, UsageError, explain_failure, first_line, of_machine
 from lipaudit.models.net import Net
-from lipaudit.models.precision import Widening, compute_values, exact_arithmetic, name_dtypes
+from lipaudit.models.precision import (
+    Widening,
+    can_autocast,
+    compute_values,
+    exact_arithmetic,
+    name_dtypes,
+)
 from lipaudit.tables import Note
 
 # Largest difference between two equal results, relative to the largest entry (float32 rounding).
@@ -163,6 +169,48 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     except InputError as error:
         text = f"{net.architecture} reads padding: {error.message}"
         raise InputError(text, advice) from error
+
+
+def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note, ...]:
+    """Refuse a model, or a machine, that cannot run under autocast.
+
+    Args:
+        net: the model.
+        batch: samples, of which the first is run.
+        autocast: bfloat16 or float16; None: there is nothing to check.
+
+    Returns:
+        The note on the figures that this arithmetic has; a warning if it changes no output.
+
+    Raises:
+        UsageError: torch does not support the dtype on the device, or the model fails in it.
+    """
+    if autocast is None:
+        return ()
+    where = f"--autocast {autocast}"
+    if not can_autocast(net.device, autocast):
+        text = f"{where}: torch {torch.__version__} does not support it on {net.device.type}"
+        raise UsageError(text, "Use the other half precision, or --device cuda.")
+    first = batch[:1].trim().to(net.device, net.dtype)
+    with exact_arithmetic(net.device), torch.no_grad():
+        exact = net.output(first)
+        try:
+            deployed = net.deploy(autocast).output(first)
+        except Exception as error:  # the model's own code may raise anything
+            if of_machine(error):
+                raise
+            text = f"{where}: {net.architecture} fails ({first_line(error)})"
+            raise UsageError(text, "Use the other half precision, or leave it out.") from error
+    if torch.equal(exact, deployed):
+        text = (
+            f"{where} does not change the output of the first sample: the model may switch it off"
+        )
+        return Note.warn("autocast", text)
+    text = (
+        f"{where}: predictions are those of the plain forward pass in {autocast}, which may depend "
+        "on the batch size. Attacks follow gradients in float32. Norms and bounds are not rounded"
+    )
+    return Note.info("autocast", text)
 
 
 def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:

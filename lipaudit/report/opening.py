@@ -59,6 +59,9 @@ def list_facts(report: Report) -> dict[str, str]:
         group.append(f"{name} {format_setting(value)}")
     if resizing and run.options.get("preprocess") != "model":
         resizing.append("images of the model's size stay as they are")
+    arithmetic = run.dtype
+    if "autocast" in run.options:
+        arithmetic += f" (predictions under autocast in {run.options['autocast']})"
     facts = {
         "model": f"{model.spec} ({model.source}, {model.architecture})",
         "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
@@ -68,7 +71,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "preprocessing": "; ".join(normalising),
         "resizing": "; ".join(resizing),
         "first sample": data.steps,
-        "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
+        "run": f"{run.device}, {arithmetic}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,
         "status": status,

@@ -115,6 +115,12 @@ class RunOptions(Settings):
         values=lambda: ("int8", "int4", "int4:32"),
         rare=True,
     )
+    autocast: Literal["bfloat16", "float16"] | None = model_option(
+        None,
+        "Judge the predictions of attacks as torch.autocast computes them: bfloat16 or float16. "
+        "Norms and bounds stay in --dtype.",
+        rare=True,
+    )
     classes: str | None = model_option(
         None,
         "File of class names, one per line: CLIP, SigLIP and other image-text models become a "

@@ -404,8 +404,9 @@ class Run(Frozen):
 
     @property
     def label(self) -> str:
-        """Return the MODEL, and how its weights were rounded on request: `demo int4:32`."""
-        return " ".join(filter(None, (self.model.spec, self.options.get("quantize"))))
+        """Return the MODEL, and its roundings on request: `demo int4:32 bfloat16`."""
+        roundings = (self.options.get(name) for name in ("quantize", "autocast"))
+        return " ".join(filter(None, (self.model.spec, *roundings)))
 
 
 class Shard(Frozen):

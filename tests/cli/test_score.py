@@ -216,3 +216,24 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
 def test_what_cannot_be_done_with_scores_is_refused(folder, line, code, message):
     command, *args = line.split()
     refuse(code, message, command, folder, "--data", folder / "choices.jsonl", *args)
+
+
+@torch.no_grad()
+def test_scores_under_autocast_are_those_of_a_plain_loop(run, folder):
+    args = ("--attack", "fgsm", "--eps", "0.1")
+    found = run("attack", "choices", *args, "--autocast", "bfloat16")
+    samples, plain = found["sections"][0]["samples"], Plain(folder)
+    for i, row in enumerate(order(found, "choices")):
+        prompt = plain.ids(row["question"])
+        scores = []
+        for choice in row["choices"]:
+            answer = plain.ids(f" {choice}")
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = plain.module(torch.cat([prompt, answer], 1)).logits[0]
+            logs = logits[prompt.shape[1] - 1 : -1].float().log_softmax(1)
+            scores.append(logs.gather(1, answer.T).sum())
+        shares = torch.stack(scores).softmax(0)
+        assert samples["predicted"][i] == int(shares.argmax())
+        assert samples["confidence"][i] == pytest.approx(float(shares.max()), abs=1e-6)
+    exact = run("attack", "choices", *args)["sections"][0]["samples"]
+    assert exact["confidence"] != samples["confidence"]

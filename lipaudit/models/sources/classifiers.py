@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch, Task
 from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import ModelSpec, Net
-from lipaudit.models.precision import exact_arithmetic, lifting
+from lipaudit.models.precision import exact_arithmetic, lifting, widen_half
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources import text_models
 from lipaudit.tables import Note
@@ -150,7 +150,7 @@ def make_zero_shot(
             return scale * F.normalize(classes, dim=-1), bias
 
     def read(result: Any) -> Tensor:
-        features = text_models.read_tower(*result)
+        features = widen_half(text_models.read_tower(*result))
         weight, bias = embed_classes(features.device, features.dtype)
         return F.normalize(features, dim=-1) @ weight.T + bias
 
@@ -289,7 +289,7 @@ def _score_rows(
     every = ids[samples, order].flatten(0, 1)
     tokens = every[:, first + 1 :][where][:, None]
     logits = net.next_logits(z, first)[:, :-1]
-    logs = logits[where].log_softmax(1)
+    logs = widen_half(logits[where]).log_softmax(1)
     chosen = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
     if how == "mean":

@@ -202,15 +202,13 @@ def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note
             text = f"{where}: {net.architecture} fails ({first_line(error)})"
             raise UsageError(text, "Use the other half precision, or leave it out.") from error
     if torch.equal(exact, deployed):
-        text = (
-            f"{where} does not change the output of the first sample: the model may switch it off"
-        )
-        return Note.warn("autocast", text)
+        text = f"{where} does not change the output of a sample: the model may switch it off"
+        return (Note.warn("autocast", text),)
     text = (
-        f"{where}: predictions are those of the plain forward pass in {autocast}, which may depend "
+        f"{where}: predictions are those of the plain forward pass in {autocast}, and may depend "
         "on the batch size. Attacks follow gradients in float32. Norms and bounds are not rounded"
     )
-    return Note.info("autocast", text)
+    return (Note.info("autocast", text),)
 
 
 def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:

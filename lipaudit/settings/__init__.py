@@ -117,8 +117,8 @@ class RunOptions(Settings):
     )
     autocast: Literal["bfloat16", "float16"] | None = model_option(
         None,
-        "Judge the predictions of attacks as torch.autocast computes them: bfloat16 or float16. "
-        "Norms and bounds stay in --dtype.",
+        "Judge the predictions of attack and corrupt as torch.autocast computes them: bfloat16 or "
+        "float16. Norms and bounds stay in --dtype.",
         rare=True,
     )
     classes: str | None = model_option(

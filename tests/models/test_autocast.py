@@ -175,6 +175,20 @@ def test_it_is_refused_where_it_rounds_nothing():
     assert "does not change the output" in note.text
 
 
+def test_corrupted_copies_are_judged_in_it_and_a_training_refuses_it():
+    module = Calls(lambda head, x: head(x.flatten(1)), seeded(lambda: nn.Linear(64, 4))).eval()
+    x = draw(5, 8192, 1, 8, 8).sigmoid()
+    with torch.no_grad():
+        first, second = module(x).topk(2, dim=1)[0].T
+    x = x[(first - second).argsort()[:256]]
+    y = loop(module, x, "bfloat16")
+    how = {"data": (x, y), "corruption": "contrast", "severity": "1", "samples": 256}
+    found = [lipaudit.measure(module, "corrupt", autocast=a, **how) for a in (None, "bfloat16")]
+    counts = [sum(each.section("corrupt").samples["correct"]) for each in found]
+    assert counts[0] < counts[1] == 256
+    refuse(2, "--autocast has no effect on train", "train", "demo", "--autocast", "bfloat16")
+
+
 def test_norms_are_not_rounded_and_the_report_says_what_is():
     how = {"samples": 4, "attack": {"attack": "fgsm", "eps": "0.1"}}
     measures = {"jacobian": {}, "attack": {"attack": "fgsm", "eps": "0.1"}}
@@ -198,7 +212,8 @@ def test_it_is_part_of_the_identity_of_a_run():
     assert len(set(found)) == 3
 
 
-def test_a_model_is_compared_and_judged_as_it_ships():
+def test_a_model_is_compared_and_judged_as_it_ships(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     invoke("attack", "demo", "--attack", "fgsm", "--eps", "0.1", "-n", "32", "-q", "-o", "a.json")
     ship = ("--autocast", "bfloat16", "--quantize", "int4:16", "-q")
     done = invoke("gate", "demo", "-b", "a.json", *ship, "--report", "b.json", code=None)

@@ -78,6 +78,7 @@ class CorruptOptions(MeasureOptions):
 
     samples: ClassVar[int] = 128
     labelled: ClassVar[bool] = True
+    deploys: ClassVar[bool] = True
 
     corruption: Corruptions = option(
         None, "Corruptions, such as gaussian_noise,jpeg. Default: all.", values=list_corruptions

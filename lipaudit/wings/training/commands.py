@@ -57,6 +57,8 @@ def train(
     from lipaudit.wings.training import loop
 
     require_alone("a training", run)
+    if run.autocast is not None:
+        raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
     classes, run = run.classes, run.model_copy(update={"classes": None})
     if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
         text = f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"

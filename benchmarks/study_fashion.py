@@ -32,10 +32,10 @@ from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.loader import assemble
-from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.wings.certificates.options import CertifyOptions
 from lipaudit.wings.training.loop import train
+from lipaudit.wings.training.recipe import Recipe
 
 SIDE, CLASSES = 28, 10
 SIZE = {"patch_size": 7, "embed_dim": 48, "depth": 3, "num_heads": 4, "mlp_ratio": 2}

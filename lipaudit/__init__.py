@@ -12,35 +12,48 @@ Each public name is loaded when it is first used; `import lipaudit` does not loa
 
 __version__ = "0.2.0"
 
-# Module and object of each public name.
+# Module and object of each public name of the core; wings add more.
 PUBLIC = {
     "LipauditError": "lipaudit.errors:LipauditError",
     "ModelSpec": "lipaudit.models.net:ModelSpec",
     "Observer": "lipaudit.engine.execute:Observer",
     "Report": "lipaudit.tables:Report",
-    "attention_penalty": "lipaudit.wings.training.penalty:attention_penalty",
     "audit": "lipaudit.api:audit",
     "bounds": "lipaudit.tensors",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api:measure",
     "merge": "lipaudit.engine.results:merge",
-    "monitor": "lipaudit.wings.training.monitor",
     "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",
     "summarize": "lipaudit.report:summarize",
-    "watch": "lipaudit.wings.training.watching:watch",
 }
 
-__all__ = ["__version__", *PUBLIC]
+
+def list_public() -> dict[str, str]:
+    """Return module and object of each public name, also of those that wings add."""
+    from lipaudit.tables.plugins import collect
+
+    return PUBLIC | collect(str, "public", PUBLIC)
 
 
 def __getattr__(name: str) -> object:
-    if name not in PUBLIC:
-        raise AttributeError(f"module 'lipaudit' has no attribute {name!r}")
     from pkgutil import resolve_name
 
-    return resolve_name(PUBLIC[name])
+    if name in PUBLIC:
+        return resolve_name(PUBLIC[name])
+    if name == "__all__":
+        return ["__version__", *list_public()]
+    # Python and its tools look for many names like __path__.
+    if not name.startswith("_"):
+        from lipaudit.tables.plugins import explain_missing
+
+        added = list_public()
+        if name in added:
+            return resolve_name(added[name])
+        hint = explain_missing()
+        raise AttributeError(f"module 'lipaudit' has no attribute {name!r}. {hint}".strip())
+    raise AttributeError(f"module 'lipaudit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *list_public()])

@@ -17,3 +17,5 @@ from lipaudit.wings.training.watching import watch as watch
 __version__: str
 bounds = tensors
 PUBLIC: dict[str, str]
+
+def list_public() -> dict[str, str]: ...

@@ -21,7 +21,7 @@ from lipaudit.engine.execute import Observer, execute, run_job
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.results import describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
-from lipaudit.measures import AuditOptions, load_measures
+from lipaudit.measures import AuditOptions, find_measure, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
 from lipaudit.models.sources.loader import borrow, freeze_net, load_net
 from lipaudit.settings import RunOptions
@@ -262,9 +262,7 @@ def measure(
         >>> report.section("jacobian").rows[0].samples
         2
     """
-    if name not in load_measures():
-        raise UsageError(f"there is no measure {name!r}", suggestion(name, load_measures()))
-    kind = load_measures()[name].options
+    kind = find_measure(name).options
     given, shared = _split_options(options, kind, RunOptions)
     plan, run = {name: kind.parse(given)}, RunOptions.parse(shared)
     request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")

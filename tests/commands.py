@@ -24,6 +24,7 @@ from lipaudit.measures import load_measures
 from lipaudit.report.topics import list_topics
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
+from lipaudit.tables.plugins import load_wings
 from lipaudit.theory.bounds.record import load_bounds
 
 UNTIMED = ("seconds", "batch_size")
@@ -126,7 +127,8 @@ def break_measure(
 @contextmanager
 def installed(folder: Path | None = None) -> Iterator[pytest.MonkeyPatch]:
     """Have the packages in a folder beside those that are installed; read anew what all add."""
-    read = (attack_kinds, load_bounds, load_measures, list_explanations, list_topics, versions)
+    read = (attack_kinds, load_bounds, load_measures, load_wings)
+    read += (list_explanations, list_topics, versions)
     with pytest.MonkeyPatch.context() as patch:
         if folder:
             patch.syspath_prepend(folder)
@@ -138,15 +140,15 @@ def installed(folder: Path | None = None) -> Iterator[pytest.MonkeyPatch]:
 
 
 def write_package(
-    folder: Path, package: str, entry: str, source: str, target: str, group: str
+    folder: Path, package: str, source: str, entry: str = "", group: str = "lipaudit.wings"
 ) -> None:
-    """Write a package of one module as it is when installed, with one entry point."""
+    """Write a package of one module as it is when installed, with one entry point: its WING."""
     module = f"{package.replace('-', '_')}_of_strangers"
     info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
-    (folder / f"{module}.py").write_text(source)
+    (folder / f"{module}.py").write_text(f"from lipaudit.tables.plugins import Wing\n{source}")
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry or package} = {module}:WING\n")
     sys.modules.pop(module, None)
 
 

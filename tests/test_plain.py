@@ -12,7 +12,8 @@ from lipaudit.cli.app import app
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.report.topics import list_topics
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
+from lipaudit.wings.training.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[1] / "lipaudit"
 COMMANDS = get_command(app)

@@ -23,9 +23,9 @@ from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.models.sources.timm import DigitsViT, load_demo
-from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.wings.training.loop import Epoch, train
+from lipaudit.wings.training.recipe import Recipe
 
 CREDIT = "E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, CC BY 4.0"
 GREYS = 16

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.measures.base import MeasureOptions
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings
+from lipaudit.wings.training.recipe import Recipe
 
 HEAD = """# Options
 

@@ -21,10 +21,11 @@ from lipaudit import schema
 from lipaudit.cli.app import Output, Terminal, app
 from lipaudit.measures import AuditOptions, load_measures, option_types
 from lipaudit.report.topics import list_topics
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Option, Settings
 from lipaudit.tables import Column
 from lipaudit.theory.bounds.record import SYMBOLS, load_bounds
+from lipaudit.wings.training.recipe import Recipe
 
 HERE = Path(__file__).parent
 KINDS: dict[str, type[Settings]] = {**option_types(), "audit": AuditOptions, "train": Recipe}
@@ -186,7 +187,7 @@ def _json() -> Iterator[str]:
 def _python() -> Iterator[str]:
     yield "# Python API\n\nThe public names of `import lipaudit`; each is loaded when first used."
     yield "[Use it from Python](../guide/python.md) has examples.\n"
-    for name, place in sorted(lipaudit.PUBLIC.items(), key=lambda item: item[0].lower()):
+    for name, place in sorted(lipaudit.list_public().items(), key=lambda item: item[0].lower()):
         module, _, member = place.partition(":")
         yield f"## lipaudit.{name}\n\n::: {module}{'.' * bool(member)}{member}"
         yield "    options:\n      show_root_heading: false\n      show_root_toc_entry: false"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any, Final, Literal
 
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables import Note
-from lipaudit.tables.plugins import entries
+from lipaudit.tables.plugins import collect, load_object
 from lipaudit.tables.trials import (
     COUNTED,
     SPACES,
@@ -27,8 +26,6 @@ from lipaudit.tables.trials import (
     parse_radius,
 )
 
-# Entry point group of attacks that other packages add.
-GROUP = "lipaudit.attacks"
 # Number of samples that share one random stream: part of every result, so it is no option.
 CHUNK: Final = 64
 
@@ -102,11 +99,7 @@ class AttackKind:
         Raises:
             UsageError: the function does not exist, or its module cannot be imported.
         """
-        try:
-            function: Callable[..., Any] = pkgutil.resolve_name(self.function)
-        except Exception as error:
-            text = f"the attack {self.function} cannot be loaded: {type(error).__name__}: {error}"
-            raise UsageError(text, f"Update {self.package}, or leave the attack out.") from error
+        function: Callable[..., Any] = load_object(self.function)
         return function
 
 
@@ -151,13 +144,14 @@ def attack_kinds() -> Mapping[str, AttackKind]:
     Raises:
         UsageError: a plug-in cannot be loaded, or its name is already in use.
     """
-    plugins = entries(GROUP, AttackKind, taken=ATTACKS.keys() | RESERVED)
-    for name, kind in plugins.items():
-        text = f"the plug-in {name!r} ({GROUP}) of {kind.package} has an invalid name"
-        text += ": only letters, digits, dots and dashes are allowed in --attack"
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UsageError(text, f"Update {kind.package}, or uninstall it.")
-    return ATTACKS | plugins
+    taken = ATTACKS.keys() | RESERVED
+    return ATTACKS | collect(AttackKind, "attacks", taken, check=_find_fault)
+
+
+def _find_fault(name: str, kind: AttackKind) -> str:
+    if re.fullmatch(r"\w[\w.-]*", name):
+        return ""
+    return "has an invalid name: only letters, digits, dots and dashes are allowed in --attack"
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -19,19 +19,19 @@ import typer.core
 from lipaudit import __version__
 from lipaudit.cli.output import say
 from lipaudit.engine.launcher import find_place
-from lipaudit.errors import UsageError, explain_error, suggestion, visible
+from lipaudit.errors import LipauditError, UsageError, explain_error, suggestion, visible
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, option
 from lipaudit.tables.columns import group_values
+from lipaudit.tables.plugins import collect, explain_missing, load_object
 
 MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
-# By name: heading in the help, and function. The module is imported
+# The commands of the core by name: heading in the help, and function. The module is imported
 # when its command is called, so `gate` and `report` load nothing that measures. Every measure,
 # also that of a plug-in, is a command, too: `Commands` makes it from the options.
 COMMANDS = {
     "audit": (MEASURING, "lipaudit.cli.measure:audit"),
     "merge": (MEASURING, "lipaudit.cli.measure:merge"),
-    "watch": (MEASURING, "lipaudit.wings.training.commands:watch"),
     "report": (COMPARE, "lipaudit.cli.judge:report"),
     "inspect": (COMPARE, "lipaudit.cli.judge:inspect"),
     "compare": (COMPARE, "lipaudit.cli.judge:compare"),
@@ -43,7 +43,6 @@ COMMANDS = {
     "check": (LEARN, "lipaudit.cli.tools:check"),
     "init": (LEARN, "lipaudit.cli.tools:init"),
     "schema": (LEARN, "lipaudit.cli.tools:schema"),
-    "train": ("Improve a checkpoint", "lipaudit.wings.training.commands:train"),
 }
 # The help lists these first, under a heading of their own, in the order in which people need them.
 START = "Start here"
@@ -180,21 +179,42 @@ class Commands(Mapping[str, Any]):
     """Commands by name; each is created, and its module imported, when it is first used.
 
     Attributes:
-        places: heading and function of each, as in COMMANDS.
-        measures: whether every measure is a command, too.
+        own: heading and function of each, as in COMMANDS.
+        open: whether measures are commands, too, and wings add more.
         made: the commands that were used.
     """
 
-    places: Mapping[str, tuple[str, str]]
-    measures: bool
+    own: Mapping[str, tuple[str, str]]
+    open: bool
     made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def measures(self) -> Collection[str]:
+        """Return the measures that are commands."""
+        if not self.open:
+            return ()
+        from lipaudit.measures import option_types
+
+        return option_types().keys()
+
+    @property
+    def places(self) -> Mapping[str, tuple[str, str]]:
+        """Return heading and function of every command that is no measure."""
+        if not self.open:
+            return self.own
+        taken = {*self.own, *self.measures}
+        added: dict[str, Any] = collect(tuple, "commands", taken, check=_find_fault)
+        return {**self.own, **added}
 
     def find(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command, and its function or its group."""
-        if self.measures and name not in self.places:
-            return MEASURING, resolve_name("lipaudit.cli.measure:make_measure")(name)
-        panel, place = self.places[name]
-        return panel, resolve_name(place)
+        if name in self.own:
+            panel, place = self.own[name]
+        elif name in self.measures:
+            return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
+        else:
+            panel, place = self.places[name]
+        return panel, load_object(place)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:
@@ -204,14 +224,17 @@ class Commands(Mapping[str, Any]):
         return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
-        if self.measures:
-            from lipaudit.measures import option_types
-
-            yield from option_types()
+        yield from self.measures
         yield from self.places
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _find_fault(_name: str, command: tuple[Any, ...]) -> str:
+    """Return why a command of a wing cannot be used; empty if it can."""
+    is_pair = len(command) == 2 and all(isinstance(each, str) for each in command)
+    return "" if is_pair else "is not a pair: the heading in the help, and module:function"
 
 
 class Group(typer.core.TyperGroup):
@@ -221,7 +244,25 @@ class Group(typer.core.TyperGroup):
         self, *, places: Mapping[str, tuple[str, str]] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        self.commands: Any = Commands(places or COMMANDS, measures=places is None)
+        self.commands: Any = Commands(places or COMMANDS, open=places is None)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; if there is no such command or option, say which wings are missing."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # typer's own copy of click, or click itself, raises it.
+            message = getattr(error, "message", "")
+            if message.startswith("No such"):
+                error.message = f"{message} {explain_missing()}".rstrip()  # type: ignore[attr-defined]
+            raise
+
+    def main(self, *args: Any, **how: Any) -> Any:
+        """Run the command line; a plug-in that cannot be used is one line and an exit code."""
+        try:
+            return super().main(*args, **how)
+        except LipauditError as error:
+            sys.exit(_report_error(error, verbose=False))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a line for each command, from its docstring: creating all would take 0.06 s."""

@@ -21,7 +21,7 @@ from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.engine import files, launcher
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.measures import load_measures
+from lipaudit.measures import find_measure
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
 
@@ -361,7 +361,7 @@ def _plan_again(
     extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
     for section in baseline.sections:
         if "." not in section.measure:
-            kind = load_measures()[section.measure].options
+            kind = find_measure(section.measure).options
             # `once` has values that old reports lack: the defaults of that time.
             known = {**kind.once, **section.settings, **extra.get(section.measure, {})}
             measures[section.measure] = kind.parse(known)

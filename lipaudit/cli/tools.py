@@ -23,9 +23,10 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.models.sources import demo_names, timm_names
 from lipaudit.schema import json_schema
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings
 from lipaudit.tables.columns import group_values
+from lipaudit.tables.plugins import collect
 from lipaudit.theory.bounds.record import SYMBOLS
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def list_explanations() -> tuple[Topic, ...]:
     """Return all topics of `explain`: results and options."""
     from lipaudit.report.topics import list_options, list_topics
 
-    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
+    groups: dict[str, type[Settings]] = {**option_types(), **collect(type, "options")}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
     return (*list_topics(), *list_options(groups))
 

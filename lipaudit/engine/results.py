@@ -8,32 +8,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lipaudit import __version__
-from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.batch import Samples
 from lipaudit.engine.files import pack_parts, unpack_parts, write
 from lipaudit.errors import InputError, explain_error
-from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts, load_measures
 from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
 from lipaudit.schema import to_json_values
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
+from lipaudit.tables.plugins import load_wings
 from lipaudit.tables.report import Failure, Shard
 from lipaudit.tables.weakest import worst
-from lipaudit.theory.bounds.record import GROUP as BOUNDS
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job
     from lipaudit.models.net import ModelSpec
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
-GROUPS = (BOUNDS, MEASURES, ATTACKS)
 
 
 def make_report(
@@ -149,8 +146,10 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
     # Plug-ins compute figures, too.
-    plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
-    return installed | {dist.name: dist.version for dist in plugins if dist is not None}
+    for point in load_wings():
+        if point.dist is not None:
+            installed.setdefault(point.dist.name, point.dist.version)
+    return installed
 
 
 # Fields in which shards of one run may differ (devices must be of one kind).

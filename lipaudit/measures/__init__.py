@@ -1,4 +1,4 @@
-"""Every measure by its name: ours, in the order of an audit, then those of plug-ins; and audits.
+"""Every measure by its name, those of the core and of wings, and audits.
 
 No file of a measure loads torch before it measures: commands that read reports start at once.
 """
@@ -22,47 +22,53 @@ from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
 from lipaudit.measures.weights import WEIGHTS
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables import Column, Layout
-from lipaudit.tables.plugins import entries
+from lipaudit.tables.plugins import collect, explain_missing
 from lipaudit.tables.report import Drawing
 from lipaudit.theory import NODES
-from lipaudit.wings.certificates.measure import CERTIFY
-from lipaudit.wings.certificates.options import BallNorm, CertifyOptions
-from lipaudit.wings.certificates.smoothing import SMOOTHING
-from lipaudit.wings.corruptions.measure import CORRUPT
-from lipaudit.wings.growth.scaling import SCALING
 
-GROUP = "lipaudit.measures"
-
-
-# lipaudit's own measures. A new one is its file and its name here.
-_ORDER = BOUNDS, ATTENTION, JACOBIAN, ATTACK, CORRUPT, CERTIFY, SMOOTHING, SCALING, WEIGHTS
+# The measures of the core. A new one is its file and its name here.
+_ORDER = BOUNDS, ATTENTION, JACOBIAN, ATTACK, WEIGHTS
 OWN: dict[str, Measure] = {measure.name: measure for measure in _ORDER}
 
 
 @cache
 def load_measures() -> dict[str, Measure]:
-    """Return every measure by its name: ours, then those of plug-ins.
+    """Return every measure by its name, in the order of an audit: see `Measure.place`.
 
     Raises:
         UsageError: a plug-in cannot be used; the message names its package.
     """
-    return {**OWN, **entries(GROUP, Measure, OWN, check=_find_fault)}
+    known = OWN | collect(Measure, "measures", OWN, check=_find_fault)
+    return dict(sorted(known.items(), key=lambda pair: pair[1].place))
 
 
-def _find_fault(measure: Measure) -> str:
+def find_measure(name: str) -> Measure:
+    """Return the measure of a name.
+
+    Raises:
+        UsageError: it does not exist, or is not installed.
+    """
+    known = load_measures()
+    if name not in known:
+        advice = explain_missing() or suggestion(name, known)
+        raise UsageError(f"there is no measure {name!r}", advice)
+    return known[name]
+
+
+def _find_fault(name: str, measure: Measure) -> str:
     sections = [table.name for table in measure.tables]
-    if not sections or sections[0] != measure.name:
-        return f"has no table of the section {measure.name!r}"
+    if not sections or sections[0] != name:
+        return f"has no table of the section {name!r}"
     drawings = get_args(Drawing)
     for number, table in enumerate(measure.tables):
-        if number and not table.name.startswith(f"{measure.name}."):
+        if number and not table.name.startswith(f"{name}."):
             return f"has a table of the section {table.name!r}"
         if table.display is None:
             continue
-        for name in table.display.drawings:
-            if name not in drawings:
+        for drawing in table.display.drawings:
+            if drawing not in drawings:
                 known = ", ".join(drawings)
-                return f"shows a drawing {name!r}, which does not exist (there are: {known})"
+                return f"shows a drawing {drawing!r}, which does not exist (there are: {known})"
     return ""
 
 
@@ -143,10 +149,8 @@ class AuditOptions(Settings):
     @field_validator("only", "skip")
     @classmethod
     def _require_measures(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = load_measures()
         for name in names or ():
-            if name not in known:
-                raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
+            find_measure(name)
         return names
 
     @model_validator(mode="after")
@@ -184,6 +188,8 @@ class AuditOptions(Settings):
         Raises:
             UsageError: for a bad radius, attack or norm.
         """
+        from lipaudit.wings.certificates.options import BallNorm, CertifyOptions
+
         ensemble = "quick" if self.small(demo=demo) else "autoattack"
         given: dict[str, str] = {}
         for name in OF_ATTACK:

@@ -599,4 +599,5 @@ ATTACK = Measure(
     chunk=CHUNK,
     encode_files=encode_files,
     check=check,
+    place=40,
 )

@@ -357,4 +357,6 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     return [section]
 
 
-ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)
+ATTENTION = Measure(
+    "attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8, place=20
+)

@@ -177,6 +177,7 @@ class Measure:
         encode_files: returns the contents of the files that its options ask for.
         check: refuses unsuitable models, samples or options before anything is measured.
         command: the command that runs it; empty for a command of its own name.
+        place: its place in audits and lists, where measures with smaller ones come before it.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Measure:
     encode_files: Callable[[Sequence[Part], Any], Mapping[Path, bytes]] = lambda _, _options: {}
     check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None
     command: str = ""
+    place: int = 50
 
 
 Moved = Callable[[float], None]

@@ -538,5 +538,11 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
 
 
 BOUNDS = Measure(
-    "bounds", (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE), BoundsOptions, measure, summarise, batch=4
+    "bounds",
+    (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
+    BoundsOptions,
+    measure,
+    summarise,
+    batch=4,
+    place=10,
 )

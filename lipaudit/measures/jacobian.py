@@ -531,4 +531,5 @@ JACOBIAN = Measure(
     summarise,
     batch=16,
     check=_check,
+    place=30,
 )

@@ -380,4 +380,4 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     return sections
 
 
-WEIGHTS = Measure("weights", TABLES, WeightsOptions, measure, summarise, batch=1)
+WEIGHTS = Measure("weights", TABLES, WeightsOptions, measure, summarise, batch=1, place=49)

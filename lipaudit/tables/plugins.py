@@ -1,9 +1,18 @@
-"""Plug-ins: objects that other packages declare as entry points."""
+"""Wings: what packages add to lipaudit. Each is one record, declared by one entry point.
+
+The entry points of the group `lipaudit.wings` name the records: those of lipaudit's own wings (see
+its pyproject.toml), and those of other packages. Every room collects its kind of object from all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from pkgutil import iter_modules, resolve_name
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipaudit.errors import UsageError
 
@@ -12,53 +21,152 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GROUP = "lipaudit.wings"
+# Groups of lipaudit 0.2, each for one kind of object.
+OLD_GROUPS = ("lipaudit.attacks", "lipaudit.bounds", "lipaudit.measures")
+GUIDE = "docs/extending.md has an example"
 
-def entries(
-    group: str,
-    kind: type[T],
-    taken: Collection[str] = (),
-    *,
-    check: Callable[[T], str] = lambda record: "",
-) -> dict[str, T]:
-    """Load the objects that installed packages declare in an entry point group, sorted by name.
 
-    The module of an entry is imported, so it should import nothing large.
+@dataclass(frozen=True, kw_only=True)
+class Wing:
+    """What a package adds to lipaudit.
 
-    Args:
-        group: name of the group, such as `lipaudit.attacks`.
-        kind: the type of the records of the group.
-        taken: names already in use.
-        check: returns the fault of a record, such as "names no function"; empty without a fault.
+    Every command imports the record, so its module imports nothing large, such as torch. Functions
+    are named as `module:function`, and imported when they are first called. No name may be in use
+    already.
+
+    Attributes:
+        measures: each a `lipaudit.measures.base.Measure`.
+        bounds: each a `lipaudit.theory.bounds.record.Bound`.
+        attacks: each a `lipaudit.attacks.kinds.AttackKind`, by the name that `--attack` takes.
+        commands: the heading in `lipaudit --help` and the function of each command, by name.
+        options: the options of these commands, which `explain` lists, by command.
+        topics: the meanings of words, which `explain` prints, by heading and word.
+        drawings: functions from sections to blocks of a page, by the name in a `Display`.
+        public: what `lipaudit.NAME` offers in Python: `module:object`, by name.
 
     Raises:
-        UsageError: an entry cannot be imported, is not a `kind`, has another name than its record,
-            reuses a name or fails the check; the message names its package.
+        TypeError: a field is neither a tuple nor a mapping, as its type asks.
+    """
+
+    measures: tuple[Any, ...] = ()
+    bounds: tuple[Any, ...] = ()
+    attacks: Mapping[str, Any] = field(default_factory=dict)
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    options: Mapping[str, type[Any]] = field(default_factory=dict)
+    topics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    drawings: Mapping[str, str] = field(default_factory=dict)
+    public: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            kind = tuple if known.default == () else Mapping
+            value = getattr(self, known.name)
+            if not isinstance(value, kind):
+                word = kind.__name__.lower()
+                raise TypeError(f"{known.name} is a {type(value).__name__}, not a {word}")
+
+
+@cache
+def load_wings() -> Mapping[EntryPoint, Wing]:
+    """Return the wings of all installed packages: lipaudit's first, then by name.
+
+    Raises:
+        UsageError: an entry point cannot be imported, is no `Wing`, reuses a name, or belongs to a
+            group of lipaudit 0.2; the message names its package.
     """
     from importlib.metadata import entry_points
 
-    records: dict[str, T] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
-        if point.name in taken or point.name in records:
-            raise _make_refusal(point, "has a name that is in use already")
+    declared = entry_points()
+    for group in OLD_GROUPS:
+        for point in declared.select(group=group):
+            reason = f"is declared as in lipaudit 0.2 (it is now part of a Wing in {GROUP})"
+            raise _refuse_entry(point, reason)
+    wings: dict[EntryPoint, Wing] = {}
+    points = sorted(declared.select(group=GROUP), key=lambda point: point.name)
+    for point in sorted(points, key=lambda point: not _is_own(point)):
+        if point.name in {other.name for other in wings}:
+            raise _refuse_entry(point, "has a name that is in use already")
         try:
-            record = point.load()
+            wing = point.load()
         except Exception as error:
             reason = f"cannot be loaded: {type(error).__name__}: {error}"
-            raise _make_refusal(point, reason) from error
-        if not isinstance(record, kind):
-            what = f"{kind.__module__}.{kind.__qualname__}"
-            raise _make_refusal(point, f"is {type(record).__name__}, not {what}")
-        name = getattr(record, "name", point.name)
-        other = "" if name == point.name else f"is called {name!r} in its record"
-        if fault := check(record) or other:
-            raise _make_refusal(point, fault)
-        records[point.name] = record
-    return records
+            raise _refuse_entry(point, reason) from error
+        if not isinstance(wing, Wing):
+            reason = f"is {type(wing).__name__}, not {Wing.__module__}.{Wing.__name__}"
+            raise _refuse_entry(point, reason)
+        wings[point] = wing
+    return MappingProxyType(wings)
 
 
-def _make_refusal(point: EntryPoint, reason: str) -> UsageError:
+def collect(
+    kind: type[T],
+    name: str,
+    taken: Collection[str] = (),
+    *,
+    check: Callable[[str, T], str] = lambda _name, _value: "",
+) -> dict[str, T]:
+    """Return what all wings have in one of their fields, by name.
+
+    Args:
+        kind: type of the objects.
+        name: name of the field.
+        taken: names already in use.
+        check: returns the fault of an object by its name, such as "has no table"; empty without.
+
+    Raises:
+        UsageError: an object is not a `kind`, reuses a name or fails the check; the message names
+            its package.
+    """
+    found: dict[str, T] = {}
+    for point, wing in load_wings().items():
+        given = getattr(wing, name)
+        if isinstance(given, tuple):
+            given = {getattr(value, "name", number): value for number, value in enumerate(given)}
+        for key, value in given.items():
+            fault = ""
+            if not isinstance(value, kind):
+                fault = f"is {type(value).__name__}, not {kind.__module__}.{kind.__qualname__}"
+            elif key in taken or key in found:
+                fault = "has a name that is in use already"
+            fault = fault or check(key, value)
+            if fault:
+                raise _refuse_entry(point, f"has {key!r} among its {name}, which {fault}")
+            found[key] = value
+    return found
+
+
+def load_object(place: str) -> Any:
+    """Import what `module:object` names.
+
+    Raises:
+        UsageError: it does not exist, or its module cannot be imported.
+    """
+    try:
+        return resolve_name(place)
+    except Exception as error:
+        package = place.partition(":")[0].partition(".")[0]
+        text = f"{place} cannot be loaded: {type(error).__name__}: {error}"
+        raise UsageError(text, f"Update {package}, or uninstall it.") from error
+
+
+def explain_missing() -> str:
+    """Return what to do if wings of this folder are not installed; empty if all of them are."""
+    folder = Path(__file__).parents[1] / "wings"
+    missing = {module.name for module in iter_modules([str(folder)])}
+    missing -= {point.name for point in load_wings() if _is_own(point)}
+    if not missing:
+        return ""
+    return f"Not installed: {', '.join(sorted(missing))}. Reinstall lipaudit: pip install -e ."
+
+
+def _is_own(point: EntryPoint) -> bool:
+    return point.value.startswith("lipaudit.")
+
+
+def _refuse_entry(point: EntryPoint, reason: str) -> UsageError:
     package = point.dist.name if point.dist else "an unknown package"
     return UsageError(
         f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",
-        f"Update {package}, or uninstall it.",
+        f"Update {package}, or uninstall it. For its authors: {GUIDE}.",
     )

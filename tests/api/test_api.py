@@ -275,7 +275,7 @@ def test_importing_loads_nothing_heavy():
 def test_every_name_is_typed():
     stub = Path(lipaudit.__file__).with_suffix(".pyi").read_text()
     assert Path(lipaudit.__file__).with_name("py.typed").is_file()
-    assert set(re.findall(r"(?<= as )\w+|^\w+(?= = )", stub, re.M)) == set(lipaudit.PUBLIC)
+    assert set(re.findall(r"(?<= as )\w+|^\w+(?= = )", stub, re.M)) == set(lipaudit.list_public())
     assert all(getattr(lipaudit, name) is not None for name in dir(lipaudit))
     with pytest.raises(AttributeError):
         _ = lipaudit.nothing

@@ -160,14 +160,16 @@ def test_a_plugin_needs_a_name_of_its_own_that_can_stand_in_an_option(tmp_path):
     refused = dict.fromkeys((*ATTACKS, *RESERVED), "has a name that is in use")
     refused |= dict.fromkeys(("a,b", "a@b", "a:b", "a b", "-a"), "has an invalid name")
     for number, (name, says) in enumerate(refused.items()):
-        with pytest.raises(UsageError, match=f"'{name}' .*odd{number} {says}"):
+        with pytest.raises(
+            UsageError, match=f"odd{number} has '{name}' among its attacks, which {says}"
+        ):
             entries_of(tmp_path / f"{number}", name, f"odd{number}")
 
 
 def entries_of(folder, name, package):
     """Read all attacks where a package made on the spot adds one by this name."""
     record = f"AttackKind('lipaudit_{package}:attack')"
-    source = f"from lipaudit.attacks.kinds import AttackKind\nA = {record}\n"
-    write_package(folder, package, name, source, "A", "lipaudit.attacks")
+    source = "from lipaudit.attacks.kinds import AttackKind\n"
+    write_package(folder, package, f"{source}WING = Wing(attacks={{{name!r}: {record}}})\n")
     with installed(folder):
         return attack_kinds()

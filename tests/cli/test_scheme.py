@@ -10,7 +10,8 @@ from typer.main import get_command
 from lipaudit.cli.app import app
 from lipaudit.data.batch import DataOptions
 from lipaudit.measures import AuditOptions, option_types
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
+from lipaudit.wings.training.recipe import Recipe
 from tests.commands import invoke, list_commands, refuse
 
 SHORT = {"-f": "--format", "-o": "--output", "-q": "--quiet", "-v": "--verbose", "-n": "--samples",

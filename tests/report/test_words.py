@@ -14,11 +14,12 @@ from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import of_comparison, of_judgement, of_reports, topics
 from lipaudit.report.blocks import Card
 from lipaudit.report.cells import describe_standing, list_footnotes, write_math
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.tables import Column
 from lipaudit.tables.columns import Status
 from lipaudit.tables.trials import Norm
 from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.wings.training.recipe import Recipe
 from tests.commands import invoke
 
 KINDS = ("affine", "local", "numerical", "one input", "queries apart", "keys and values")

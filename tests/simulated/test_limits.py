@@ -11,8 +11,8 @@ from benchmarks.shared.demos import load_shipped
 from lipaudit.errors import EvaluationError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.settings import Recipe
 from lipaudit.wings.training.loop import train
+from lipaudit.wings.training.recipe import Recipe
 from tests.commands import invoke
 from tests.simulated import device
 from tests.simulated.conftest import samples

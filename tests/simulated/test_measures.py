@@ -10,8 +10,8 @@ import lipaudit
 from benchmarks.shared.demos import load_shipped
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import assemble, load_net
-from lipaudit.settings import Recipe
 from lipaudit.wings.training.loop import train
+from lipaudit.wings.training.recipe import Recipe
 from tests.commands import find_differences
 from tests.simulated.conftest import MODELS, samples
 

@@ -9,9 +9,9 @@ from lipaudit.models.graph import take
 from lipaudit.models.linearize import linearize
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.settings import Recipe
 from lipaudit.theory.spectral import random_starts, spectral_norms
 from lipaudit.wings.training.loop import train
+from lipaudit.wings.training.recipe import Recipe
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.device import Waits
 

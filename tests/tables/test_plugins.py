@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,51 +14,84 @@ import pytest
 import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
-from lipaudit.tables.plugins import entries
+from lipaudit.tables.plugins import GROUP, collect, load_wings
 from tests.commands import installed, invoke, refuse, write_package
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests/plugins"
-GROUP = "lipaudit.numbers"
 
 
 @pytest.fixture
 def install(tmp_path):
     """Write packages of a module each, and have them installed."""
-
-    def add(package, entry, source="value = 7", target="value", group=GROUP):
-        write_package(tmp_path, package, entry, source, target, group)
-
     with installed(tmp_path):
-        yield add
+        yield partial(write_package, tmp_path)
 
 
-def test_the_objects_come_by_their_names_in_order(install):
-    install("one", "seven")
-    install("two", "eight", "value = 8")
-    assert list(entries(GROUP, int).items()) == [("eight", 8), ("seven", 7)]
-    install("other-numbers", "seven")
-    with pytest.raises(UsageError, match="has a name that is in use already"):
-        entries(GROUP, int)
+def test_the_wings_come_by_name_after_ours(install):
+    install("two", "WING = Wing(public={'a': 'math:tau'})", "second")
+    install("one", "WING = Wing(public={'b': 'math:pi'})", "first")
+    assert [point.name for point in load_wings()][-2:] == ["first", "second"]
+    assert [point.dist.name for point in load_wings()][:-2] == ["lipaudit"] * 4
+    assert list(collect(str, "public"))[-2:] == ["b", "a"]
+
+
+@pytest.mark.parametrize("name", ["lipaudit.attacks", "lipaudit.bounds", "lipaudit.measures"])
+def test_a_package_for_an_older_lipaudit_says_what_to_do(install, name):
+    install("older", "", "old", name)
+    said = refuse(2, f"'old' ({name}) of older is declared as in lipaudit 0.2", "bounds", "demo")
+    assert "part of a Wing in lipaudit.wings" in said
+    assert "docs/extending.md" in said
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("source", "reason"),
     [
-        ({"source": "import no_such_module_at_all"}, "cannot be loaded: ModuleNotFoundError"),
-        ({"source": "raise SyntaxError('spoilt')"}, "cannot be loaded: SyntaxError: spoilt"),
-        ({"target": "other"}, "cannot be loaded: AttributeError"),
-        ({"source": "value = 'seven'"}, "is str, not builtins.int"),
+        ("import no_such_module_at_all", "cannot be loaded: ModuleNotFoundError"),
+        ("raise SyntaxError('spoilt')", "cannot be loaded: SyntaxError: spoilt"),
+        ("", "cannot be loaded: AttributeError"),
+        ("WING = 'seven'", "is str, not lipaudit.tables.plugins.Wing"),
+        ("WING = Wing(measures=7)", "cannot be loaded: TypeError: measures is a int, not a tuple"),
+        ("WING = Wing(public='a')", "cannot be loaded: TypeError: public is a str, not a mapping"),
+        (
+            "WING = Wing(public={'a': 7})",
+            "has 'a' among its public, which is int, not builtins.str",
+        ),
+        ("WING = Wing(public={'audit': 'm:a'})", "which has a name that is in use already"),
+        ("WING = Wing(public={'watch': 'm:a'})", "which has a name that is in use already"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_the_name_of_its_package(install, how, reason):
-    install("bad-numbers", "seven", **how)
+def test_what_cannot_be_used_is_refused_by_the_name_of_its_package(install, source, reason):
+    install("bad-numbers", source, "seven")
     with pytest.raises(UsageError) as caught:
-        entries(GROUP, int)
-    assert f"'seven' ({GROUP}) of bad-numbers {reason}" in caught.value.message
+        lipaudit.list_public()
+    assert f"'seven' ({GROUP}) of bad-numbers " in caught.value.message
+    assert reason in caught.value.message
     assert "bad-numbers" in caught.value.advice
+
+
+def test_a_wing_needs_a_name_of_its_own(install):
+    install("one", "WING = Wing()", "seven")
+    install("two", "WING = Wing()", "seven")
+    with pytest.raises(UsageError, match="has a name that is in use already"):
+        load_wings()
+
+
+@pytest.mark.parametrize("name", ["gate", "bounds", "watch", "heat"])
+def test_a_command_with_a_name_in_use_or_without_a_function_is_refused(install, name):
+    place = "('Learn', 'no_such_module_at_all:run')"
+    install("strange-commands", f"WING = Wing(commands={{{name!r}: {place}}})")
+    says = (
+        "name that is in use" if name != "heat" else "no_such_module_at_all:run cannot be loaded"
+    )
+    refuse(2, says, "--help")
+
+
+def test_a_command_is_a_heading_and_a_function(install):
+    install("strange-commands", "WING = Wing(commands={'heat': ('Learn',)})")
+    refuse(2, "'heat' among its commands, which is not a pair", "heat")
 
 
 MEASURE = """
@@ -66,7 +100,8 @@ from lipaudit.tables.report import Display, Layout
 tables = [Layout(name=name, display=Display(about="", drawings={drawings}), fixed=dict())
           for name in {sections}]
 functions = dict.fromkeys(("compute", "summarise"), lambda *given: None)
-value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **functions)
+measure = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **functions)
+WING = Wing(measures=(measure,))
 """
 
 
@@ -83,29 +118,24 @@ value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **f
 )
 def test_a_measure_with_strange_sections_is_refused(install, sections, drawings, reason):
     source = MEASURE.format(sections=sections, drawings=drawings)
-    install("heat-of-heads", "heat", source, group="lipaudit.measures")
+    install("heat-of-heads", source)
     if not reason:
         assert "heat.more" in layouts()
         return
-    with pytest.raises(UsageError, match="'heat' .* of heat-of-heads") as caught:
+    with pytest.raises(
+        UsageError, match="of heat-of-heads has 'heat' among its measures"
+    ) as caught:
         layouts()
     assert reason in caught.value.message
     assert not drawings or "tightness, bounds, attention" in caught.value.message
 
 
-OURS = "from lipaudit.measures import OWN\nvalue = OWN['bounds']"
-
-
 @pytest.mark.parametrize(
-    ("entry", "source", "says"),
-    [
-        ("bounds", OURS, "name that is in use"),
-        ("other", "value = 3", "is int, not"),
-        ("other", OURS, "is called 'bounds' in its record"),
-    ],
+    ("record", "says"), [("OWN['bounds']", "name that is in use"), ("3", "is int, not")]
 )
-def test_a_measure_with_a_bad_record_is_refused(install, entry, source, says):
-    install("strange-measures", entry, source, group="lipaudit.measures")
+def test_a_measure_with_a_bad_record_is_refused(install, record, says):
+    source = f"from lipaudit.measures import OWN\nWING = Wing(measures=({record},))"
+    install("strange-measures", source)
     with pytest.raises(UsageError, match=says):
         load_measures()
 
@@ -114,13 +144,13 @@ BOUND = """
 from lipaudit.theory.bounds.record import Bound
 words = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
 def low(known): return 1e-6 * known.p_norm
-value = Bound(name={name!r}, **words, {compute})
+WING = Wing(bounds=(Bound(name={name!r}, **words, {compute}),))
 """
 
 
 def test_a_bound_below_the_norm_ends_the_run_by_its_name(install):
     source = BOUND.format(name="strange", compute="compute=low")
-    install("strange-bounds", "strange", source, group="lipaudit.bounds")
+    install("strange-bounds", source)
     said = refuse(3, "strange of head 0.0 (blocks.0.attn) is", "bounds", "demo", "-n", 2, "-q")
     assert "below the exact norm" in said
     assert "a bug in strange_bounds_of_strangers:low. Report it to its authors" in said
@@ -128,20 +158,18 @@ def test_a_bound_below_the_norm_ends_the_run_by_its_name(install):
 
 
 @pytest.mark.parametrize(
-    ("name", "compute", "entry", "says"),
+    ("name", "compute", "says"),
     [
-        ("exact", "compute=low", "exact", "has a name that is in use already"),
-        ("castin", "compute=low", "castin", "has a name that is in use already"),
-        ("strange", "", "strange", "missing 1 required keyword-only argument: 'compute'"),
-        ("strange", "compute=no_such", "strange", "name 'no_such' is not defined"),
-        ("strange", "compute=low", "other", "is called 'strange' in its record"),
-        ("log10_castin", "compute=low", "log10_castin", "in use already"),
-        ("log10_x", "compute=low", "log10_x", "not a valid name of a bound"),
+        ("exact", "compute=low", "has a name that is in use already"),
+        ("castin", "compute=low", "has a name that is in use already"),
+        ("strange", "", "missing 1 required keyword-only argument: 'compute'"),
+        ("strange", "compute=no_such", "name 'no_such' is not defined"),
+        ("log10_x", "compute=low", "not a valid name of a bound"),
     ],
 )
-def test_a_bound_that_cannot_be_used_is_refused(install, name, compute, entry, says):
+def test_a_bound_that_cannot_be_used_is_refused(install, name, compute, says):
     source = BOUND.format(name=name, compute=compute)
-    install("strange-bounds", entry, source, group="lipaudit.bounds")
+    install("strange-bounds", source)
     assert "strange-bounds" in refuse(2, says, "explain", "sharp")
 
 

@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Literal
 
 from lipaudit.tables import Column, Reduction
 from lipaudit.tables.columns import HEAD_NORMS, Better
-from lipaudit.tables.plugins import entries
+from lipaudit.tables.plugins import collect
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.theory.ingredients import Ingredients
 
-
-GROUP = "lipaudit.bounds"
-"""Entry points of plug-ins that add bounds."""
 
 AT_X = "at X"
 EVERYWHERE = "all inputs, every ||x_i|| <= R"
@@ -170,4 +167,4 @@ def load_bounds() -> Mapping[str, Bound]:
     records.sort(key=lambda bound: bound.place)
     taken = {*HEAD_NORMS, *(name for bound in records for name in bound.columns())}
     ours = {bound.name: bound for bound in records}
-    return MappingProxyType(ours | entries(GROUP, Bound, taken))
+    return MappingProxyType(ours | collect(Bound, "bounds", taken))

@@ -8,3 +8,9 @@ adds its own rounding, which the certificate does not cover. Values that a model
 weights alone (tables of positions, masks, the mean of pixels in its own dtype) are taken as its
 program computes them.
 """
+
+from lipaudit.tables.plugins import Wing
+from lipaudit.wings.certificates.measure import CERTIFY
+from lipaudit.wings.certificates.smoothing import SMOOTHING
+
+WING = Wing(measures=(CERTIFY, SMOOTHING))

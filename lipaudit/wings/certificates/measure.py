@@ -456,4 +456,5 @@ CERTIFY = Measure(
     batch=1,
     encode_files=encode_files,
     check=check,
+    place=44,
 )

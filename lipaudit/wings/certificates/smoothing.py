@@ -340,4 +340,5 @@ SMOOTHING = Measure(
     chunk=CHUNK,
     check=check,
     command="certify",
+    place=46,
 )

@@ -232,5 +232,12 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
 
 
 CORRUPT = Measure(
-    "corrupt", (CORRUPT_TABLE,), CorruptOptions, measure, summarise, batch=32, check=check
+    "corrupt",
+    (CORRUPT_TABLE,),
+    CorruptOptions,
+    measure,
+    summarise,
+    batch=32,
+    check=check,
+    place=42,
 )

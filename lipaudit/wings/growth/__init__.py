@@ -1,1 +1,6 @@
 """How the constants grow with the length of the input."""
+
+from lipaudit.tables.plugins import Wing
+from lipaudit.wings.growth.scaling import SCALING
+
+WING = Wing(measures=(SCALING,))

@@ -492,5 +492,5 @@ def _write_notes(
 
 
 SCALING = Measure(
-    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4
+    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4, place=48
 )

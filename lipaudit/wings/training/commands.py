@@ -16,7 +16,8 @@ from lipaudit.cli.measure import require_alone, require_whole, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
 from lipaudit.measures import AuditOptions
-from lipaudit.settings import Recipe, RunOptions, spell_options
+from lipaudit.settings import RunOptions, spell_options
+from lipaudit.wings.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples

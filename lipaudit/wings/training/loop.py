@@ -35,8 +35,8 @@ from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memo
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_lifted_weights, seed_device
 from lipaudit.models.sources.loader import save_net
-from lipaudit.settings import Recipe
 from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
+from lipaudit.wings.training.recipe import Recipe
 
 # Steps between two reads of the losses: each read makes an accelerator wait.
 LOOK = 32

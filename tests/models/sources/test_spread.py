@@ -16,8 +16,9 @@ from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import precision
 from lipaudit.models.precision import devices
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.wings.training.loop import train
+from lipaudit.wings.training.recipe import Recipe
 from tests.goldens.test_values import walk
 from tests.models.sources.cases import classifier, figures, texts
 from tests.models.sources.cases import qwen as save_qwen

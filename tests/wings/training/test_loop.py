@@ -12,7 +12,6 @@ from lipaudit.data.batch import identify_samples
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.loader import load_net
-from lipaudit.settings import Recipe
 from lipaudit.wings.training.loop import (
     Training,
     flip_images,
@@ -21,6 +20,7 @@ from lipaudit.wings.training.loop import (
     split_batches,
     train,
 )
+from lipaudit.wings.training.recipe import Recipe
 from tests.nets import Classifier, own_net, seeded
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)

@@ -129,14 +129,16 @@ def installed(folder: Path | None = None) -> Iterator[pytest.MonkeyPatch]:
     """Have the packages in a folder beside those that are installed; read anew what all add."""
     read = (attack_kinds, load_bounds, load_measures, load_wings)
     read += (list_explanations, list_topics, versions)
-    with pytest.MonkeyPatch.context() as patch:
-        if folder:
-            patch.syspath_prepend(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if folder:
+                patch.syspath_prepend(folder)
+            for function in read:
+                function.cache_clear()
+            yield patch
+    finally:
         for function in read:
             function.cache_clear()
-        yield patch
-    for function in read:
-        function.cache_clear()
 
 
 def write_package(

@@ -16,15 +16,13 @@ from packaging.utils import canonicalize_name
 
 import lipaudit
 from lipaudit import errors
-from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.engine import results
 from lipaudit.errors import ExitCode
 from lipaudit.gate.rules import configure
-from lipaudit.measures import GROUP as MEASURES
 from lipaudit.measures import layouts
 from lipaudit.report import RENDERERS
 from lipaudit.settings import RunOptions
-from lipaudit.theory.bounds.record import GROUP as BOUNDS
+from lipaudit.tables.plugins import GROUP
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.wings.training.monitor import CALLBACKS
 from tests import tutorials
@@ -184,9 +182,10 @@ PUBLIC = {
         [f"{code.value}:{code.name}" for code in ExitCode],
         "0:OK 1:REGRESSION 2:USAGE 3:INTERNAL 4:INPUT 5:BASELINE 6:NOT_PROVEN 7:TIME_LIMIT",
     ),
-    "groups of entry points": (
-        [ATTACKS, BOUNDS, MEASURES],
-        "lipaudit.attacks lipaudit.bounds lipaudit.measures",
+    "groups of entry points": ([GROUP], "lipaudit.wings"),
+    "wings of lipaudit": (
+        [*PYPROJECT["project"]["entry-points"][GROUP]],
+        "certificates corruptions growth training",
     ),
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
     "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev onnx"),

@@ -17,9 +17,10 @@ import numpy as np
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
+from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
-from lipaudit.gate.statistics import ALPHA, LEVEL
+from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
 from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
 from lipaudit.tables.summary import Summary, summary
@@ -74,6 +75,7 @@ class Pair(Frozen):
             (its 95 % interval contains 0). A column of rows is judged by its median over the rows,
             sample by sample; without values per sample it is compared without an interval.
         heads: changes of heads, column by column.
+        predictions: how the predictions moved; None if a report has none.
         samples: the shared samples, those with the most losses first, the most gains last.
         warnings: differences that invalidate the comparison: other data, samples or settings.
         notes: other differences.
@@ -83,6 +85,7 @@ class Pair(Frozen):
     new: str
     verdicts: tuple[Verdict, ...]
     heads: tuple[HeadChange, ...]
+    predictions: Movement | None = None
     samples: tuple[SampleChange, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -179,6 +182,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         new=names[1],
         verdicts=tuple(verdicts),
         heads=tuple(heads),
+        predictions=describe_movement(new, old),
         samples=_list_samples(sampled, old.places | new.places),
         warnings=tuple(warnings),
         notes=tuple(notes),

@@ -14,6 +14,7 @@ from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate import pairing
 from lipaudit.gate.rules import Rule, choose_rules
 from lipaudit.tables import Report, Section
+from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
 
 FREE = frozenset(
@@ -90,7 +91,11 @@ def promote(report: Report, reason: str) -> Report:
         # Arrays behind rows stay, so that rows can be computed again for shared samples.
         columns = section.columns
         behind = [column.reduction for column in columns.values() if column.reduction]
-        kept = {*columns, *(name for how in behind for name in (how.values, how.per, how.weights))}
+        kept = {
+            SCORES,
+            *columns,
+            *(name for how in behind for name in (how.values, how.per, how.weights)),
+        }
         timed = {"seconds": None} if "seconds" in columns else {}
         update = {
             "rows": tuple(row.replace(**timed) for row in section.rows),

@@ -21,6 +21,7 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
+from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.pairing import Key, RuleValues
 from lipaudit.gate.rules import (
     NORM,
@@ -126,6 +127,7 @@ def judge(
         strict=strict,
         verdicts=tuple(_add_remarks(verdicts, current, baseline)),
         notes=tuple(notes),
+        predictions=describe_movement(current, baseline),
         warnings=tuple(note.text for note in summary(current).warnings),
     )
 

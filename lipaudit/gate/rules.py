@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import computed_field
 
 from lipaudit.errors import ExitCode, UsageError, suggestion
+from lipaudit.gate.statistics import Movement
 from lipaudit.measures import USUAL, layouts
 from lipaudit.tables import Column, Layout, Report, Section
 from lipaudit.tables.columns import Float, Frozen, group_values
@@ -484,6 +485,7 @@ class Judgement(Frozen):
         verdicts: one per rule and row, in the order of the rules.
         notes: differences that permit the comparison, and dropped rules.
         warnings: warnings of the current report, which affect its figures.
+        predictions: how the predictions moved; None if a report has none.
         baseline_file: path of the baseline as given; empty if unknown.
     """
 
@@ -494,6 +496,7 @@ class Judgement(Frozen):
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    predictions: Movement | None = None
     baseline_file: str = ""
 
     @computed_field  # type: ignore[prop-decorator]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lipaudit.tables.columns import sign_test_place, sum_binomial
+from lipaudit.tables.columns import Float, Frozen, sign_test_place, sum_binomial, wilson
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
@@ -235,6 +235,68 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
 
     both_sides = min(1.0, 2 * min(tails))
     return Evidence((worse - better) / samples, samples, p, limits, mcnemar=both_sides)
+
+
+class Proportion(Frozen):
+    """A number of samples among all, with 95 % limits of the share (Wilson).
+
+    Attributes:
+        count: the number.
+        share: its share of all samples.
+        low: lower limit of the share.
+        high: upper limit of the share.
+    """
+
+    count: int
+    share: Float
+    low: Float
+    high: Float
+
+    @classmethod
+    def of(cls, count: int, samples: int) -> Proportion:
+        """Return the share of a number of samples, at least one in all."""
+        low, high = wilson(count, samples)
+        return cls(count=count, share=count / samples, low=low, high=high)
+
+
+class Movement(Frozen):
+    """How the predictions of shared samples moved from the first report to the second.
+
+    Shares are of the labelled samples, except `equal`: of all.
+
+    Attributes:
+        measure: the section of the predictions.
+        samples: number of shared samples.
+        labelled: number of those whose class is known.
+        equal: samples with the same prediction.
+        right_to_wrong: samples that only the first report has right.
+        wrong_to_right: samples that only the second one has right.
+        wrong_to_other: samples that both have wrong, as different classes.
+        change: change of the accuracy; None without labels.
+        low: lower 95 % limit of that change (Bonett and Price).
+        high: upper 95 % limit of that change.
+        mcnemar: exact two-sided p-value of "right to wrong and wrong to right are equally likely".
+        kl: mean Kullback-Leibler divergence KL(first || second) of the outputs, in nats.
+        kl_low: lower 95 % limit of that mean; None for fewer than 256 samples.
+        kl_high: upper 95 % limit of that mean.
+        reason: why there is no divergence.
+    """
+
+    measure: str
+    samples: int
+    labelled: int
+    equal: Proportion
+    right_to_wrong: Proportion | None = None
+    wrong_to_right: Proportion | None = None
+    wrong_to_other: Proportion | None = None
+    change: Float | None = None
+    low: Float | None = None
+    high: Float | None = None
+    mcnemar: Float | None = None
+    kl: Float | None = None
+    kl_low: Float | None = None
+    kl_high: Float | None = None
+    reason: str = ""
 
 
 # Many tests together

@@ -23,6 +23,7 @@ from lipaudit.measures.rating import (
 from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Column, Display, Layout, Note, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES
+from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
 TRANSFER = "transfer"
 # File ending for changed texts; any other example is a tensor.
 TABLE = ".jsonl"
+# Largest number of classes, and of samples times classes, whose log-probabilities are stored:
+# about 10 bytes each.
+SCORED_CLASSES, MOST_SCORES = 100, 2**16
 # Number of broken samples stored as examples, the worst first.
 DRAWN = 512
 
@@ -441,15 +445,19 @@ def _make_part(
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
     with torch.no_grad():
-        pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
+        pieces = [net.output(piece) for piece in batch.split(options.batch_size)]
+    logits = torch.cat(pieces)
     values = {
         "label": chunk.y,
-        "predicted": torch.cat(pieces),
+        "predicted": logits.argmax(1),
         "correct": clean.robust,
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
         "confidence": torch.stack([each.confidence for each in (clean, *ends)], 1),
     }
+    # The rival of a continuation depends on the model: it is no class that two models share.
+    if net.scored != "continuation" and logits.shape[1] <= SCORED_CLASSES:
+        values[SCORES] = logits.double().log_softmax(1)
     if net.scored == "continuation":
         points = [chunk.x, *(end.x_adv for end in ends)]
         at = [texts.forward_pieces(net, batch, z, options.batch_size) for z in points]
@@ -541,7 +549,16 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     remarks = _write_notes(parts, options.trials(), len(once))
     remarks += (texts.note_losses(raised),) if raised else ()
     columns |= raised
-    return [base.make_section(ATTACK_TABLE, parts, options, rows, remarks, samples=columns)]
+    arrays: dict[str, Values] = {}
+    if all(SCORES in part.values for part in parts):
+        scores = base.join_parts(parts, SCORES)
+        if scores.size <= MOST_SCORES:
+            arrays[SCORES] = scores
+    return [
+        base.make_section(
+            ATTACK_TABLE, parts, options, rows, remarks, samples=columns, arrays=arrays
+        )
+    ]
 
 
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import Judgement, Verdict, VerdictStatus, amount
+from lipaudit.gate.statistics import Movement, Proportion
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
@@ -119,6 +120,9 @@ def _list_chapters(
     figures = _show_figures(pair, short=short)
     if figures:
         yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
+    if pair.predictions is not None:
+        moved = _show_movement(pair.predictions)
+        yield Chapter("predictions", f"How did the predictions move?{of}", moved)
     samples = _show_samples(pair, places, FEW if short else FIT)
     if samples:
         yield Chapter("samples", f"Which samples changed?{of}", samples)
@@ -194,6 +198,65 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     if not short:
         found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
     return found
+
+
+MOVES = {
+    "equal": "same prediction",
+    "right_to_wrong": "right to wrong",
+    "wrong_to_right": "wrong to right",
+    "wrong_to_other": "wrong to another wrong",
+}
+"""Kinds of moves of a prediction, in words."""
+
+
+def _show_movement(movement: Movement) -> list[Block]:
+    """Show how many predictions moved, from right to wrong and back, with limits."""
+    rows = list[Cells]()
+    for name, words in MOVES.items():
+        part: Proportion | None = getattr(movement, name)
+        if part is None:
+            continue
+        row: Cells = {"predictions": words, "samples": part.count}
+        row["share"] = f"{part.share:.1%}"
+        row["95 % limits"] = f"{part.low:.1%} to {part.high:.1%}"
+        rows.append(row)
+    found: list[Block] = [make_table("", rows)]
+    text = " ".join(_describe_movement(movement))
+    if text:
+        found.append(Paragraph(text))
+    return found
+
+
+def _describe_movement(movement: Movement) -> Iterator[str]:
+    """Yield the change of the accuracy and the divergence of the outputs, in a sentence each."""
+    if movement.change is not None and movement.mcnemar is not None:
+        limits = f"{amount(movement.low, 'pp')} to {amount(movement.high, 'pp')}"
+        change = amount(movement.change, "pp")
+        yield f"Accuracy {change} (limits {limits}, McNemar p = {movement.mcnemar:.2g})."
+    if movement.kl is None:
+        yield f"No divergence of the outputs: {movement.reason}."
+        return
+    text = f"Mean KL divergence of the outputs: {movement.kl:.3g} nats"
+    if movement.kl_low is not None:
+        text += f" (limits {movement.kl_low:.3g} to {movement.kl_high:.3g})"
+    yield f"{text}."
+
+
+def write_movement(movement: Movement) -> str:
+    """Write in a line how the predictions moved."""
+    equal = movement.equal
+    text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
+    text += f" ({equal.low:.1%} to {equal.high:.1%})"
+    counts = list[str]()
+    for name, words in MOVES.items():
+        part: Proportion | None = getattr(movement, name)
+        if part is not None and name != "equal":
+            counts.append(f"{words} {part.count}")
+    if counts:
+        text += f"; {', '.join(counts)}"
+    if movement.kl is not None:
+        text += f"; mean KL {movement.kl:.3g} nats"
+    return text
 
 
 def _read_change(verdict: Verdict) -> float | None:
@@ -401,6 +464,8 @@ def write_verdicts(judgement: Judgement) -> list[str]:
             if status in cut:
                 line += "; -f table lists them"
             lines.append(line)
+    if judgement.predictions is not None:
+        lines.append(f"  {write_movement(judgement.predictions)}")
     lines += (f"  note: {note}" for note in judgement.notes)
     return [*lines, "", f"{judgement.summary} (exit code {judgement.exit_code})"]
 
@@ -509,6 +574,8 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     if rows:
         found.append(make_table("", rows))
     notes = tuple(("note", text, "") for text in judgement.notes)
+    if judgement.predictions is not None:
+        notes = (("predictions", write_movement(judgement.predictions), ""), *notes)
     if notes:
         found.append(Points(notes))
     return found

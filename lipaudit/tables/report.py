@@ -168,6 +168,10 @@ class Attended(Frozen):
     tokens: tuple[str, ...]
 
 
+SCORES = "log_probabilities"
+"""Array of the log-probability of every class, (classes, samples), of few classes."""
+
+
 class Section(Frozen):
     """The result of one measure.
 

@@ -1,0 +1,160 @@
+"""How the predictions of the same samples moved from one report to another.
+
+The paired table counts samples that are right or wrong in either report. The divergence of the
+outputs sees changes that turn no prediction yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lipaudit.errors import BaselineError
+from lipaudit.gate import pairing, statistics
+from lipaudit.gate.statistics import LEVEL, Movement, Proportion, Values
+from lipaudit.tables import Report, Section
+from lipaudit.tables.report import SCORES
+
+NOT_STORED = "a report has no outputs: they are stored of few classes (attack)"
+OTHER_CLASSES = "the outputs of the two reports are of other classes"
+
+
+def describe_movement(current: Report, baseline: Report) -> Movement | None:
+    """Return how the predictions of shared samples moved; None without predictions.
+
+    The first section that has predictions in both reports counts.
+
+    Args:
+        current: the second report.
+        baseline: the first report.
+    """
+    for old in baseline.sections:
+        new = current.section(old.measure)
+        if new is None or not all("predicted" in section.samples for section in (new, old)):
+            continue
+        try:
+            takes = pairing.find_shared(old.measure, new.ids, old.ids, 0.0)
+        except BaselineError:  # no sample is shared
+            continue
+        return _compare_sections(new, old, *takes)
+    return None
+
+
+def _compare_sections(
+    new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
+) -> Movement:
+    """Return the movement between two sections at the indices of their shared samples."""
+    count = len(old_take)
+    is_named = _has_names(new, new_take) and _has_names(old, old_take)
+    after = _name_predictions(new, new_take, is_named)
+    before = _name_predictions(old, old_take, is_named)
+    equal = np.array([one == two for one, two in zip(before, after, strict=True)])
+    found: dict[str, Any] = {"measure": old.measure, "samples": count}
+    found["equal"] = Proportion.of(int(equal.sum()), count)
+    right_before = _read_flags(old, old_take)
+    right_after = _read_flags(new, new_take)
+    known = ~np.isnan(right_before) & ~np.isnan(right_after)
+    labelled = int(known.sum())
+    if labelled:
+        was_right = right_before[known] == 1
+        is_right = right_after[known] == 1
+        moved = ~equal[known]
+        found |= _count_moves(was_right, is_right, moved)
+    return Movement(
+        labelled=labelled, **found, **_measure_divergence(new, old, new_take, old_take)
+    )
+
+
+def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
+    """Return the cells of the paired table, and the change of the accuracy with its limits."""
+    labelled = len(was_right)
+    lost = int((was_right & ~is_right).sum())
+    gained = int((~was_right & is_right).sum())
+    other = int((~was_right & ~is_right & moved).sum())
+    evidence = statistics.judge_share(lost, gained, labelled)
+    # Evidence is of a change for the worse.
+    worse_low, worse_high = evidence.limits(LEVEL)
+    return {
+        "right_to_wrong": Proportion.of(lost, labelled),
+        "wrong_to_right": Proportion.of(gained, labelled),
+        "wrong_to_other": Proportion.of(other, labelled),
+        "change": (gained - lost) / labelled,
+        "low": 0.0 - worse_high,
+        "high": 0.0 - worse_low,
+        "mcnemar": evidence.mcnemar,
+    }
+
+
+def _has_names(section: Section, take: Sequence[int]) -> bool:
+    """Say whether every predicted class has a name, which two models share unlike numbers."""
+    predicted = section.samples["predicted"]
+    return all(predicted[i] is None or predicted[i] in section.classes for i in take)
+
+
+def _name_predictions(section: Section, take: Sequence[int], is_named: bool) -> list[Any]:
+    """Return the predicted class of each sample: its name, or its number."""
+    predicted = [section.samples["predicted"][i] for i in take]
+    if not is_named:
+        return predicted
+    names: dict[Any, str] = {**section.classes}
+    return [names.get(number) for number in predicted]
+
+
+def _read_flags(section: Section, take: Sequence[int]) -> Values:
+    """Return whether each sample is right; NaN where its class is unknown."""
+    column = section.samples.get("correct", ())
+    if not column:
+        return np.full(len(take), np.nan)
+    cells = [column[i] for i in take]
+    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+
+
+def _measure_divergence(
+    new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
+) -> dict[str, Any]:
+    """Return the mean divergence of the outputs with its limits, or why there is none."""
+    after = _read_scores(new, new_take)
+    before = _read_scores(old, old_take)
+    if after is None or before is None:
+        return {"reason": NOT_STORED}
+    renamed = any(new.classes.get(number, name) != name for number, name in old.classes.items())
+    if after.shape != before.shape or renamed:
+        return {"reason": OTHER_CLASSES}
+    divergence = compute_divergence(before, after)
+    zeros = np.zeros(len(divergence))
+
+    def change(one: Values, two: Values) -> Values:
+        return np.asarray(two.mean(1) - one.mean(1))
+
+    known: dict[str, Any] = {"kl": float(divergence.mean())}
+    least = statistics.LEAST["mean"]
+    if len(divergence) >= least and np.isfinite(divergence).all():
+        evidence = statistics.judge_by_bootstrap(zeros, divergence, change, least)
+        known["kl_low"], known["kl_high"] = evidence.limits(LEVEL)
+    return known
+
+
+def _read_scores(section: Section, take: Sequence[int]) -> Values | None:
+    """Return the log-probabilities of the classes, (samples, classes), if they are stored."""
+    stored = section.arrays.get(SCORES)
+    if stored is None or stored.shape[1:] != (len(section.ids),):
+        return None
+    return stored.numpy()[:, take].T
+
+
+def compute_divergence(first: Values, second: Values) -> Values:
+    """Return KL(p || q) = sum_c p_c (log p_c - log q_c) of every sample, in nats.
+
+    Args:
+        first: log p, (samples, classes); stored with six digits, so they are normalised again.
+        second: log q.
+    """
+    log_p = first - np.logaddexp.reduce(first, axis=1, keepdims=True)
+    log_q = second - np.logaddexp.reduce(second, axis=1, keepdims=True)
+    p = np.exp(log_p)
+    with np.errstate(invalid="ignore"):  # 0 (-inf) is 0
+        terms = np.where(p > 0, p * (log_p - log_q), 0.0)
+    # Rounding may leave a divergence of equal outputs just below 0.
+    return np.asarray(np.maximum(terms.sum(1), 0.0))

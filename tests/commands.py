@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from lipaudit.attacks.kinds import attack_kinds
 from lipaudit.cli.app import app
+from lipaudit.cli.judge import load_remeasure
 from lipaudit.cli.tools import list_explanations
 from lipaudit.engine.results import versions
-from lipaudit.measures import load_measures
+from lipaudit.measures import load_audit_options, load_measures
 from lipaudit.report.topics import list_topics
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
@@ -128,7 +129,7 @@ def break_measure(
 def installed(folder: Path | None = None) -> Iterator[pytest.MonkeyPatch]:
     """Have the packages in a folder beside those that are installed; read anew what all add."""
     read = (attack_kinds, load_bounds, load_measures, load_wings)
-    read += (list_explanations, list_topics, versions)
+    read += (load_audit_options, load_remeasure, list_explanations, list_topics, versions)
     try:
         with pytest.MonkeyPatch.context() as patch:
             if folder:

@@ -6,7 +6,7 @@ import inspect
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -189,32 +189,25 @@ class Commands(Mapping[str, Any]):
     made: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def measures(self) -> Collection[str]:
-        """Return the measures that are commands."""
+    def added(self) -> dict[str, Any]:
+        """Return heading and function of every command that a wing adds."""
         if not self.open:
-            return ()
-        from lipaudit.measures import option_types
+            return {}
+        from lipaudit.measures import load_measures
 
-        return option_types().keys()
-
-    @property
-    def places(self) -> Mapping[str, tuple[str, str]]:
-        """Return heading and function of every command that is no measure."""
-        if not self.open:
-            return self.own
-        taken = {*self.own, *self.measures}
-        added: dict[str, Any] = collect(tuple, "commands", taken, check=_find_fault)
-        return {**self.own, **added}
+        taken = {*self.own, *load_measures()}
+        return collect(tuple, "commands", taken, check=_find_fault)
 
     def find(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command, and its function or its group."""
-        if name in self.own:
-            panel, place = self.own[name]
-        elif name in self.measures:
-            return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
-        else:
-            panel, place = self.places[name]
-        return panel, load_object(place)
+        # Wings are loaded for their own commands only.
+        places = self.own if name in self.own else self.added
+        if name in places:
+            panel, place = places[name]
+            return panel, load_object(place)
+        if not self.open:
+            raise KeyError(name)
+        return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:
@@ -224,8 +217,11 @@ class Commands(Mapping[str, Any]):
         return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.measures
-        yield from self.places
+        if self.open:
+            from lipaudit.measures import option_types
+
+            yield from option_types()
+        yield from {**self.own, **self.added}
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -9,6 +9,7 @@ import os
 import shlex
 from contextlib import suppress
 from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,9 +22,18 @@ from lipaudit.cli.measure import RUNS, make_folder, require_alone, typed_command
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.engine import files, launcher
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.measures import find_measure
+from lipaudit.measures import find_measure, load_measures
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import Keywords, Quantization, Settings, Size, flag, option
+from lipaudit.settings.option import (
+    Keywords,
+    Option,
+    Quantization,
+    Settings,
+    Size,
+    add_options,
+    flag,
+    option,
+)
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Request
@@ -59,18 +69,39 @@ class Remeasure(Settings):
     batch_size: Size = copy(OF_RUN["batch_size"])
     resume: bool = copy(OF_RUN["resume"])
     offline: bool = copy(OF_RUN["offline"])
-    transfer: tuple[Path, ...] = option(
-        (),
-        "Also try on a MODEL the examples that attack --save-adv of another one wrote.",
-        usual="those of the first report, if their file is unchanged",
-        rare=True,
-    )
-    denoiser: str | None = option(
-        None, "Where the baseline's denoiser is now.", usual="the one in the baseline"
-    )
     report: Path | None = option(
         None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
     )
+
+    @classmethod
+    def complete(cls) -> type[Remeasure]:
+        """Return the class with the options of measures whose files may have moved."""
+        return load_remeasure() if cls is Remeasure else cls
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return the options, those of measures before the report."""
+        known = super().options()
+        known["report"] = known.pop("report")
+        return known
+
+    @property
+    def moved(self) -> dict[str, dict[str, Any]]:
+        """Return the given options of measures by name, by measure."""
+        moved: dict[str, dict[str, Any]] = {}
+        for name, measure in load_measures().items():
+            for each in measure.moved.keys() & self.model_fields_set:
+                moved.setdefault(name, {})[each] = getattr(self, each)
+        return moved
+
+
+@cache
+def load_remeasure() -> type[Remeasure]:
+    """Return the options of a MODEL that is measured like a baseline, with those of measures."""
+    added: dict[str, Any] = {}
+    for measure in load_measures().values():
+        added |= measure.moved
+    return add_options(Remeasure, added)
 
 
 def report(reports: SavedReports, output: Output, extent: Several, terminal: Terminal) -> None:
@@ -266,10 +297,6 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
     emit_facts({"baseline": str(baseline), "fit": True}, output, [f"{baseline}: usable"])
 
 
-# Options of a measure, and the measure.
-OWNERS = {"transfer": "attack", "denoiser": "smoothing"}
-
-
 def read_or_measure(
     current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
 ) -> Report:
@@ -325,7 +352,7 @@ def _repeat_run(baseline: Report, how: Remeasure) -> RunOptions:
     """Return the options of the baseline's run, but for those that are given now."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    given = how.model_fields_set - {*OWNERS, "report"}
+    given = how.model_fields_set & RunOptions.model_fields.keys()
     return RunOptions.parse(run | {name: getattr(how, name) for name in given})
 
 
@@ -343,7 +370,9 @@ def _plan_again(
     from lipaudit.gate.conditions import list_examples
 
     measures, counts = {}, {}
-    attacked, examples = baseline.section("attack"), how.transfer
+    moved = how.moved
+    attacked = baseline.section("attack")
+    examples = moved.get("attack", {}).get("transfer", ())
     tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
     if not examples and (saved := list_examples(baseline)):
         examples = find_saved(saved, file.parent)
@@ -353,17 +382,16 @@ def _plan_again(
     wanting = tried and not examples
     if wanting:
         raise BaselineError(f"baseline: {text}", f"Give this model examples too: {advice}")
-    for name in how.model_fields_set & OWNERS.keys():
-        text = f"{flag(name)} needs a section {OWNERS[name]} in the baseline"
-        if baseline.section(OWNERS[name]) is None:
+    for measure, given in moved.items():
+        if baseline.section(measure) is None:
+            text = f"{flag(min(given))} needs a section {measure} in the baseline"
             raise UsageError(text, "Leave it out.")
-    extra: dict[str, Any] = {"attack": {"transfer": examples}}
-    extra |= {"smoothing": {"denoiser": how.denoiser}} if how.denoiser else {}
+    moved["attack"] = {"transfer": examples}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = find_measure(section.measure).options
             # `once` has values that old reports lack: the defaults of that time.
-            known = {**kind.once, **section.settings, **extra.get(section.measure, {})}
+            known = {**kind.once, **section.settings, **moved.get(section.measure, {})}
             measures[section.measure] = kind.parse(known)
             counts[section.measure] = len(section.ids) or baseline.run.data.samples
     options = _repeat_run(baseline, how)

@@ -9,22 +9,21 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import field_validator, model_validator
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.measures.attack import ATTACK, AttackOptions
+from lipaudit.measures.attack import ATTACK
 from lipaudit.measures.attention import ATTENTION
-from lipaudit.measures.base import Measure, MeasureOptions
+from lipaudit.measures.base import AuditRequest, Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
-from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
+from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.weights import WEIGHTS
-from lipaudit.settings.option import Names, Need, Settings, option
+from lipaudit.settings.option import Names, Need, Option, Settings, add_options, option
 from lipaudit.tables import Column, Layout
 from lipaudit.tables.plugins import collect, explain_missing
 from lipaudit.tables.report import Drawing
-from lipaudit.theory import NODES
 
 # The measures of the core. A new one is its file and its name here.
 _ORDER = BOUNDS, ATTENTION, JACOBIAN, ATTACK, WEIGHTS
@@ -103,28 +102,35 @@ def option_types() -> dict[str, type[MeasureOptions]]:
     return types
 
 
-# Fewer samples where a sample costs more.
-QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
-# Enough for a gate: in 9 of 10 runs a drop of 8 points, or norms that grow by 10 %, are seen.
-AUDIT_SAMPLES = {"bounds": 16, "jacobian": 128, "attack": 256}
-FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
-# The demos are of digits, which larger changes leave readable.
-DEMO_EPS, EPS = "0.1", "2/255"
+# What an audit runs by default.
 USUAL = ("bounds", "attention", "jacobian", "attack")
-# Options of attack that an audit also takes.
-OF_ATTACK = ("eps", "attack", "norm")
-# Seconds per sample for certificates in an audit; a started ball is finished.
-SECONDS = 20.0
 
 
-def _of_attack(name: str, default: str = "") -> Any:
-    """Return an option of the attacks as an option of the audit."""
-    known = AttackOptions.options()[name]
-    attacked = Need(
-        "a measure attack or certify",
-        lambda options: not {"attack", "certify"}.isdisjoint(options.names),
-    )
-    return option(None, known.help + default, *known.flags, need=attacked)
+@cache
+def load_audit_options() -> type[AuditOptions]:
+    """Return the options of an audit, with those that measures add."""
+    added: dict[str, Any] = {}
+    measures = load_measures()
+    for name, measure in measures.items():
+        if measure.audit.switch:
+            added[name] = option(False, measure.audit.switch)
+            added[name].annotation = bool
+    for measure in measures.values():
+        for name, end in measure.audit.options.items():
+            known = measure.options.options()[name]
+            added[name] = option(None, known.help + end, *known.flags, need=_need_user(name))
+            added[name].annotation = str | None
+    return add_options(AuditOptions, added)
+
+
+def _need_user(name: str) -> Need:
+    """Return the need for a measure that uses an option of audits."""
+    users = []
+    for measure in load_measures().values():
+        if name in measure.audit.options or name in measure.audit.uses:
+            users.append(measure.name)
+    text = f"a measure {' or '.join(users)}"
+    return Need(text, lambda options: not set(users).isdisjoint(options.names))
 
 
 class AuditOptions(Settings):
@@ -138,13 +144,19 @@ class AuditOptions(Settings):
     )
     only: Names = option(None, f"Measures to run; default: {', '.join(USUAL)}.")
     skip: Names = option(None, "Measures to leave out.", rare=True)
-    certify: bool = option(
-        False, f"Also compute certificates, at the radii --eps: up to {SECONDS:g} s a sample."
-    )
-    eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
-    attack: str | None = _of_attack("attack")
-    norm: str | None = _of_attack("norm")
     run_dir: Path | None = option(None, "Folder for the reports.", metavar="FOLDER")
+
+    @classmethod
+    def complete(cls) -> type[AuditOptions]:
+        """Return the class with the options that measures add."""
+        return load_audit_options() if cls is AuditOptions else cls
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return the options, those of measures before the folder."""
+        known = super().options()
+        known["run_dir"] = known.pop("run_dir")
+        return known
 
     @field_validator("only", "skip")
     @classmethod
@@ -169,17 +181,30 @@ class AuditOptions(Settings):
         wanted = set(USUAL)
         if self.only is not None:
             wanted = set(self.only)
-        if self.certify:
-            wanted.add("certify")
+        for name, measure in load_measures().items():
+            if measure.audit.switch and getattr(self, name):
+                wanted.add(name)
         wanted -= set(self.skip or ())
         return tuple(name for name in load_measures() if name in wanted)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Return the typed options of measures, by name."""
+        given: dict[str, str] = {}
+        for measure in load_measures().values():
+            for name in measure.audit.options:
+                value = getattr(self, name)
+                if value is not None:
+                    given[name] = value
+        return given
 
     @property
     def required(self) -> frozenset[str]:
         """Return the measures that the user named: it is an error if one cannot run."""
         named = set(self.only or ())
-        if any(getattr(self, name) for name in OF_ATTACK):
-            named.add("attack")
+        for name, measure in load_measures().items():
+            if not measure.audit.options.keys().isdisjoint(self.given):
+                named.add(name)
         return frozenset(named)
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
@@ -188,41 +213,25 @@ class AuditOptions(Settings):
         Raises:
             UsageError: for a bad radius, attack or norm.
         """
-        from lipaudit.wings.certificates.options import BallNorm, CertifyOptions
-
-        ensemble = "quick" if self.small(demo=demo) else "autoattack"
-        given: dict[str, str] = {}
-        for name in OF_ATTACK:
-            value = getattr(self, name)
-            if value is not None:
-                given[name] = value
-        given["usual"] = f"fgsm,pgd,{ensemble}"
-        given["usual_eps"] = DEMO_EPS if demo else EPS
-        attacks = AttackOptions.parse(given)
-        # Certificates are of the attacked balls, and of norms that have certificates.
-        certificates = CertifyOptions(
-            eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
-            usual_eps=attacks.usual_eps,
-            norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
-            seconds=SECONDS,
-            nodes=NODES,
-        )
-        plan: dict[str, MeasureOptions] = {"attack": attacks, "certify": certificates}
-        plan["jacobian"] = JacobianOptions(shares=True)
+        asked = AuditRequest(self.given, demo, self.find_size(demo=demo))
         options: dict[str, MeasureOptions] = {}
         for name in self.names:
-            if name in plan:
-                options[name] = plan[name]
-            else:
-                options[name] = load_measures()[name].options()
+            measure = load_measures()[name]
+            plan = measure.audit.plan
+            options[name] = measure.options() if plan is None else plan(asked)
         return options
 
-    def small(self, *, demo: bool) -> bool:
-        """Say whether the audit is quick, which is the default on a demo."""
-        return self.quick or (demo and not self.full)
+    def find_size(self, *, demo: bool) -> Literal["quick", "usual", "full"]:
+        """Return the size of the audit, which is quick by default on a demo."""
+        if self.quick or (demo and not self.full):
+            return "quick"
+        return "full" if self.full else "usual"
 
     def counts(self, *, demo: bool) -> Mapping[str, int]:
         """Return the number of samples of each measure that does not use its default."""
-        if self.small(demo=demo):
-            return QUICK_SAMPLES
-        return FULL_SAMPLES if self.full else AUDIT_SAMPLES
+        size = self.find_size(demo=demo)
+        counts: dict[str, int] = {}
+        for name, measure in load_measures().items():
+            if size in measure.audit.samples:
+                counts[name] = measure.audit.samples[size]
+        return counts

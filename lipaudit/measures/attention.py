@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lipaudit.errors import UsageError, few
 from lipaudit.measures import base
-from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
+from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
 from lipaudit.tables.columns import HEAD
@@ -358,5 +358,12 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
 
 
 ATTENTION = Measure(
-    "attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8, place=20
+    "attention",
+    (ATTENTION_TABLE,),
+    AttentionOptions,
+    measure,
+    summarise,
+    batch=8,
+    place=20,
+    audit=AuditRole(samples={"quick": 16, "full": 128}),
 )

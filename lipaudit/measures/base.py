@@ -59,8 +59,9 @@ class MeasureOptions(Settings):
     # --score is given, or have no other way to measure one.
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
 
-    # Options that name models of their own, in place of MODEL.
-    alone: ClassVar[tuple[str, ...]] = ()
+    # Options that take the place of MODEL, and for each the function (`module:function`) that is
+    # called with these options, those of the run and the output, in place of measuring.
+    alone: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     # Fields of every measure, typed with the run or with measures of layers.
     seed: int = 0
@@ -162,6 +163,40 @@ class Part:
 
 
 @dataclass(frozen=True)
+class AuditRequest:
+    """What a person asks of an audit.
+
+    Attributes:
+        given: the typed options that measures add to an audit, by name.
+        demo: whether every model is a demo.
+        size: quick, full, or usual.
+    """
+
+    given: Mapping[str, str]
+    demo: bool
+    size: Literal["quick", "usual", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRole:
+    """The part of a measure in an audit.
+
+    Attributes:
+        switch: help of an option `--NAME` that adds the measure; empty: only --only adds it.
+        options: its options of text that an audit has, too: the end of each one's help, by name.
+        uses: options that other measures add to an audit, and that it uses, too.
+        samples: number of samples by size; where one is missing, the default of its options.
+        plan: returns its options; None: the defaults.
+    """
+
+    switch: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
+    samples: Mapping[Literal["quick", "usual", "full"], int] = field(default_factory=dict)
+    plan: Callable[[AuditRequest], MeasureOptions] | None = None
+
+
+@dataclass(frozen=True)
 class Measure:
     """A measure, as every command, the gate and the report know it.
 
@@ -178,6 +213,9 @@ class Measure:
         check: refuses unsuitable models, samples or options before anything is measured.
         command: the command that runs it; empty for a command of its own name.
         place: its place in audits and lists, where measures with smaller ones come before it.
+        audit: its part in an audit.
+        moved: options for files that may be elsewhere when `gate` and `compare` measure a MODEL
+            like a baseline: fields of these commands, by name, as `repeat_option` returns them.
     """
 
     name: str
@@ -191,6 +229,8 @@ class Measure:
     check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None
     command: str = ""
     place: int = 50
+    audit: AuditRole = AuditRole()
+    moved: Mapping[str, Any] = field(default_factory=dict)
 
 
 Moved = Callable[[float], None]

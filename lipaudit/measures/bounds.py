@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures import base
-from lipaudit.measures.base import Measure, NormOptions, Part, Values
+from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
 from lipaudit.tables.columns import HEAD, HEAD_NORMS, NEAR, NORM_OF, WITHIN_COLUMN
@@ -545,4 +545,5 @@ BOUNDS = Measure(
     summarise,
     batch=4,
     place=10,
+    audit=AuditRole(samples={"quick": 8, "usual": 16, "full": 32}),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer
@@ -22,6 +22,7 @@ from lipaudit.tables.trials import Radius, parse_radius, parse_range
 
 # Attributes of `Option` that a field declares; the others follow from the field.
 DECLARED = frozenset({"panel", "env", "usual", "values", "need", "kinds", "metavar", "rare"})
+S = TypeVar("S", bound="Settings")
 # Types that the command line reads directly; others are given as text.
 PLAIN = (bool, int, float, Path)
 
@@ -114,6 +115,15 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"option": known}, **how)
 
 
+def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
+    """Return settings with more options: fields as `repeat_option` returns them, by name."""
+    fields: dict[str, Any] = {name: (known.annotation, known) for name, known in added.items()}
+    complete: type[S] = pydantic.create_model(
+        kind.__name__, __base__=kind, __module__=kind.__module__, **fields
+    )
+    return complete
+
+
 def repeat_option(source: type[Settings], name: str, **how: Any) -> Any:
     """Declare an option of other settings again, with other attributes (need, exclude...)."""
     known = copy(source.model_fields[name])
@@ -135,10 +145,19 @@ class Settings(BaseModel):
     _configured: frozenset[str] = pydantic.PrivateAttr(default=frozenset())
 
     @classmethod
+    def complete(cls) -> type[Self]:
+        """Return the class with the options that measures add; as a rule the class itself."""
+        return cls
+
+    def __new__(cls, **_values: Any) -> Self:
+        """Return an instance of the complete class."""
+        return super().__new__(cls.complete())
+
+    @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options that can be typed on a command line, by field name."""
         described = {}
-        for name, info in cls.model_fields.items():
+        for name, info in cls.complete().model_fields.items():
             extra: Any = info.json_schema_extra or {}
             if "option" in extra:
                 kind, repeats = _kind(info.annotation, info.metadata)
@@ -205,7 +224,8 @@ class Settings(BaseModel):
         Raises:
             UsageError: an option does not accept its value; the message names the option.
         """
-        known = cls.options()
+        kind = cls.complete()
+        known = kind.options()
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
         typed = dict(values)
         for name, value in values.items():
@@ -213,13 +233,13 @@ class Settings(BaseModel):
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
             # Text may be given as a number or a list from Python: order=1, attack=["fgsm", "pgd"].
-            if name in known and _is_text(cls.model_fields[name].annotation):
+            if name in known and _is_text(kind.model_fields[name].annotation):
                 if isinstance(value, list | tuple):
                     typed[name] = ",".join(map(str, value))
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     typed[name] = str(value)
         try:
-            settings = cls.model_validate(typed)
+            settings = kind.model_validate(typed)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""

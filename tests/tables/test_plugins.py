@@ -13,7 +13,7 @@ import pytest
 
 import lipaudit
 from lipaudit.errors import UsageError
-from lipaudit.measures import layouts, load_measures
+from lipaudit.measures import AuditOptions, layouts, load_measures
 from lipaudit.tables.plugins import GROUP, collect, load_wings
 from tests.commands import installed, invoke, refuse, write_package
 
@@ -218,6 +218,19 @@ def test_it_is_on_bare_tensors_explained_compared_gated_and_followed(measured, t
     assert layers
     assert all(row["bound_frobenius"] > row["norm"] for row in layers)
     assert any(row["frobenius_exponent"] for row in sections[1]["rows"])
+
+
+def test_a_measure_is_asked_for_in_an_audit_by_its_switch_and_says_how_many_samples():
+    usual = ("bounds", "attention", "jacobian", "attack")
+    with installed(EXAMPLE):
+        assert "--confidence" in invoke("audit", "--help").stdout
+        options = AuditOptions(confidence=True, skip="attack")
+        assert options.names == (*usual[:3], "confidence")
+        assert options.plan(demo=True)["confidence"].temperature == 1
+        assert options.counts(demo=True)["confidence"] == 8
+        assert "confidence" not in options.counts(demo=False)
+    assert AuditOptions().names == usual
+    refuse(2, "No such option", "audit", "demo", "--confidence")
 
 
 def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):

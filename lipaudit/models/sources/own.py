@@ -1,8 +1,7 @@
-"""The user's own models: module objects, modules that a factory returns, and denoisers."""
+"""The user's own models: module objects, and modules that a factory returns."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -12,11 +11,11 @@ from types import ModuleType
 from typing import Any, get_args
 from unittest.mock import patch
 
-from torch import Tensor, nn
+from torch import nn
 
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
-from lipaudit.models.net import Kind, LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.weights import hash_weights, load_strictly, match_names, read_weights
+from lipaudit.models.net import Kind, LoadOptions, ModelSpec
+from lipaudit.models.sources.weights import load_strictly, match_names, read_weights
 from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
@@ -228,59 +227,3 @@ def _read_form(module: nn.Module, options: LoadOptions, name: str) -> ModelSpec:
     if len(forms) > 1 or len(form.shape) > 3:
         notes = (Note.warn("read-as", f"each sample is read as {form}"),)
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)
-
-
-# Denoisers in front of a model: Salman et al., *Denoised Smoothing*, arXiv 2003.01908 (2020).
-
-
-def load_denoiser(reference: str) -> nn.Module:
-    """Return the module of py:FILE:FACTORY in eval mode, with frozen parameters.
-
-    Raises:
-        UsageError: the reference is malformed.
-        InputError: the file or function does not exist, fails, or returns no module.
-    """
-    if not reference.startswith("py:"):
-        raise UsageError(
-            f"--denoiser {reference}: it must be py:FILE:FACTORY",
-            "Its factory returns an nn.Module.",
-        )
-    module = call_factory(reference.removeprefix("py:"), LoadOptions())
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"{reference} returned {type(module).__name__}, not an nn.Module",
-            "Return the denoiser itself.",
-        )
-    return module.eval().requires_grad_(False)
-
-
-def hash_denoiser(reference: str) -> str:
-    """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
-    weights = hash_weights(load_denoiser(reference), reference, bare=True)
-    place = reference.removeprefix("py:").rpartition(":")[0]
-    path = place if place.endswith(".py") else str(sys.modules[place].__file__)
-    return hashlib.sha256(Path(path).read_bytes() + weights.encode()).hexdigest()
-
-
-def add_denoiser(net: Net, reference: str) -> Net:
-    """Return a model of images or float tokens behind a denoiser, which takes pixels in [0, 1].
-
-    Raises:
-        UsageError: as in `load_denoiser`.
-        InputError: as in `load_denoiser`. When it runs: the denoiser fails, or returns another
-            shape or type.
-    """
-    denoiser = load_denoiser(reference).to(net.device, net.dtype)
-    advice = "A denoiser takes noisy samples and returns samples of their shape and type."
-
-    def call(x: Tensor, mask: Tensor | None) -> Any:
-        with explain_failure(f"the denoiser {reference} failed", advice):
-            z = denoiser(x)
-        form, wanted = ((*getattr(v, "shape", ()), getattr(v, "dtype", type(v))) for v in (z, x))
-        if form != wanted:
-            raise InputError(
-                f"the denoiser {reference} returned {form} for samples of {wanted}", advice
-            )
-        return net.call(z, mask)
-
-    return replace(net, call=call)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
-from lipaudit.measures.base import Measure, Part, Values
+from lipaudit.measures.base import AuditRole, Measure, Part, Values
 from lipaudit.tables import Column, Display, Layout, Note, Row, Section
 from lipaudit.tables.columns import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, limit_columns
-from lipaudit.wings.certificates.options import CertifyOptions
+from lipaudit.wings.certificates.options import MOST, CertifyOptions, plan_certificates
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -457,4 +457,10 @@ CERTIFY = Measure(
     encode_files=encode_files,
     check=check,
     place=44,
+    audit=AuditRole(
+        switch=f"Also compute certificates, at the radii --eps: up to {MOST:g} s a sample.",
+        uses=("eps", "attack", "norm"),
+        samples={"quick": 4, "full": 32},
+        plan=plan_certificates,
+    ),
 )

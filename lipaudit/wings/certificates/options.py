@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import UsageError
-from lipaudit.measures.attack import AttackOptions
-from lipaudit.measures.base import MeasureOptions
+from lipaudit.measures.attack import AttackOptions, plan_attacks
+from lipaudit.measures.base import AuditRequest, MeasureOptions
 from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option, repeat_option
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius
 from lipaudit.theory import NODES
@@ -41,6 +41,10 @@ OF_OTHERS = {
 }
 
 
+# Seconds per sample in an audit; a started ball is finished.
+MOST = 20.0
+
+
 class CertifyOptions(MeasureOptions):
     """What no attack can break: certified accuracy beside accuracy under attack.
 
@@ -65,7 +69,10 @@ class CertifyOptions(MeasureOptions):
 
     samples: ClassVar[int] = 8
     scores = "always"
-    alone = ("instances", "verify")
+    alone = {
+        "instances": "lipaudit.wings.certificates.commands:print_results",
+        "verify": "lipaudit.wings.certificates.commands:verify_report",
+    }
 
     eps: Regions = option(
         (), "Radii of pixels in [0, 1] or embeddings: 1/255,0.01. Or 1patch, 2words."
@@ -262,3 +269,19 @@ class CertifyOptions(MeasureOptions):
                 raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
         planned = read_plan(attack, norm=self.norm, radii=radii)
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))
+
+
+def plan_certificates(asked: AuditRequest) -> CertifyOptions:
+    """Return the certificates of an audit: of the attacked balls, and of norms that have any.
+
+    Raises:
+        UsageError: for a bad radius, attack or norm.
+    """
+    attacks = plan_attacks(asked)
+    return CertifyOptions(
+        eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
+        usual_eps=attacks.usual_eps,
+        norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
+        seconds=MOST,
+        nodes=NODES,
+    )

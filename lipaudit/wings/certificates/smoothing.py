@@ -23,7 +23,7 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import Measure, MeasureOptions, Part
-from lipaudit.settings.option import Balls, TwoCounts, option
+from lipaudit.settings.option import Balls, TwoCounts, option, repeat_option
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
 from lipaudit.tables.columns import ACCURACY, CERTIFIED_SHARE, OUTCOMES, limit_columns
 from lipaudit.tables.trials import Norm, parse_radius
@@ -85,7 +85,7 @@ class SmoothingOptions(MeasureOptions):
             UsageError: there is no noise, or the reference of the denoiser is malformed.
             InputError: the denoiser cannot be loaded.
         """
-        from lipaudit.models.sources.own import hash_denoiser
+        from lipaudit.wings.certificates.denoiser import hash_denoiser
 
         if self.smooth is None:
             raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
@@ -156,7 +156,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     import numpy as np
     import torch
 
-    from lipaudit.models.sources.own import add_denoiser
+    from lipaudit.wings.certificates.denoiser import add_denoiser
 
     denoised = net if options.denoiser is None else add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
@@ -276,7 +276,7 @@ def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
     base.require_decision(net, "Certify a classifier.")
     base.require_labels(batch, "certify --smooth")
     if options.denoiser is not None:
-        from lipaudit.models.sources.own import add_denoiser
+        from lipaudit.wings.certificates.denoiser import add_denoiser
 
         add_denoiser(net, options.denoiser).output(batch[:1].to(net.device, net.dtype))
 
@@ -341,4 +341,13 @@ SMOOTHING = Measure(
     check=check,
     command="certify",
     place=46,
+    moved={
+        "denoiser": repeat_option(
+            SmoothingOptions,
+            "denoiser",
+            help="Where the baseline's denoiser is now.",
+            usual="the one in the baseline",
+            kinds=(),
+        )
+    },
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from lipaudit.measures.base import Measure, MeasureOptions, Part, join_parts, sample_ids
+from lipaudit.measures.base import (
+    AuditRole,
+    Measure,
+    MeasureOptions,
+    Part,
+    join_parts,
+    sample_ids,
+)
 from lipaudit.settings.option import option
 from lipaudit.tables import Column, Layout, Section
 
@@ -62,4 +69,5 @@ CONFIDENCE = Measure(
     compute=measure,
     summarise=summarise,
     batch=16,
+    audit=AuditRole(switch="Also measure the confidence.", samples={"quick": 8}),
 )

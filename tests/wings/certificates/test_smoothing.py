@@ -19,7 +19,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow, load_net
-from lipaudit.models.sources.own import hash_denoiser
+from lipaudit.wings.certificates.denoiser import hash_denoiser
 from lipaudit.wings.certificates.smoothing import (
     SmoothingOptions,
     certify_radius,

@@ -1,0 +1,70 @@
+"""What `certify` does in place of measuring a MODEL: `--instances` and `--verify`."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lipaudit import schema
+from lipaudit.cli.app import Output
+from lipaudit.engine import files
+from lipaudit.errors import ExitCode, LipauditError, UsageError
+from lipaudit.settings import RunOptions
+from lipaudit.settings.option import flag
+from lipaudit.wings.certificates.exchange import decide_instances, verify_proofs
+
+
+def print_results(options: Any, run: RunOptions, output: Output) -> None:
+    """Print a line for every instance; FILE.csv gets the same, with counterexamples beside it.
+
+    Raises:
+        UsageError: an option without an effect, or a file that cannot be written.
+        InputError: the list, a network or a property cannot be read.
+    """
+    odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
+    odd += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
+    if odd or output.format not in (None, "csv"):
+        odd.append(f"-f {output.format}")
+        text = f"{odd[0]} has no effect with --instances"
+        raise UsageError(text, "Results are CSV: -o FILE.csv.")
+    for path in output.output:
+        files.require_writable(path)
+    text = ""
+    for row, example in decide_instances(options.instances, options, run):
+        line = ",".join(row) + "\n"
+        text += line
+        typer.echo(line, nl=False)
+        for path in output.output:
+            # Every line: nothing is lost if a later instance cannot be read.
+            files.write(path, text.encode())
+            name = f"{Path(row[1]).stem}_{Path(row[2]).stem}.counterexample.gz"
+            if example:
+                files.write(path.parent / name, gzip.compress(example.encode()))
+
+
+def verify_report(options: Any, run: RunOptions, output: Output) -> None:
+    """Print a line for every certified sample of a report: whether its proof holds again.
+
+    Raises:
+        LipauditError: a proof does not hold, or the report or the proofs cannot be read.
+    """
+    given = run.model_fields_set - run._configured
+    if given or output.model_fields_set:
+        text = f"{flag(min(given or output.model_fields_set))} has no effect with --verify"
+        raise UsageError(text, "Leave it out: the report has the run.")
+    failed = 0
+    for sample, radius, proven in verify_proofs(schema.load(options.verify), options.proofs):
+        verdict = "proven"
+        if not proven:
+            verdict = "NOT PROVEN"
+            failed += 1
+        typer.echo(f"{sample} {radius} {verdict}")
+    if failed:
+        advice = (
+            "Give the file of --proofs. Without it, only balls that were not split are proven."
+        )
+        text = f"{failed} certificates of the report are not proven again"
+        raise LipauditError(text, advice, ExitCode.NOT_PROVEN)

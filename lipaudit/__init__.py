@@ -22,7 +22,7 @@ PUBLIC = {
     "bounds": "lipaudit.tensors",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api:measure",
-    "merge": "lipaudit.engine.results:merge",
+    "merge": "lipaudit.engine.shards:merge",
     "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",
     "summarize": "lipaudit.report:summarize",

@@ -2,7 +2,7 @@ from lipaudit import tensors
 from lipaudit.api import audit as audit
 from lipaudit.api import measure as measure
 from lipaudit.engine.execute import Observer as Observer
-from lipaudit.engine.results import merge as merge
+from lipaudit.engine.shards import merge as merge
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank
 from lipaudit.models.net import ModelSpec as ModelSpec

@@ -17,9 +17,14 @@ from lipaudit import errors
 from lipaudit.data.batch import Samples
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import draw_tensors
-from lipaudit.engine.execute import Observer, execute, run_job
+from lipaudit.engine.execute import Observer, execute, run_job, run_shard
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
-from lipaudit.engine.results import describe_run, list_origins, make_failed
+from lipaudit.engine.results import (
+    describe_failure,
+    describe_run,
+    list_origins,
+    make_failed,
+)
 from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
 from lipaudit.measures import AuditOptions, find_measure, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
@@ -232,6 +237,14 @@ def _list_names(outline: Outline, label: int) -> list[str]:
     return [word for word in words if word not in ("", f"label {label}")]
 
 
+@overload
+def measure(model: AnyModel, name: str, *, shard: None = None, **options: Any) -> Report: ...
+
+
+@overload
+def measure(model: AnyModel, name: str, *, shard: str, **options: Any) -> None: ...
+
+
 def measure(
     model: AnyModel,
     name: str,
@@ -240,7 +253,7 @@ def measure(
     input_shape: Sequence[int] | None = None,
     observer: Observer | None = None,
     **options: Any,
-) -> Report:
+) -> Report | None:
     """Run one measure, like `lipaudit NAME MODEL`.
 
     Args:
@@ -253,6 +266,9 @@ def measure(
         observer: receives progress and notes; nothing is printed.
         options: options of the measure and of every run, named as on the command line with
             underscores: `samples=8, tol=1e-5, eps="2/255"`.
+
+    Returns:
+        The report; None with `shard` and `parts`: `lipaudit.merge(parts)` makes it of all shards.
 
     Raises:
         LipauditError: any failure; its `advice` says what to do.
@@ -267,15 +283,24 @@ def measure(
     plan, run = {name: kind.parse(given)}, RunOptions.parse(shared)
     request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")
     with open_job(model, request, data, input_shape=input_shape) as job:
+        if run.shard:
+            run_shard(job, observer)
+            return None
         return execute(job, observer)
 
 
 @overload
-def audit(model: AnyModel, measures: Measures = None, **options: Any) -> Report: ...
+def audit(
+    model: AnyModel, measures: Measures = None, *, shard: None = None, **options: Any
+) -> Report: ...
 
 
 @overload
 def audit(model: Models, measures: Measures = None, **options: Any) -> list[Report]: ...
+
+
+@overload
+def audit(model: AnyModel, measures: Measures = None, *, shard: str, **options: Any) -> None: ...
 
 
 def audit(
@@ -286,7 +311,7 @@ def audit(
     input_shape: Sequence[int] | None = None,
     observer: Observer | None = None,
     **options: Any,
-) -> Report | list[Report]:
+) -> Report | list[Report] | None:
     """Run several measures on one model, like `lipaudit audit MODEL`.
 
     Args:
@@ -302,6 +327,9 @@ def audit(
         options: options of every run (`samples=8, seed=1, device="cpu"`), and those of
             `lipaudit audit`: `eps`, `attack`, `norm`, `full`, `certify`.
 
+    Returns:
+        The report, or the report of each model; None with `shard`, as in `measure`.
+
     Raises:
         LipauditError: any failure; its `advice` says what to do. Models that do not share samples
             are refused before any is measured.
@@ -316,6 +344,10 @@ def audit(
         raise UsageError("no model was given", "Give one model or a list of models.")
     how: dict[str, Any] = {"demo": is_demo(*models), "command": "lipaudit.audit()"}
     requests = [audit_request(name, measures, options, **how) for name in name_models(*models)]
+    if requests[0].run.shard and len(models) == 1:
+        with open_job(models[0], requests[0], data, input_shape=input_shape) as job:
+            run_shard(job, observer)
+        return None
     audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
     reports = [report for report in audits if report is not None]
     return reports if isinstance(model, list | tuple) else reports[0]
@@ -353,6 +385,10 @@ def run_audits(
         with opened as job, run_job(job, observer) as report:
             yield report
         return
+    if requests[0].run.shard or requests[0].run.parts:
+        raise UsageError(
+            "shards and folders of parts are of one model", "Audit the models one by one."
+        )
     outlines = []
     for model, request in pairs:
         try:
@@ -376,8 +412,9 @@ def run_audits(
             except Exception as error:
                 if observer is not None:
                     observer.fails(request.model, error)
+                failure = describe_failure(error)
                 plan = outline.request.measures.items()
-                failed = tuple(make_failed(n, each.model_dump(), error) for n, each in plan)
+                failed = tuple(make_failed(name, each, failure) for name, each in plan)
                 known = {"run": outline.run, "samples": outline.samples, "sections": failed}
                 report = Report(status="partial", **known)
             whole &= report.status == "complete"
@@ -411,6 +448,12 @@ def open_job(
     nameless = request.run.resume and not isinstance(model, str)
     if nameless:
         raise UsageError(text, "Leave resume out.")
+    if request.run.shard and request.run.parts is None and request.place is None:
+        number, of = request.run.shard
+        raise UsageError(
+            f"--shard {number}/{of} needs a folder for its parts",
+            "Add --parts FOLDER, the same for every shard; then: lipaudit merge FOLDER.",
+        )
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None

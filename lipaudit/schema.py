@@ -27,8 +27,6 @@ def dumps(report: Report) -> str:
     """
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
-    if report.shard is None:
-        del document["shard"]
     if not report.run.model.quantised:
         del document["run"]["model"]["quantised"]
     drawn = json.loads(summary(report).model_dump_json())
@@ -53,6 +51,11 @@ def loads(text: str, *, name: str = "report") -> Report:
     if str(version or "").split(".")[0] not in ("1", "2"):
         text = f"{name} has schema version {version}, not {SCHEMA_VERSION}"
         raise InputError(text, "Read it with the version of lipaudit that wrote it.")
+    if document.pop("shard", None) is not None:
+        raise InputError(
+            f"{name} is a shard that an earlier version wrote, with some of the samples",
+            "Merge it with that version, or measure again with --shard i/n --parts FOLDER.",
+        )
     document.pop("summary", None)
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version

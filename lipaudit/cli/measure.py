@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit import schema
 from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit
 from lipaudit.engine import files, launcher
@@ -27,6 +26,8 @@ from lipaudit.settings.option import flag
 from lipaudit.tables.plugins import load_object
 
 if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Request
+    from lipaudit.engine.shards import Shard
     from lipaudit.tables import Report
 
 RUNS = Path("lipaudit-runs")
@@ -61,13 +62,11 @@ def make_measure(name: str) -> Callable[..., None]:
         from lipaudit.report import REPORT
 
         check_outputs(output, REPORT)
-        kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
-        if run.shard and not kept:
-            number, of = run.shard
-            text = f"--shard {number}/{of}: a shard must be written as JSON to be merged later"
-            raise UsageError(text, f"Add -o shard-{number}.json.")
         command, place = typed_command(), launcher.find_place()
         request = prepare.Request(model, {name: options}, run, command=command, place=place)
+        if run.shard:
+            measure_shard(request, output, terminal)
+            return
         with (
             OnStderr(terminal) as observer,
             open_job(model, request) as job,
@@ -87,6 +86,41 @@ def make_measure(name: str) -> Callable[..., None]:
         "run": Annotated[RunOptions, {"samples": str(kind.samples)}],
     }
     return measure
+
+
+def measure_shard(
+    request: Request, output: Output, terminal: Terminal, folder: Path | None = None
+) -> None:
+    """Measure a shard of a run, and say where its parts are and how to merge them.
+
+    Args:
+        request: the request.
+        output: destinations, of which a shard needs none.
+        terminal: gets the messages.
+        folder: folder for reports, which a shard does not need either.
+
+    Raises:
+        UsageError: a destination is given.
+        LipauditError: a measure failed, or ran out of time.
+    """
+    from lipaudit.api import open_job
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.execute import run_shard
+
+    given = sorted(output.model_fields_set)
+    if folder is not None:
+        given.append("run_dir")
+    if given:
+        raise UsageError(
+            f"{flag(given[0])} has no effect with --shard: a shard writes parts, and no report",
+            "Leave it out, and make the report of all shards: lipaudit merge FOLDER -o FILE.",
+        )
+    with OnStderr(terminal) as observer, open_job(request.model, request) as job:
+        shard = run_shard(job, observer)
+    parts = shlex.quote(str(request.run.parts))
+    terminal.tell(f"\nshard {shard.name}: its parts are in {parts}")
+    terminal.tell(f"next:   lipaudit merge {parts}, after all shards")
+    require_whole({request.model: shard}, "Run the same command again to measure the rest.")
 
 
 def audit(
@@ -128,6 +162,9 @@ def audit(
     place = launcher.find_place()
     plans = [api.plan_audit(each, options, run, demo=demo, command=command) for each in models]
     plans = [replace(each, draws_steepest=True, place=place) for each in plans]
+    if run.shard:
+        measure_shard(plans[0], output, terminal, options.run_dir)
+        return
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
     folder = options.run_dir or RUNS / stamp
@@ -159,42 +196,36 @@ def audit(
         saved += "/*"
     saved += "/report.json"
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
-    shard = any(report.shard for report in reports.values())
     whole = all(report.status == "complete" for report in reports.values())
-    following = ""
-    if shard:
-        following = "lipaudit merge of all shards"
-    elif whole and not several:
+    if whole and not several:
         (report,) = reports.values()
         obstacles = " ".join(list_obstacles(report).values())
-        following = obstacles or f"lipaudit baseline save {saved}"
-    if following:
-        terminal.tell(f"next:   {following}")
+        terminal.tell(f"next:   {obstacles or f'lipaudit baseline save {saved}'}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
 
 
-SHARD = typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
+PARTS = typer.Argument(metavar="FOLDER", help="Folders of --parts: one of all shards, or several.")
 
 
 def merge(
-    reports: Annotated[list[Path], SHARD], output: Output, extent: Extent, terminal: Terminal
+    folders: Annotated[list[Path], PARTS], output: Output, extent: Extent, terminal: Terminal
 ) -> None:
-    """Make one report of all shards of a run: what one process would have written.
+    """Make the report of a run from the parts of its shards: what one process would have written.
 
-    Every command that measures takes --shard i/n: each of n processes, wherever they run, measures
-    a part of the samples. Shards of different runs are refused.
+    Every command that measures takes --shard i/n --parts FOLDER: each of n processes, wherever
+    they run, measures a part of the samples. Missing samples and shards of other runs are refused.
 
     Examples:
-      lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 -o shard-1.json
-      lipaudit merge shard-*.json -o all.json -o all.html
+      lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 --parts run
+      lipaudit merge run -o all.json -o all.html
     """
-    from lipaudit.engine import results
+    from lipaudit.engine import shards
     from lipaudit.report import REPORT
 
     check_outputs(output, REPORT)
-    report = results.merge([schema.load(path) for path in reports], command=typed_command())
+    report = shards.merge(*folders, command=typed_command())
     emit(report, output, always=False, terminal=terminal, details=extent.details)
-    again = "Measure the failed shards again, then merge all shards."
+    again = "Run the commands of the shards again to measure the rest, then merge again."
     require_whole({report.run.model.spec: report}, again)
 
 
@@ -231,7 +262,7 @@ def _name_folder(model: str) -> str:
 
 
 def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:
-    """Refuse shards, launchers or time limits for work that one process does as a whole.
+    """Refuse shards, parts, launchers or time limits for work that one process does as a whole.
 
     Args:
         what: the work, as a text after "not for".
@@ -239,11 +270,12 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
         limited: whether the work observes time limits.
 
     Raises:
-        UsageError: a shard, several processes or a time limit is requested.
+        UsageError: a shard, parts, several processes or a time limit are requested.
     """
     refused = {
         "several processes": launcher.find_place(),
         "--shard": run and run.shard,
+        "--parts": run and run.parts,
         "--time-limit": None if limited else run and run.time_limit,
     }
     for name, value in refused.items():
@@ -252,13 +284,13 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
             raise UsageError(f"{name}: only when one MODEL is measured, not for {what}", advice)
 
 
-def require_whole(reports: Mapping[str, Report], again: str) -> None:
-    """End with an exit code if reports are incomplete, after they are written.
+def require_whole(reports: Mapping[str, Report | Shard], again: str) -> None:
+    """End with an exit code if reports or a shard are incomplete, after they are written.
 
     The code is the first failure's, or else that of the time limit.
 
     Args:
-        reports: the written reports, by model.
+        reports: the written reports, or the shard, by model.
         again: the hint.
 
     Raises:

@@ -9,13 +9,15 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from lipaudit.data.batch import Batch, Share
-from lipaudit.engine import results
+from lipaudit.engine import results, shards
 from lipaudit.engine.files import Journal
-from lipaudit.engine.launcher import gather_texts, join_processes
+from lipaudit.engine.launcher import gather, join_processes
 from lipaudit.engine.prepare import Job, leave_out_layers
 from lipaudit.errors import (
     EvaluationError,
@@ -33,8 +35,8 @@ from lipaudit.measures.base import (
 from lipaudit.models.net import OWN, Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
-from lipaudit.schema import dumps, loads
 from lipaudit.tables import Note, Report, Section
+from lipaudit.tables.report import Failure
 
 
 class Observer:
@@ -92,76 +94,128 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         LipauditError: any failure, with its exit code.
     """
     request, place = job.request, job.request.place
-    # Only rank 0 reports: the notes of all processes are equal.
-    observer = Observer() if observer is None or (place and place.rank > 0) else observer
-    for note in job.notes:
-        observer.note(note)
-    journals: list[Journal] = []
-    sections: list[Section] = []
-    finished: dict[str, list[Part]] = {}
-    with nullcontext() if place is None else join_processes(place):
-        try:
-            job = _measure_each(job, sections, finished, journals, observer)
-            shard = results.make_shard(job, finished) if request.run.shard else None
-            finished.clear()
-            origins = results.list_origins(job.samples)
-            result = results.make_report(results.describe_run(job), sections, origins, shard)
-            del job
-            report: Report | None = result
-            complete = result.status == "complete"
-            if place is not None:
-                # Shards travel as JSON, as between machines: one format, and no pickles.
-                shards = [loads(text) for text in gather_texts(dumps(result), place)]
-                complete = all(each.status == "complete" for each in shards)
-                report = None if place.rank else results.merge(shards, command=request.command)
-            yield report
-        except (Exception, KeyboardInterrupt) as error:
-            text = f"finished batches are kept: {request.continuation}"
-            # One error may end the jobs of several models: it is noted once.
-            remarks = getattr(error, "__notes__", ())
-            if any(each.paths for each in journals) and text not in remarks:
-                error.add_note(text)
-                observer.note(Note.info("kept", text))
-            raise
+    if place and place.rank > 0:  # only rank 0 reports: the notes of all processes are equal
+        observer = None
+    assert place or not request.run.shard, "a shard has no report: see `run_shard`"
+    progress = Progress(observer or Observer())
+    with nullcontext() if place is None else join_processes(place), _keep_finished(job, progress):
+        job, shard = _measure_each(job, progress)
+        run, origins = results.describe_run(job), results.list_origins(job.samples)
+        del job
+        complete = not shard.failures and not shard.cut
+        if place is None:
+            report: Report | None = results.make_report(run, progress.sections, origins)
+        else:
+            # The sections of one process are not used: rank 0 makes those of all samples.
+            gathered = gather((shard, progress.parts), place)
+            complete = all(not each.failures and not each.cut for each, _ in gathered)
+            report = None
+            if place.rank == 0:
+                parts = {}
+                for name in shard.measures:
+                    parts[name] = list(chain.from_iterable(of.get(name, ()) for _, of in gathered))
+                report = shards.join_shards([each for each, _ in gathered], parts, request.command)
+            del gathered
+        progress.sections.clear()
+        progress.parts.clear()
+        yield report
     # All processes arrive here once rank 0 has written the report.
-    for journal in journals if complete else ():
+    for journal in progress.journals if complete else ():
         journal.clear()
 
 
-def _measure_each(
-    job: Job,
-    sections: list[Section],
-    finished: dict[str, list[Part]],
-    journals: list[Journal],
-    observer: Observer,
-) -> Job:
+def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
+    """Measure one shard of a run, and store its parts in the folder of `--parts`.
+
+    Args:
+        job: from `prepare`.
+        observer: receives progress and notes.
+
+    Returns:
+        The shard, with the measures that failed and the samples that a time limit left out.
+
+    Raises:
+        LipauditError: any failure, with its exit code.
+    """
+    progress = Progress(observer or Observer())
+    with _keep_finished(job, progress):
+        _, shard = _measure_each(job, progress)
+    return shard
+
+
+@dataclass
+class Progress:
+    """What a process has measured so far.
+
+    Attributes:
+        observer: receives progress and notes.
+        journals: the journals of the measures.
+        sections: the sections of a run of one process, with those of measures that failed.
+        parts: the parts of each measure, if the samples are shared between processes.
+        failures: the measures that failed, with the reasons.
+        cut: ids of the samples that the time limit left out, by measure.
+    """
+
+    observer: Observer
+    journals: list[Journal] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@contextmanager
+def _keep_finished(job: Job, progress: Progress) -> Iterator[None]:
+    """Say what a run begins with, and that its finished batches are kept if it fails."""
+    for note in job.notes:
+        progress.observer.note(note)
+    text = f"finished batches are kept: {job.request.continuation}"
+    del job
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        # One error may end the jobs of several models: it is noted once.
+        remarks = getattr(error, "__notes__", ())
+        if any(each.paths for each in progress.journals) and text not in remarks:
+            error.add_note(text)
+            progress.observer.note(Note.info("kept", text))
+        raise
+
+
+def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
     """Run the measures of a job one after the other.
 
     Args:
         job: the job.
-        sections: receives the sections of the report, with those of measures that fail.
-        finished: receives the parts of each measure that does not fail.
-        journals: receives the journals.
-        observer: receives progress and notes.
+        progress: receives what is measured.
 
     Returns:
-        The job, without measures that turned out to be left out.
+        The job, without measures that turned out to be left out; what became of its shard.
 
     Raises:
         Exception: the first failure, if no partial report is wanted or nothing else has figures.
     """
-    request = job.request
+    request, observer = job.request, progress.observer
+    planned = shards.describe_shard(job)
+    if request.run.parts is not None:
+        shards.save_shard(planned, request.run.parts)
     errors: list[Exception] = []
     for name, options in request.measures.items():
         if name not in job.request.measures:
             continue
-        # The map is drawn of the head that `bounds` found; a shard does not know it.
-        if request.draws_steepest and not request.run.shard:
-            options = options.draw_steepest(sections)
+        # The map is drawn of the head that `bounds` found. A shard does not know it, and parts
+        # that others may add to must not depend on it.
+        if request.draws_steepest and not request.run.shard and request.run.parts is None:
+            options = options.draw_steepest(progress.sections)
         try:
-            parts, left = run_measure(job, name, options, journals, observer)
-            finished[name] = parts
-            sections += results.summarise(name, parts, options, job.notes, left)
+            parts, left = run_measure(job, name, options, progress)
+            if left:
+                progress.cut[name] = left
+            if request.run.shard:
+                progress.parts[name] = parts
+            else:
+                found = results.summarise(name, parts, options, job.notes, len(left))
+                progress.sections += found
         except Exception as error:
             if not request.partial:
                 raise
@@ -172,19 +226,30 @@ def _measure_each(
                 continue
             observer.fails(name, error)
             errors.append(error)
-            failed = results.make_failed(name, options.model_dump(), error, job.notes)
-            sections.append(failed)
+            failure = results.describe_failure(error)
+            progress.failures[name] = failure
+            progress.sections.append(results.make_failed(name, options, failure, job.notes))
     # A report without any figures is useless: raise the first error.
     if len(errors) == len(job.request.measures):
         raise errors[0]
     # A traceback holds the frames of its measure, and with them the model.
     errors.clear()
-    return job
+    outcome: dict[str, Any] = {
+        "notes": job.notes,
+        "finished": True,
+        "left_out": tuple(name for name in request.measures if name not in job.request.measures),
+        "failures": progress.failures,
+        "cut": progress.cut,
+    }
+    shard = planned.model_copy(update=outcome)
+    if request.run.parts is not None:
+        shards.save_shard(shard, request.run.parts)
+    return job, shard
 
 
 def run_measure(
-    job: Job, name: str, options: MeasureOptions, journals: list[Journal], observer: Observer
-) -> tuple[list[Part], int]:
+    job: Job, name: str, options: MeasureOptions, progress: Progress
+) -> tuple[list[Part], tuple[str, ...]]:
     """Measure the samples of this process batch by batch, and store each part.
 
     If memory runs out, batches are halved; after the time limit no further batch begins.
@@ -193,27 +258,30 @@ def run_measure(
         job: the job.
         name: the measure.
         options: its options.
-        journals: receives the journal of the parts.
-        observer: receives progress and notes.
+        progress: receives the journal of the parts.
 
     Returns:
-        The parts in the order of the samples, with those of a continued run, and the number of
-        samples that the time limit left out.
+        The parts in the order of the samples, with those of a continued run, and the samples that
+        the time limit left out.
     """
     kind = load_measures()[name]
     net, run = job.net, job.request.run
+    observer = progress.observer
     if run.autocast and options.deploys:
         net = net.deploy(run.autocast)
     size = run.batch_size or kind.batch
     end = job.request.started + (run.time_limit or math.inf)
     opening, batches = job.batches(name)
     first = opening
-    # The code of a module object is unknown: its runs cannot be recognised, so nothing is stored.
-    journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
-    journals.append(journal)
+    # The code of a module object is unknown, so its runs cannot be recognised: nothing is read,
+    # and nothing is stored but for a merge.
+    known = net.source != OWN
+    facts = results.identify(job, name, options)
+    journal = Journal(facts, run.parts, keeps=known or run.parts is not None)
+    progress.journals.append(journal)
     ids = list(chain.from_iterable(batch.ids for batch in batches))
     parts: list[Part] = []
-    if run.resume:
+    if run.continues and known:
         parts = _read_finished(journal, name, ids, observer)
     left = list_unfinished(batches, parts)
     total = sum(map(len, left))
@@ -256,7 +324,9 @@ def run_measure(
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
     # Texts are batched by length: their parts come in another order.
-    return in_order(parts, job.samples.batch.ids), len(ids) - len(sample_ids(parts))
+    measured = {*sample_ids(parts)}
+    cut = tuple(sample for sample in ids if sample not in measured)
+    return in_order(parts, job.samples.batch.ids), cut
 
 
 def _read_finished(

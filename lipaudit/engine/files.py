@@ -6,7 +6,6 @@ nor numpy: commands that read reports write files, too.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
@@ -85,7 +84,7 @@ def require_folder(path: Path) -> None:
     if not there.is_dir():
         raise UsageError(f"{text}: {there} is a file", "Give a directory.")
     if not os.access(there, os.W_OK):
-        raise UsageError(text, "Choose a writable directory, for example with --run-dir.")
+        raise UsageError(text, "Choose a directory that you can write to.")
 
 
 def ordinary_mode() -> int:
@@ -103,6 +102,8 @@ class Journal:
 
     Args:
         facts: everything that determines the numbers; a run with the same facts finds the parts.
+        home: folder that the user gave for the parts; None: a folder in the user's cache, so that
+            the same command finds it from any working directory.
         keeps: whether parts are stored.
 
     Attributes:
@@ -111,38 +112,33 @@ class Journal:
         refusal: why parts could not be stored; empty if they could.
     """
 
-    def __init__(self, facts: Mapping[str, Any], *, keeps: bool = True) -> None:
-        # In the user's cache, so that the same command finds it from any folder.
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        text = json.dumps(facts, sort_keys=True, default=str)
+    def __init__(
+        self, facts: Mapping[str, Any], home: Path | None = None, *, keeps: bool = True
+    ) -> None:
         self.measure = str(facts.get("measure"))
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.folder = home / "lipaudit" / "journal" / digest
+        self.in_cache = home is None
+        if home is None:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            home = cache / "lipaudit" / "journal"
+        self.folder = home / name_folder(facts)
         self.keeps, self.refusal = keeps, ""
         self.paths: set[Path] = set()
 
     def read_parts(self, ids: Sequence[str]) -> list[Part]:
-        """Return the parts of an earlier run on these samples, ordered by their first samples.
-
-        Damaged files, and files of other samples, are left out.
-        """
-        place = {name: i for i, name in enumerate(ids)}
-        finished: list[Part] = []
-        left = {*ids}
-        for path in sorted(self.folder.glob("*.npz")) if self.keeps else ():
-            with suppress(OSError, ValueError):
-                part = decode_part(path.read_bytes())
-                # A file is named by its first sample; of overlapping parts the first one counts.
-                if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
-                    finished.append(part)
-                    left.difference_update(part.ids)
-                    self.paths.add(path)
-        return sorted(finished, key=lambda part: place[part.ids[0]])
+        """Return the parts of an earlier run on these samples, ordered by their first samples."""
+        if not self.keeps:
+            return []
+        found = read_parts(self.folder, ids)
+        self.paths |= found.keys()
+        return list(found.values())
 
     def keep(self, part: Part) -> None:
         """Store a part.
 
         A full disk does not end the run: `refusal` has the reason.
+
+        Raises:
+            EvaluationError: a part cannot be stored in the folder that the user gave.
         """
         if not self.keeps:
             return
@@ -150,21 +146,59 @@ class Journal:
         try:
             if not self.folder.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for folder in self.folder.parent.iterdir():
-                    with suppress(OSError):
-                        if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
-                            shutil.rmtree(folder, ignore_errors=True)
+                if self.in_cache:
+                    _delete_old(self.folder.parent)
+            self.paths.add(path)  # before: a signal may end the run right after the file is there
             write(path, encode_part(part, self.measure))
-            self.paths.add(path)
         except (OSError, EvaluationError) as error:  # plug-ins return any fact
+            self.paths.discard(path)
             self.refusal = str(error)
+            if not self.in_cache:
+                raise EvaluationError(
+                    f"a part of {self.measure} cannot be stored: {error}",
+                    "Free disk space, or give another folder with --parts.",
+                ) from None
 
     def clear(self) -> None:
-        """Delete the parts that this run read or wrote."""
+        """Delete the parts that this run read or wrote, but not from a folder that was given."""
+        if not self.in_cache:
+            return
         for path in self.paths:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # another run has parts here, or nothing was stored
             self.folder.rmdir()
+
+
+def name_folder(facts: Mapping[str, Any]) -> str:
+    """Return the name of the folder of a measure's parts, a hash of all that determines them."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
+    """Return the parts in a folder by their files, ordered by their first samples.
+
+    Damaged files, and files of other samples, are left out.
+    """
+    place = {name: i for i, name in enumerate(ids)}
+    found: dict[Path, Part] = {}
+    left = {*ids}
+    for path in sorted(folder.glob("*.npz")):
+        with suppress(OSError, ValueError):
+            part = decode_part(path.read_bytes())
+            # A file is named by its first sample; of overlapping parts the first one counts.
+            if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
+                found[path] = part
+                left.difference_update(part.ids)
+    return dict(sorted(found.items(), key=lambda item: place[item[1].ids[0]]))
+
+
+def _delete_old(home: Path) -> None:
+    """Delete the parts of runs that were interrupted long ago."""
+    for folder in home.iterdir():
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def encode_part(part: Part, measure: str) -> bytes:
@@ -224,17 +258,3 @@ def decode_part(content: bytes) -> Part:
         if out_of_memory(error):
             raise
         raise ValueError(f"damaged parts ({error})") from error
-
-
-def pack_parts(parts: Sequence[Part], measure: str) -> str:
-    """Write parts of a measure as text, for the report of a shard."""
-    return " ".join(base64.b64encode(encode_part(part, measure)).decode() for part in parts)
-
-
-def unpack_parts(text: str) -> list[Part]:
-    """Read a text of `pack_parts`.
-
-    Raises:
-        ValueError: the text is damaged, or of another kind.
-    """
-    return [decode_part(base64.b64decode(part, validate=True)) for part in text.split(" ") if part]

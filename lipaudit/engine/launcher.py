@@ -1,6 +1,6 @@
 """The processes of a launcher: find this one, connect them, and gather their shards.
 
-Process r of n measures every n-th batch, like `--shard`; rank 0 gathers the shards.
+Process r of n measures every n-th batch, like `--shard`; rank 0 makes the report.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lipaudit.errors import EvaluationError, UsageError, first_line
 from lipaudit.settings import RunOptions
@@ -24,6 +25,7 @@ CLOSING = 30.0
 # once).
 MEASURING = timedelta(days=365)
 PAUSE = 0.05
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,18 +119,18 @@ def join_processes(place: Place) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def gather_texts(text: str, place: Place) -> list[str]:
-    """Return the texts of all processes, in order, on every process.
+def gather(value: T, place: Place) -> list[T]:
+    """Return the values of all processes, in order, on every process.
 
     Raises:
         EvaluationError: another process has ended.
     """
     import torch.distributed
 
-    texts = [""] * place.size
+    values: list[Any] = [None] * place.size
     with _require_others(place):
-        torch.distributed.all_gather_object(texts, text)
-    return texts
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def _connect(place: Place) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from lipaudit.data.batch import Batch, LabelError
 from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_data
-from lipaudit.engine.files import require_writable
+from lipaudit.engine.files import require_folder, require_writable
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.engine.results import list_origins, list_steps
 from lipaudit.errors import InputError, LipauditError, UsageError
@@ -68,8 +68,14 @@ class Request:
     @property
     def continuation(self) -> str:
         """Return how to continue a stopped run, with the command if it is known."""
-        command = self.command and f": {self.command}{'' if self.run.resume else ' --resume'}"
-        return f"run the same command with --resume to continue{command}"
+        again = "run the same command"
+        command = self.command
+        if not self.run.continues:
+            again += " with --resume"
+            command += " --resume"
+        if self.command:
+            return f"{again} to continue: {command}"
+        return f"{again} to continue"
 
     def count(self, name: str) -> int:
         """Return the number of samples of a measure."""
@@ -134,11 +140,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     # Refuse what can be refused before the model is loaded.
     for path in chain.from_iterable(options.files for options in request.measures.values()):
         require_writable(path)
-        if request.run.shard:
-            raise UsageError(
-                f"{path} needs all samples, and a shard has only some",
-                "Leave it out, or measure in one process without --shard.",
-            )
+    if request.run.parts is not None:
+        require_folder(request.run.parts)
     run, measures = request.run, request.measures
     _require_predictions(run, measures)
     net = net or load_net(request.model, load_options(run))

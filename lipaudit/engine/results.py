@@ -1,4 +1,4 @@
-"""From finished parts to a report: sections, the origin of the numbers, and merged shards."""
+"""From finished parts to a report: its sections, and the origin of the numbers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lipaudit import __version__
 from lipaudit.data.batch import Samples
-from lipaudit.engine.files import pack_parts, unpack_parts, write
-from lipaudit.errors import InputError, explain_error
+from lipaudit.engine.files import write
+from lipaudit.errors import explain_error
 from lipaudit.measures import layouts, load_measures
-from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
-from lipaudit.schema import to_json_values
+from lipaudit.measures.base import MeasureOptions, Part, sample_ids
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.plugins import load_wings
-from lipaudit.tables.report import Failure, Shard
+from lipaudit.tables.report import Failure
 from lipaudit.tables.weakest import worst
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def make_report(
     run: Run,
     sections: Sequence[Section],
     samples: Mapping[str, tuple[Cell, ...]],
-    shard: Shard | None = None,
 ) -> Report:
     """Return the report of a run; it is partial if a measure failed or a time limit ended it.
 
@@ -47,7 +46,6 @@ def make_report(
     report = Report(
         run=run,
         status="partial" if cut else "complete",
-        shard=shard,
         samples=dict(samples),
         sections=tuple(sections),
     )
@@ -59,12 +57,17 @@ def make_report(
     return report.model_copy(update={"sections": tuple(kept)})
 
 
+def describe_failure(error: Exception) -> Failure:
+    """Return the reason why a measure failed."""
+    fault = explain_error(error)
+    return Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+
+
 def make_failed(
-    name: str, settings: Mapping[str, Any], error: Exception, notes: tuple[Note, ...] = ()
+    name: str, options: MeasureOptions, failure: Failure, notes: tuple[Note, ...] = ()
 ) -> Section:
     """Return the section of a failed measure, with the reason in place of figures."""
-    fault = explain_error(error)
-    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+    settings = options.model_dump()
     return layouts()[name].section(settings=settings, notes=notes, failure=failure)
 
 
@@ -152,24 +155,6 @@ def versions() -> dict[str, str]:
     return installed
 
 
-# Fields in which shards of one run may differ (devices must be of one kind).
-MAY_DIFFER = frozenset({"command", "created", "device", "device_map"})
-
-
-def make_shard(job: Job, finished: Mapping[str, Sequence[Part]]) -> Shard:
-    """Return the data of a shard for `merge`, if a job measures some of the samples."""
-    number, of = job.request.run.shard or (1, 1)
-    return Shard(
-        number=number,
-        of=of,
-        ids=job.samples.batch.ids,
-        counts=dict(job.counts),
-        notes=job.notes,
-        options={name: o.unkept() for name, o in job.request.measures.items()},
-        parts={name: pack_parts(parts, name) for name, parts in finished.items()},
-    )
-
-
 def summarise(
     name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...], left: int
 ) -> list[Section]:
@@ -190,125 +175,12 @@ def summarise(
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
     measure = load_measures()[name]
-    contents = measure.encode_files(parts, options) if options.files else {}  # a shard has none
+    contents: Mapping[Path, bytes] = {}
+    if options.files:
+        contents = measure.encode_files(parts, options)
     for path, content in contents.items():
         write(path, content)
     first, *others = measure.summarise(parts, options)
     known: dict[str, Any] = {"notes": notes + first.notes, "unmeasured": left}
     known["files"] = {str(path): sha256(each).hexdigest() for path, each in contents.items()}
     return [first.model_copy(update=known), *others]
-
-
-def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:
-    """Merge the reports of all shards of a run into one, for `lipaudit merge`.
-
-    The result equals the report of a single process, to the last digit if the shards ran on a CPU;
-    times are sums. A measure that failed in one shard has failed.
-
-    Args:
-        reports: reports of the shards, in any order.
-        command: the command that the report records.
-
-    Raises:
-        InputError: the shards do not belong together, or one is missing, repeated or damaged.
-    """
-    pairs = []
-    for report in reports:
-        if report.shard is None:
-            run = report.run
-            raise InputError(
-                f"the report of {run.model.spec} written by {run.command!r} is not a shard",
-                "Give reports of commands with --shard.",
-            )
-        pairs.append((report.shard, report))
-    whole = sorted(pairs, key=lambda pair: pair[0].number)
-    shards = [shard for shard, _ in whole]
-    _require_whole(shards)
-    (shard, first), *others = whole
-    conditions = _list_conditions(shard, first)
-    for other, report in others:
-        differing = _list_differences(conditions, _list_conditions(other, report))
-        if differing:
-            raise InputError(
-                f"shards {shard.number} and {other.number} are not from the same run: they differ "
-                f"in {', '.join(differing)}",
-                "Measure both with the same command and software; only --shard may differ.",
-            )
-    sections: list[Section] = []
-    for section in first.sections:
-        name = section.measure
-        if "." in name:  # a part of another section
-            continue
-        found = [report.section(name) for _, report in whole]
-        failed = [each for each in found if each is not None and each.failure]
-        if failed:
-            sections.append(failed[0])
-            continue
-        left = sum(report.unmeasured.get(name, 0) for _, report in whole)
-        parts = _join_shards(name, shards, left)
-        options = load_measures()[name].options.parse(_read_settings(shard, first, name))
-        sections += summarise(name, parts, options, shard.notes, left)
-    devices = ", ".join(dict.fromkeys(report.run.device for _, report in whole))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    own = {"command": command, "created": created, "device": devices}
-    return make_report(first.run.model_copy(update=own), sections, first.samples)
-
-
-def _require_whole(shards: Sequence[Shard]) -> None:
-    """Refuse shards, in their order, that are not those of a run, once each."""
-    numbers = [shard.number for shard in shards]
-    if not shards or numbers != list(range(1, shards[0].of + 1)):
-        names = ", ".join(f"{shard.number}/{shard.of}" for shard in shards) or "none"
-        raise InputError(
-            f"shards given: {names}; the shards of a run are needed once each",
-            "Measure a missing one with --shard, and name each once.",
-        )
-
-
-def _list_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of the conditions that differ."""
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
-
-
-def _list_conditions(shard: Shard, report: Report) -> dict[str, Any]:
-    """Return everything that determines the numbers, by name."""
-    run = report.run.model_dump(mode="json")
-    measures = [s.measure for s in report.sections if "." not in s.measure]
-    return {
-        **{name: value for name, value in run.items() if name not in MAY_DIFFER},
-        # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
-        "device": report.run.device.split(" ")[0],
-        "samples": (shard.ids, shard.counts),
-        **{name: _read_settings(shard, report, name) for name in measures},
-    }
-
-
-def _read_settings(shard: Shard, report: Report, measure: str) -> dict[str, Any]:
-    """Return the options of a measure as JSON: settings of its section, and others."""
-    section = report.section(measure)
-    settings = {} if section is None else section.settings
-    return to_json_values(settings | shard.options.get(measure, {}))
-
-
-def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]:
-    """Return the parts of all shards in the order of the samples; `left` samples are missing.
-
-    Raises:
-        InputError: parts are damaged, or batched differently.
-    """
-    parts: list[Part] = []
-    for shard in shards:
-        try:
-            parts += unpack_parts(shard.parts[measure])
-        except (KeyError, ValueError) as error:
-            text = f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}"
-            raise InputError(text, "Copy the file again, or measure the shard again.") from error
-    names, ids = sample_ids(parts), shards[0].ids[: shards[0].counts[measure]]
-    # With another batch size a shard has other batches: samples are then repeated or missing.
-    uneven = sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids)
-    if uneven:
-        text = (
-            f"the shards of {measure} do not contain each sample exactly once: their batch sizes"
-        )
-        raise InputError(f"{text} differ", "Measure all of them with the same --batch-size.")
-    return in_order(parts, ids)

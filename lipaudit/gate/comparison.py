@@ -110,7 +110,7 @@ STILL = 0.01
 LISTED = 6
 """Number of left-out rows that a note names."""
 REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
-UNFINISHED = "Finish the run (same command with --resume), or merge its shards."
+UNFINISHED = "Finish the run (same command with --resume)."
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
@@ -132,7 +132,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
     verdicts = [verdict for pair in pairs for verdict in pair.verdicts]
     if all(verdict.reason for verdict in verdicts):
         reason = verdicts[0].reason if verdicts else "they have no common section"
-        whole = all(r.shard is None and r.status == "complete" for r in reports)
+        whole = all(report.status == "complete" for report in reports)
         advice = REPEAT if whole else UNFINISHED
         raise BaselineError(f"the reports cannot be compared: {reason}", advice)
     return Comparison(models=tuple(names), pairs=pairs)

@@ -83,9 +83,8 @@ def promote(report: Report, reason: str) -> Report:
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
     if reasons := find_problems(report):
-        merge = "Merge all shards with lipaudit merge first."
-        advice = merge if report.shard else "Measure again."
-        raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
+        text = f"this report cannot be a baseline: {reasons[0]}"
+        raise BaselineError(text, "Measure again.")
     sections = []
     for section in report.sections:
         # Arrays behind rows stay, so that rows can be computed again for shared samples.

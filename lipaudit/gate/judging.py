@@ -206,8 +206,6 @@ def _contrast_reports(
         raise UsageError(text)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
-    if current.shard is not None:
-        raise BaselineError(pairing.find_fault(current, new))
     # The current report comes first: a run that failed is an error, whatever the baseline is.
     points = pairing.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":

@@ -114,16 +114,12 @@ def read(
 def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
     """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
 
-    A shard is incomplete: it has some of the samples.
-
     Args:
         report: the report.
         section: one of its sections.
         lenient: whether only this section counts: others may have failed, and what did not
             converge is left out elsewhere.
     """
-    if report.shard is not None:
-        return f"the report is {report.shard.name}: join all shards with lipaudit merge"
     if section.failure is not None:
         return f"{section.measure} failed: {section.failure.reason}"
     if report.failures and not lenient:

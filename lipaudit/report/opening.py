@@ -49,9 +49,6 @@ def list_facts(report: Report) -> dict[str, str]:
         commits.append(f"model {model.commit[:12]} ({model.revision})")
     if data.commit:
         commits.append(f"data {data.commit[:12]} ({data.revision})")
-    status: str = report.status
-    if report.shard:
-        status += f", {report.shard.name}"
     versions = {"lipaudit": run.lipaudit} | run.versions
     normalising, resizing = list[str](), list[str]()
     for name, value in run.preprocess.items():
@@ -74,7 +71,7 @@ def list_facts(report: Report) -> dict[str, str]:
         "run": f"{run.device}, {arithmetic}, seed {run.seed}, {run.created}",
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "command": run.command,
-        "status": status,
+        "status": report.status,
         "reason": run.reason,
     }
     return {name: text for name, text in facts.items() if text}
@@ -90,11 +87,6 @@ def format_setting(value: Any) -> str:
 def describe_gaps(report: Report) -> str:
     """Describe what is missing from a report; empty if it is complete."""
     lacks = []
-    if report.shard is not None:
-        lacks.append(
-            f"this is {report.shard.name}, with some of the samples. Join the shards with "
-            "lipaudit merge."
-        )
     if report.failures:
         failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
         lacks.append(f"{failed}. The other measures are complete.")
@@ -437,7 +429,8 @@ def list_obstacles(report: Report) -> dict[str, str]:
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
     command = report.run.command
-    if report.status != "complete":
+    # A merge says itself which shards to run again.
+    if report.status != "complete" and not command.startswith("lipaudit merge "):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
     model = report.run.model.spec

@@ -278,7 +278,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "partial": "The run was cut short, so some results are missing.",
         "preprocessing": "How samples were scaled and cut before the model.",
         "versions": "The programs that computed the figures.",
-        "shard": "One part of a run, measured apart (--shard); lipaudit merge joins the parts.",
+        "shard": "A share of a run's samples, measured apart (--shard i/n --parts FOLDER).",
         "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
     },
     "Names in the JSON": {

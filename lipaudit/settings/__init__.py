@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from lipaudit.settings.option import (
@@ -163,7 +164,14 @@ class RunOptions(Settings):
     )
     shard: ShardNumber = run_option(
         None,
-        "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports.",
+        "i/n: measure only part i of n of the samples, and store the results in --parts.",
+        rare=True,
+    )
+    parts: Path | None = run_option(
+        None,
+        "Keep finished batches in this folder. The same command continues there; `lipaudit merge` "
+        "makes the report of all shards.",
+        metavar="FOLDER",
         rare=True,
     )
     time_limit: Duration = run_option(
@@ -175,6 +183,11 @@ class RunOptions(Settings):
         False, "Continue an interrupted run of the same command after its last whole batch."
     )
     offline: bool = run_option(False, "Do not use the network.", rare=True)
+
+    @property
+    def continues(self) -> bool:
+        """Say whether batches that an earlier run finished are used."""
+        return self.resume or self.parts is not None
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""

@@ -413,48 +413,19 @@ class Run(Frozen):
         return " ".join(filter(None, (self.model.spec, *roundings)))
 
 
-class Shard(Frozen):
-    """The part of a run that a report covers, and the data that `lipaudit merge` needs.
-
-    Attributes:
-        number: number of the part, from 1.
-        of: number of parts.
-        ids: ids of all samples of the run, in order.
-        counts: number of samples of each measure, from the first.
-        notes: notes on loading, which precede the notes of a measure.
-        options: options of each measure that are not settings of its section.
-        parts: parts of each measure, in base64; only `lipaudit merge` reads them.
-    """
-
-    number: int
-    of: int
-    ids: tuple[str, ...]
-    counts: dict[str, int]
-    notes: tuple[Note, ...]
-    options: dict[str, dict[str, Any]]
-    parts: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """Return the shard's name: `shard 2 of 4`."""
-        return f"shard {self.number} of {self.of}"
-
-
 class Report(Frozen):
     """One run of lipaudit: the only thing that is written, compared, gated and rendered.
 
     It is partial if a measure failed or the run was cut short: a failed section has the reason, a
-    section cut by a time limit the number of missing samples. `shard` is set for one part of a
-    run. `samples` has the place of each sample, in the order of its `ids`: `place` in the data (a
-    file, a line, an index) and, for texts, the beginning as `text`; it is empty for random
-    samples.
+    section cut by a time limit the number of missing samples. `samples` has the place of each
+    sample, in the order of its `ids`: `place` in the data (a file, a line, an index) and, for
+    texts, the beginning as `text`; it is empty for random samples.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
     schema_version: str = SCHEMA_VERSION
     status: Literal["complete", "partial"] = "complete"
     run: Run
-    shard: Shard | None = None
     samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     sections: tuple[Section, ...]
 

@@ -54,18 +54,29 @@ READERS = (
     *("report bad.json", "report bad.json whole.json", "inspect bad.json"),
     *("compare bad.json whole.json", "compare whole.json bad.json"),
     *("gate bad.json -b whole.json", "gate whole.json -b bad.json", "baseline check bad.json"),
-    *("baseline update bad.json -o new.json --reason x", "merge bad.json shard2.json"),
+    *("baseline update bad.json -o new.json --reason x", "merge run"),
 )
 FORMATS = {"gate": ("text", "html", "junit"), "baseline": ("text", "json")}
 FACE = re.compile(r"error: [^\n]+\n(  hint: [^\n]+\n)?")
 
 
+SHARD = "run/shard-1-of-1"
+
+
 @pytest.fixture(scope="module")
-def documents() -> dict[str, str]:
-    """A report of every measure, and two shards."""
+def parts(tmp_path_factory) -> Path:
+    """The folder of a shard, which is all of a run."""
     how: dict[str, Any] = {"samples": 4, "eps": "0.1", "attack": "fgsm"}
-    shards = {f"shard{i}": lipaudit.measure("demo", "attack", shard=f"{i}/2", **how) for i in "12"}
-    return {name: dumps(report) for name, report in ({"whole": make_report()} | shards).items()}
+    folder = tmp_path_factory.mktemp("parts") / "run"
+    lipaudit.measure("demo", "attack", shard="1/1", parts=folder, **how)
+    return folder
+
+
+@pytest.fixture
+def documents(parts) -> dict[str, str]:
+    """A report of every measure, and what a folder of parts says of its shard."""
+    shutil.copytree(parts, "run")
+    return {"whole": dumps(make_report()), SHARD: Path(f"{SHARD}.json").read_text()}
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -142,8 +153,8 @@ def try_damaged(documents: dict[str, str], seed: int, count: int) -> tuple[list[
     chosen, faults, codes = random.Random(seed), [], set()
     for number in range(count):
         line = chosen.choice(READERS)
-        name = "shard1" if "merge" in line else "whole"
-        write("bad", damage(documents[name], chosen, [chosen.choice([*documents.values()])]))
+        name, bad = (SHARD, SHARD) if "merge" in line else ("whole", "bad")
+        write(bad, damage(documents[name], chosen, [chosen.choice([*documents.values()])]))
         format = chosen.choice(FORMATS.get(line.split()[0], ("table", "markdown", "html", "json")))
         code, fault = read_damaged(line, *([] if "update" in line else ["-f", format]))
         codes.add(code)

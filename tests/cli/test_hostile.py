@@ -131,8 +131,7 @@ def damaged(path: Path) -> list[str]:
     for key in ("rows", "settings", "name", "samples"):
         section = document["sections"][0] | {key: EVIL}
         texts.append(json.dumps(document | {"sections": [section]}))
-    if not (section := document["sections"][0])["rows"]:  # of a shard
-        return texts
+    section = document["sections"][0]
     row = {EVIL: EVIL} | {name + EVIL: each for name, each in section["rows"][0].items()}
     texts.append(json.dumps(document | {"sections": [section | {"rows": [row]}]}))
     texts.append(json.dumps(document | {"sections": [section | {EVIL: EVIL}]}))
@@ -196,27 +195,29 @@ def test_baselines(folder, reports):
         assert run("baseline", "update", path, "-o", how + "/x", "--reason", "x")[0] == 2
 
 
-def test_shards(folder):
-    shards = [folder / f"{number}{EVIL}.json" for number in (1, 2)]
+def test_shards(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    parts = folder / f"parts{EVIL}"
     how = ("-n", 4, "--data", folder / "pictures", "--attack", "fgsm", "--eps", "0.1")
-    for number, path in enumerate(shards, 1):
-        assert run("attack", "demo", *how, "--shard", f"{number}/2", "-o", path)[0] == 0
+    how += ("--save-adv", f"made{EVIL}.safetensors", "--parts", parts)
+    for number in (1, 2):
+        assert run("attack", "demo", *how, "--shard", f"{number}/2")[0] == 0
     for format in FORMATS:
-        assert run("merge", *shards, "-f", format)[0] == 0
+        assert run("merge", parts, "-f", format)[0] == 0
     merged = folder / "merged" / f"{EVIL}.json"
     merged.parent.mkdir()
-    assert run("merge", *shards, "-o", merged)[0] == 0
+    assert run("merge", parts, "-o", merged)[0] == 0
     assert_shown(merged.parent)
-    document = json.loads(shards[1].read_text())
-    for changed in (tainted(document), *map(json.loads, damaged(shards[1]))):
-        (folder / "bad.json").write_text(json.dumps(changed))
-        run("merge", shards[0], folder / "bad.json")
-    for key, value in document["shard"].items():
+    described = parts / "shard-2-of-2.json"
+    document = json.loads(described.read_text())
+    described.write_text(json.dumps(tainted(document)))
+    run("merge", parts)
+    for key, value in document.items():
         other = {EVIL: value} if isinstance(value, dict) else EVIL
-        changed = document | {"shard": document["shard"] | {key: other}}
-        (folder / "bad.json").write_text(json.dumps(changed))
-        assert run("merge", shards[0], folder / "bad.json")[0] == 4
-    assert run("merge", shards[0], EVIL)[0] == 4
+        described.write_text(json.dumps(document | {key: other}))
+        assert run("merge", parts)[0] == 4
+    described.write_text(json.dumps(document))
+    assert run("merge", EVIL)[0] == 4
 
 
 def test_certificates_and_audits(folder):

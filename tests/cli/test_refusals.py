@@ -180,6 +180,7 @@ COMMANDS = [
         for command in ("train demo", "watch .", "check demo")
     ),
     ("check demo --shard 1/2", 2, "--shard: only when"),
+    ("check demo --parts run", 2, "--parts: only when"),
     ("train demo --held-out random", 2, "--held-out"),
     ("train demo --classes 1", 2, "at least 2 classes"),
     ("train demo --classes 3", 2, "demo does not take --classes"),

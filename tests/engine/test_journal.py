@@ -22,7 +22,7 @@ import lipaudit
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine import execute
-from lipaudit.engine.files import Journal, decode_part, encode_part, pack_parts, unpack_parts
+from lipaudit.engine.files import Journal, decode_part, encode_part
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.gate.pairing import find_fault
 from lipaudit.measures import load_measures
@@ -106,7 +106,8 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name):
     assert Journal({"measure": name, "seed": 1}).read_parts(batch.ids) == []
     sections = measure.summarise(parts, options)
     assert measure.summarise(found, options) == sections
-    assert measure.summarise(unpack_parts(pack_parts(parts, name)), options) == sections
+    again = [decode_part(encode_part(part, name)) for part in parts]
+    assert measure.summarise(again, options) == sections
     # Parts of bounds that an earlier version kept have one array more.
     for i, part in enumerate(parts if name == "bounds" else ()):
         more = replace(part, values={**part.values, "g1_max": np.ones((len(part.ids), 1))})
@@ -192,7 +193,7 @@ def test_a_fact_that_is_no_json_value_is_named_with_its_measure(fact, why):
     keep(journal, [odd])
     assert says in journal.refusal
     with pytest.raises(EvaluationError, match=re.escape(says)):
-        pack_parts([odd], "odd")
+        encode_part(odd, "odd")
 
 
 def test_parts_come_in_the_order_of_the_samples_and_whole():
@@ -315,19 +316,30 @@ def test_several_models_have_one_limit():
     assert loads(dumps(reports[1])) == reports[1]
 
 
-def test_a_shard_that_the_limit_ended_is_merged_in_part_and_no_gate_is_passed():
-    asked = {"samples": 4, "batch_size": 1}
+def test_a_shard_that_the_limit_ended_is_merged_in_part_and_no_gate_is_passed(monkeypatch):
+    args = ("jacobian", "demo", "-n", "4", "--batch-size", "1")
+    first, second = ((*args, "--parts", "run", "--shard", f"{i}/2") for i in (1, 2))
     with time_for(1):
-        cut = lipaudit.measure("demo", "jacobian", shard="1/2", time_limit=60, **asked)
-    rest = lipaudit.measure("demo", "jacobian", shard="2/2", **asked)
-    whole = lipaudit.measure("demo", "jacobian", **asked).sections[0]
-    merged = lipaudit.merge([cut, rest])
+        said = invoke(*first, "--time-limit", "60", code=7).stderr
+    assert "the time limit ended the run before 1 samples of jacobian" in said
+    assert "hint: Run the same command again to measure the rest." in said
+    invoke(*second)
+    whole = lipaudit.measure("demo", "jacobian", samples=4, batch_size=1).sections[0]
+    typed = ("merge", "run", "-o", "cut.json")
+    monkeypatch.setattr("sys.argv", ["lipaudit", *typed])
+    said = invoke(*typed, code=7).stderr
+    assert "hint: Run the commands of the shards again" in said
+    merged = load("cut.json")
     section = merged.sections[0]
     assert (merged.status, merged.unmeasured) == ("partial", {"jacobian": 1})
     assert section.samples["norm"] == tuple(whole.samples["norm"][i] for i in (0, 1, 3))
     note = next(note for note in section.notes if note.code == "cut-short")
     assert note.text == "the time limit ended jacobian after 3 of 4 samples"
     assert "the time limit ended its run" in find_fault(merged, section)
+    assert "--resume" not in render(merged, "markdown").decode()  # a merge cannot resume
+    invoke(*first, "--time-limit", "60")
+    invoke("merge", "run", "-o", "all.json")
+    assert load("all.json").sections[0] == whole
 
 
 @pytest.mark.parametrize(

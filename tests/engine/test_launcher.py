@@ -125,6 +125,19 @@ def test_every_process_keeps_its_parts_until_the_report_of_all_is_complete(elsew
     assert not list(tmp_path.rglob("*.npz"))
 
 
+def test_rank_0_writes_the_files_of_a_run_and_parts_are_kept(elsewhere, tmp_path):
+    args = ("attack", "demo", "-n", "66", "--attack", "fgsm", "--eps", "0.1", "-q")
+    saved = ("--save-adv", "made.safetensors")
+    both = processes.ranks(2, *args, *saved, "--parts", "run", "-o", "two.json", cwd=tmp_path)
+    assert [each.ended() for each in both] == [(0, "")] * 2
+    made = Path("made.safetensors").read_bytes()
+    invoke(*args, *saved, "-o", "one.json")
+    assert Path("made.safetensors").read_bytes() == made
+    invoke("merge", "run", "-o", "merged.json")
+    for name in ("two", "merged"):
+        assert read_figures(f"{name}.json") == read_figures("one.json")
+
+
 def fail_in(rank: int) -> None:
     """Let rank 0 write only small files, or the measure fail in rank 1."""
     if os.environ["RANK"] == f"{rank}":

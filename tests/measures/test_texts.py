@@ -14,9 +14,9 @@ import lipaudit
 from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch, Share
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.engine.execute import execute
+from lipaudit.engine.execute import execute, run_shard
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.engine.results import merge
+from lipaudit.engine.shards import merge
 from lipaudit.errors import InputError
 from lipaudit.measures import drawings, load_measures
 from lipaudit.measures.attack import AttackOptions
@@ -25,7 +25,6 @@ from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.schema import dumps, loads
 from lipaudit.settings import RunOptions
 from lipaudit.tables.weakest import worst
 from tests.measures.cases import run_measure
@@ -282,8 +281,9 @@ def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, kind, n
     assert len(batches) == sum(-(-count // 4) for count in alike.tolist())  # as few as can be
     assert all(batch.mask is None for batch in batches)
     together, alone = execute(job), execute(prepare(request(batch_size=1)))
-    shards = [execute(prepare(request(batch_size=4, shard=f"{i}/2"))) for i in (1, 2)]
-    merged = merge([loads(dumps(report)) for report in shards])
+    for i in (1, 2):
+        run_shard(prepare(request(batch_size=4, shard=f"{i}/2", parts=tmp_path / "run")))
+    merged = merge(tmp_path / "run")
     for kept, section in zip(together.sections, merged.sections, strict=True):
         # Shards know the notes of their own batches alone: rows and samples are compared.
         assert (kept.rows, kept.samples) == (section.rows, section.samples)

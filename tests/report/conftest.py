@@ -8,7 +8,6 @@ from lipaudit import schema
 from lipaudit.measures import layouts
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report, Section
-from lipaudit.tables.report import Shard
 
 STORED = Path(__file__).parent / "goldens/report.json"
 """3 layers of 4 heads, 24 samples; see `bounds`: a norm is NaN, one was not measured."""
@@ -43,11 +42,6 @@ def show(*reports):
 def find_chapter(page, name):
     """The chapter of a page by its name."""
     return next(chapter for chapter in page.chapters if chapter.name == name)
-
-
-def shard_of(number: int, of: int) -> Shard:
-    """What a report that is one of several shards says of itself."""
-    return Shard(number=number, of=of, ids=(), counts={}, notes=(), options={}, parts={})
 
 
 def make_other() -> Report:

@@ -16,7 +16,7 @@ from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.weakest import worst
 from tests.commands import invoke
-from tests.report.conftest import find_chapter, keep, make_report, shard_of, swap
+from tests.report.conftest import find_chapter, keep, make_report, swap
 
 pytestmark = pytest.mark.usefixtures("blank_charts")
 
@@ -73,9 +73,6 @@ def test_places_stand_beside_the_samples_though_the_worst_has_none(report):
     assert [column.label for column in table.columns[:2]] == ["sample", "place"]
     assert table.rows[0][1] is None
     assert table.rows[1][1].startswith("index ")
-    shard = report.model_copy(update={"shard": shard_of(1, 2)})
-    for page in (show(shard), show(shard, IDS[0])):
-        assert page.chapters[0].blocks[0].text.startswith("Partial: this is shard 1 of 2")
 
 
 def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):

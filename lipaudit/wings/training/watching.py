@@ -107,10 +107,10 @@ def watch(
     request = audit_request(
         "", measures, {"quick": True, **usual, **options}, demo=False, command="lipaudit.watch()"
     )
-    if request.run.shard:
-        raise UsageError(
-            "shard is not possible here: a training is measured on all samples", "Leave it out."
-        )
+    for name in ("shard", "parts"):
+        if getattr(request.run, name):
+            text = f"{name} is not possible here: a training is measured on all samples"
+            raise UsageError(text, "Leave it out.")
     advice = "Give a positive number of steps between two measurements."
     if every < 1:
         raise UsageError(f"every = {every}", advice)

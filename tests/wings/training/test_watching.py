@@ -189,6 +189,7 @@ def test_a_training_that_goes_on_replaces_the_reports_of_its_steps(module, watch
         ({"data": "nowhere.npz"}, "there is no data 'nowhere.npz'"),
         ({"to": __file__}, "is a file"),
         ({"shard": "1/2"}, "a training is measured on all samples"),
+        ({"parts": "run"}, "parts is not possible here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_training(watch, tmp_path, asked, says):

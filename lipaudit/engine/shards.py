@@ -1,0 +1,351 @@
+"""Shards of a run: what each process has measured, and one report of all of them.
+
+A shard is a run that is interrupted on purpose. Its parts lie in the folder of `--parts`, beside a
+file that describes the run. So a merge is a resumed run with nothing left to measure, and needs
+neither the model nor the data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from lipaudit import __version__
+from lipaudit.engine.files import name_folder, read_parts, write
+from lipaudit.engine.results import (
+    describe_run,
+    identify,
+    list_origins,
+    make_failed,
+    make_report,
+    summarise,
+)
+from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import load_measures
+from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
+from lipaudit.schema import to_json_values
+from lipaudit.tables import Note, Report, Run, Section
+from lipaudit.tables.columns import Cell, Frozen
+from lipaudit.tables.report import Failure, require_aligned
+
+if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Job
+
+# Fields in which shards of one run may differ (devices must be of one kind).
+MAY_DIFFER = {"command", "created", "device", "device_map"}
+# Number of missing samples that an error names.
+NAMED = 3
+ADVICE = "Measure with --shard i/n --parts FOLDER, then: lipaudit merge FOLDER."
+
+
+class Planned(Frozen):
+    """What a run measures by one measure.
+
+    Attributes:
+        samples: number of samples, from the first.
+        options: all options that can be typed, and the settings of the section.
+        folder: name of the folder of the parts.
+    """
+
+    samples: int = Field(ge=1)
+    options: dict[str, Any]
+    folder: str = Field(pattern="^[0-9a-f]+$")
+
+
+class Shard(Frozen):
+    """One process of a run: its share of the batches, and how far it came.
+
+    Attributes:
+        number: its number, from 1.
+        of: number of shards.
+        batch_size: the typed batch size: with another one, shards overlap.
+        run: the origin of the numbers.
+        ids: ids of all samples of the run, in order.
+        places: places of the samples in the data, as in a report.
+        measures: what all shards measure, by measure.
+        notes: notes on loading, which precede the notes of a measure.
+        finished: whether the process came to its end.
+        left_out: optional measures that turned out to be impossible.
+        failures: the measures that failed, with the reasons.
+        cut: ids of the samples that a time limit left out, by measure.
+    """
+
+    number: int = Field(ge=1)
+    of: int = Field(ge=1)
+    batch_size: int | None
+    run: Run
+    ids: tuple[str, ...]
+    places: dict[str, tuple[Cell, ...]]
+    measures: dict[str, Planned]
+    notes: tuple[Note, ...] = ()
+    finished: bool = False
+    left_out: tuple[str, ...] = ()
+    failures: dict[str, Failure] = {}
+    cut: dict[str, tuple[str, ...]] = {}
+
+    _check_lengths = field_validator("places")(require_aligned)
+
+    @property
+    def name(self) -> str:
+        """Return the shard as it is typed: `2/4`."""
+        return f"{self.number}/{self.of}"
+
+    @property
+    def file(self) -> str:
+        """Return the name of the file that describes the shard."""
+        return f"shard-{self.number}-of-{self.of}.json"
+
+    @property
+    def unmeasured(self) -> dict[str, int]:
+        """Return the numbers of samples that a time limit left out, by measure."""
+        return {name: len(ids) for name, ids in self.cut.items()}
+
+
+def describe_shard(job: Job) -> Shard:
+    """Describe the shard that a job is about to measure; a whole run is the only one of one."""
+    number, of = job.request.run.shard or (1, 1)
+    measures = {}
+    for name, options in job.request.measures.items():
+        measures[name] = Planned(
+            samples=job.counts[name],
+            options=to_json_values(options.model_dump() | options.unkept()),
+            folder=name_folder(identify(job, name, options)),
+        )
+    return Shard(
+        number=number,
+        of=of,
+        batch_size=job.request.run.batch_size,
+        run=describe_run(job),
+        ids=job.samples.batch.ids,
+        places=list_origins(job.samples),
+        measures=measures,
+        notes=job.notes,
+    )
+
+
+def save_shard(shard: Shard, folder: Path) -> None:
+    """Write the description of a shard into the folder of its parts.
+
+    Raises:
+        UsageError: the folder has parts of another run.
+        EvaluationError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in _read_shards(folder):
+        differing = _list_differences(shard, other)
+        if differing:
+            raise UsageError(
+                f"{folder} has parts of another run, which differs in {', '.join(differing)}",
+                "Give each run its own --parts FOLDER.",
+            )
+    write(folder / shard.file, shard.model_dump_json().encode())
+
+
+def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
+    """Make the report of a run from the parts of its shards, for `lipaudit merge`.
+
+    The report equals that of a single process, to the last digit if the shards ran on a CPU; times
+    are sums. A measure that failed in one shard has failed. Files that options name (`--save-adv`)
+    are written, too.
+
+    Args:
+        folders: folders of `--parts`: one that all shards share, or one of each.
+        command: the command that the report records.
+
+    Raises:
+        InputError: samples are missing, the shards are of several runs, or a file is damaged.
+    """
+    paths = [Path(folder) for folder in folders]
+    shards: list[Shard] = []
+    for path in paths:
+        if not path.is_dir():
+            raise InputError(f"{path} is no folder of parts", ADVICE)
+        found = _read_shards(path)
+        if not found:
+            raise InputError(f"{path} has no parts of a run", ADVICE)
+        shards += found
+    if not shards:
+        raise InputError("no folder of parts is given", ADVICE)
+    _require_one_run(shards)
+    first = shards[0]
+    if first.run.lipaudit != __version__:
+        raise InputError(
+            f"the parts were written by lipaudit {first.run.lipaudit}, and this is {__version__}",
+            "Merge them with the version that wrote them.",
+        )
+    parts: dict[str, list[Part]] = {}
+    for name, planned in first.measures.items():
+        _require_files_here(_read_options(name, planned))
+        parts[name] = []
+        for path in paths:
+            missing = _list_missing(first.ids[: planned.samples], parts[name])
+            parts[name] += read_parts(path / planned.folder, missing).values()
+    _require_whole(shards, parts)
+    return join_shards(shards, parts, command)
+
+
+def join_shards(
+    shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]], command: str
+) -> Report:
+    """Make the report of a run from all of its shards and the parts of each measure.
+
+    Args:
+        shards: the shards, in any order.
+        parts: the parts by measure, each sample at most once.
+        command: the command that the report records.
+
+    Raises:
+        InputError: the shards are of several runs.
+    """
+    _require_one_run(shards)
+    first = shards[0]
+    left_out = {name for shard in shards for name in shard.left_out}
+    notes = tuple(dict.fromkeys(chain.from_iterable(shard.notes for shard in shards)))
+    sections: list[Section] = []
+    for name, planned in first.measures.items():
+        if name in left_out:
+            continue
+        options = _read_options(name, planned)
+        ids = first.ids[: planned.samples]
+        missing = _list_missing(ids, parts[name])
+        failures = [shard.failures[name] for shard in shards if name in shard.failures]
+        if missing and failures:
+            sections.append(make_failed(name, options, failures[0], notes))
+        else:
+            sections += summarise(name, in_order(parts[name], ids), options, notes, len(missing))
+    run = first.run.model_copy(
+        update={
+            "command": command,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": ", ".join(dict.fromkeys(shard.run.device for shard in shards)),
+        }
+    )
+    return make_report(run, sections, first.places)
+
+
+def _read_shards(folder: Path) -> list[Shard]:
+    """Return the shards that a folder describes, by their numbers.
+
+    Raises:
+        InputError: a description is damaged.
+    """
+    shards = []
+    for path in folder.glob("shard-*-of-*.json"):
+        try:
+            shards.append(Shard.model_validate_json(path.read_bytes()))
+        except (OSError, ValidationError) as error:
+            reason = getattr(error, "strerror", None) or "it does not describe a shard"
+            advice = "Copy the file again, or delete it and measure the shard again."
+            raise InputError(f"cannot read {path}: {reason}", advice) from None
+    return sorted(shards, key=lambda shard: (shard.of, shard.number))
+
+
+def _read_options(name: str, planned: Planned) -> MeasureOptions:
+    """Return the options of a measure.
+
+    Raises:
+        InputError: there is no such measure, or it does not take them.
+    """
+    if name not in load_measures():
+        raise InputError(f"there is no measure {name!r}", "Install the plug-in that brings it.")
+    try:
+        return load_measures()[name].options.parse(planned.options)
+    except UsageError as error:
+        raise InputError(f"the options of {name} are damaged: {error.message}") from None
+
+
+def _require_files_here(options: MeasureOptions) -> None:
+    """Refuse to write elsewhere than below the working directory: parts may be a stranger's.
+
+    Raises:
+        InputError: an option names a file that is elsewhere.
+    """
+    for path in options.files:
+        if not path.resolve().is_relative_to(Path.cwd()):
+            raise InputError(
+                f"the run writes {path}, which is not below the working directory",
+                "Merge in a folder above that file, or run the command without --shard.",
+            )
+
+
+def _list_missing(ids: Sequence[str], parts: Sequence[Part]) -> list[str]:
+    """Return the samples that are in no part."""
+    measured = {*sample_ids(parts)}
+    return [name for name in ids if name not in measured]
+
+
+def _require_one_run(shards: Sequence[Shard]) -> None:
+    """Refuse shards of several runs, and say in what they differ.
+
+    Raises:
+        InputError: two shards differ.
+    """
+    first, *others = shards
+    for other in others:
+        differing = _list_differences(first, other)
+        if differing:
+            raise InputError(
+                f"shards {first.name} and {other.name} are not from the same run: they differ in "
+                f"{', '.join(differing)}",
+                "Measure both with the same command and software; only --shard may differ.",
+            )
+
+
+def _list_differences(one: Shard, other: Shard) -> list[str]:
+    """Return the names of the conditions in which two shards differ."""
+    ones, others = _list_conditions(one), _list_conditions(other)
+    return [name for name in {**ones, **others} if ones.get(name) != others.get(name)]
+
+
+def _list_conditions(shard: Shard) -> dict[str, Any]:
+    """Return everything that determines the numbers, by name."""
+    run = shard.run.model_dump(mode="json", exclude=MAY_DIFFER)
+    # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
+    run["device"] = shard.run.device.split(" ")[0]
+    run["batch_size"] = shard.batch_size
+    run["samples"] = shard.ids
+    return run | shard.measures
+
+
+def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]]) -> None:
+    """Refuse to merge while samples are missing that no time limit and no failure left out.
+
+    Raises:
+        InputError: samples are missing; the advice has the command that measures them.
+    """
+    first = shards[0]
+    finished = {shard.name for shard in shards if shard.finished}
+    names = [f"{i}/{first.of}" for i in range(1, first.of + 1)]
+    unfinished = [name for name in names if name not in finished]
+    for name, planned in first.measures.items():
+        missing = _list_missing(first.ids[: planned.samples], parts[name])
+        lost = {*missing}
+        for shard in shards:
+            lost.difference_update(shard.cut.get(name, ()))
+            if name in shard.failures or name in shard.left_out:
+                lost.clear()
+        if lost:
+            some = ", ".join([sample for sample in missing if sample in lost][:NAMED])
+            text = (
+                f"{len(lost)} of {planned.samples} samples of {name} are missing, such as {some}"
+            )
+            if unfinished:
+                text += f"; shards not finished: {', '.join(unfinished)}"
+            raise InputError(text, _advise_missing(first.run.command, unfinished))
+
+
+def _advise_missing(command: str, unfinished: Sequence[str]) -> str:
+    """Return the command that measures missing samples: of a shard, or of all that are left."""
+    which, wanted = "all samples", ""
+    if unfinished:
+        which, wanted = f"shard {unfinished[0]}", f" --shard {unfinished[0]}"
+    again, count = re.subn(r" --shard[ =]\S+", wanted, command)
+    if count:
+        return f"Measure them: {again}"
+    return f"Measure {which} with the same options and the same parts."

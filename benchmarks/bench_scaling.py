@@ -1,9 +1,9 @@
-"""Exact norms beside a power iteration that stops on an absolute change, as published code has it.
+"""Exact norms beside a power iteration that stops on an absolute change.
 
 The reference is power iteration on J J^T from a random start: it stops when sigma^2, 0 at first,
-changes by less than 1e-3, or after 1000 products (the settings of How Smooth Is Attention? for a
-random GPT-2). Both are compared with norms converged to 1e-9, in float64, over all heads of the
-model and 4 samples. gpt2 has random weights; further lines multiply W_V, and so every norm.
+changes by less than 1e-3, or after 1000 products. Both are compared with norms converged to 1e-9,
+in float64, over all heads of the model and 4 samples. gpt2 has random weights; further lines
+multiply W_V, and so every norm.
 """
 
 from __future__ import annotations

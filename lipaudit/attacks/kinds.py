@@ -6,7 +6,6 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +132,8 @@ ATTACKS: dict[str, AttackKind] = {
     "words": _rewrite("lipaudit.attacks.rewriting:rewrite_words", norms=("words",)),
     "characters": _rewrite("lipaudit.attacks.rewriting:rewrite_characters", norms=("characters",)),
 }
+# Kinds of typing errors, each of which changes a word.
+TYPING = ("swap", "remove", "replace", "insert")
 # Words of --attack that are not names of attacks, so plug-ins cannot use them.
 RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
 
@@ -458,31 +459,3 @@ def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
         )
         return replace(attack, targets=classes - 1), (Note.info("fewer-targets", text),)
     return attack, ()
-
-
-# Common corruptions of images, and typing errors
-
-
-# Sides of the published sets of corrupted images, and their names.
-PUBLISHED = {32: "CIFAR-10-C", 64: "Tiny ImageNet-C", 224: "ImageNet-C"}
-# Kinds of random typing errors.
-TYPING = ("swap", "remove", "replace", "insert")
-
-
-@functools.cache
-def read_corruptions() -> dict[str, dict[str, list[Any]]]:
-    """Return the parameters of corruptions of images: by name, published side and severity."""
-    import tomllib
-    from importlib.resources import files
-
-    file = files("lipaudit.wings.corruptions") / "assets" / "corruptions.toml"
-    return tomllib.loads(file.read_text("utf-8"))
-
-
-def find_published(side: int) -> int:
-    """Return the side of the published set that is nearest to images of a side, as a ratio.
-
-    >>> [find_published(side) for side in (8, 45, 46, 119, 120, 384)]
-    [32, 32, 64, 64, 224, 224]
-    """
-    return min(PUBLISHED, key=lambda known: abs(math.log(known / side)))

@@ -58,7 +58,7 @@ def _find_fault(name: str, measure: Measure) -> str:
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != name:
         return f"has no table of the section {name!r}"
-    drawings = get_args(Drawing)
+    drawings = (*get_args(Drawing), *collect(str, "drawings", get_args(Drawing)))
     for number, table in enumerate(measure.tables):
         if number and not table.name.startswith(f"{name}."):
             return f"has a table of the section {table.name!r}"

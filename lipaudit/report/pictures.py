@@ -14,8 +14,8 @@ from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Block, Cells, Curve, Table, make_table
 from lipaudit.report.rows import Sections, add_model, find_columns, map_heads, read_rows
 from lipaudit.tables import Column, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, order, wilson
-from lipaudit.tables.report import Drawing
+from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
+from lipaudit.tables.plugins import collect, load_object
 from lipaudit.tables.trials import WORST, find_layer, is_repeat
 
 VISIBLE = 0.005
@@ -81,11 +81,7 @@ def scatter_bounds(sections: Sections) -> Iterator[Curve]:
         yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False)
 
 
-# Curves of attacks and lengths
-
-
-LINES = 5
-"""Largest number of heads or layers in one chart, spread evenly."""
+# Curves of attacks
 
 
 def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> blocks.Series:
@@ -153,46 +149,6 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             lines.append(line)
         title = add_model(model, "Accuracy of every class")
         yield make_table(title, lines, columns, folded=True)
-
-
-def draw_lengths(sections: Sections) -> Iterator[Curve]:
-    """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
-    columns = find_columns(sections)
-    rows = [row for row in read_rows(sections) if order(row.norm) > 0]
-    for mode, group in group_values((row["mode"], row) for row in rows).items():
-        x = "radius" if mode == "radius" else "n"
-        lines = group_values((_name_line(row, mode), row) for row in group)
-        names = list(lines)
-        if len(names) > LINES:
-            step = (len(names) - 1) / (LINES - 1)
-            names = [names[round(i * step)] for i in range(LINES)]
-        series = [make_series(name, lines[name], x, "norm") for name in names]
-        if not series:
-            continue
-        if x == "n":
-            start = min(each.x[0] for each in series)
-            end = max(each.x[-1] for each in series)
-            first = series[0].y[0]
-            for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
-                last = first * (end / start) ** power
-                series.append(blocks.Series(text, (start, end), (first, last), guide=True))
-        axis = "R" if x == "radius" else "the length"
-        title = f"Norms over {axis}, mode {mode}"
-        yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
-
-
-def _name_line(row: Row, mode: str) -> str:
-    """Name a line of norms by its model, its head and what is fixed along it."""
-    name = f"{row.model} {row.head}"
-    if row.masked:
-        name += ", masked"
-    name = name.strip()
-    if mode == "radius":
-        if row.n is not None:
-            name += f", n = {row.n:.3g}"
-    elif mode != "real" and row.radius is not None:  # real data define the radius
-        name += f", R = {row.radius:.3g}"
-    return name
 
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:
@@ -308,14 +264,21 @@ def _draw_map(
         yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
 
 
-DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
+DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
     "tightness": list_tightness,
     "bounds": scatter_bounds,
     "attention": draw_attention,
     "accuracies": draw_accuracies,
     "classes": list_classes,
-    "lengths": draw_lengths,
     "depth": draw_depth,
     "paths": draw_paths,
 }
 """What a section may show besides the tables, maps and histograms of its columns, by name."""
+
+
+def find_drawing(name: str) -> Callable[[Sections], Iterable[Block]]:
+    """Return the function of a picture or table that a section declares, also a wing's."""
+    if name in DRAWINGS:
+        return DRAWINGS[name]
+    drawing: Callable[[Sections], Iterable[Block]] = load_object(collect(str, "drawings")[name])
+    return drawing

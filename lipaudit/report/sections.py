@@ -13,7 +13,7 @@ from lipaudit.measures import layouts
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Block, Paragraph, make_table
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.report.pictures import DRAWINGS
+from lipaudit.report.pictures import find_drawing
 from lipaudit.report.rows import Sections, add_model, map_heads, tabulate
 from lipaudit.tables import Display, Note, Section
 from lipaudit.tables.columns import (
@@ -102,7 +102,7 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         yield from map_column(measured, name)
     yield from tabulate(measured, display.columns, display.by)
     for name in display.drawings:
-        yield from DRAWINGS[name](measured)
+        yield from find_drawing(name)(measured)
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:

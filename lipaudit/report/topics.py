@@ -16,6 +16,7 @@ from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.measures import layouts, load_measures
 from lipaudit.report import cells
 from lipaudit.settings.option import Settings
+from lipaudit.tables.plugins import load_wings
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
@@ -61,11 +62,7 @@ def list_topics() -> tuple[Topic, ...]:
         *_list_measures(),
         *_list_columns(),
         *_list_attacks(),
-        *(
-            Topic(group, name, name, meaning)
-            for group, meanings in GROUPS.items()
-            for name, meaning in meanings.items()
-        ),
+        *_list_words(),
     )
 
 
@@ -150,6 +147,14 @@ def _list_attacks() -> Iterator[Topic]:
         yield Topic("Attacks", name, name, ATTACKS[name])
 
 
+def _list_words() -> Iterator[Topic]:
+    """Yield the words that nothing else explains, those of wings last."""
+    for groups in (GROUPS, *(wing.topics for wing in load_wings().values())):
+        for group, meanings in groups.items():
+            for name, meaning in meanings.items():
+                yield Topic(group, name, name, meaning)
+
+
 def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
     """Yield the options of groups, by command, and the words that they accept."""
     for owner, group in groups.items():
@@ -203,18 +208,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "characters": "How many characters of a text are changed.",
         "patch": "How many patches of an image are changed, to any values.",
     },
-    "Verdicts of certificates": {
-        "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
-        "broken": "An attack, or the search of a proof, found a misclassified input in the ball.",
-        "certified": "Proven: every input of the ball is classified correctly.",
-        "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
-        "bound": "Why a sample is undecided: loose bounds, and no ReLU to split further.",
-        "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
-        "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
-        "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
-        "tokens": "Why a sample is undecided: near words would be tokenized differently.",
-        "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
-    },
     "Statistics of rules": {
         "median": "Half of the values are below it, half above. In a rule: over the samples.",
         "mean": "The mean. In a rule: over the samples; for a yes-or-no column the share of yes.",
@@ -242,10 +235,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "scorecard": "The main results of a report on one screen; `--details` prints all.",
         "clean accuracy": "Share of samples right without attack. CI: 95 % (Wilson 1927).",
         "robust accuracy": "Share of samples that stay correct under all attacks of this radius.",
-        "certified accuracy": "Share of the samples proven correct for every input of the ball.",
-        "accuracy under corruptions": "Mean share of the corrupted copies that are right.",
-        "smoothed certified": "Share certified for the vote under noise, each at 1 - alpha.",
-        "certified radius": "Median radius in which the class is proven not to change.",
         "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
         "sensitivity through attention": "Share of the most sensitive direction that passes any "
         "attention; then any MLP, and the head with the largest share.",

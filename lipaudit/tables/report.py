@@ -267,7 +267,6 @@ Drawing = Literal[
     "attention",
     "accuracies",
     "classes",
-    "lengths",
     "depth",
     "paths",
 ]
@@ -282,7 +281,7 @@ class Display:
         columns: columns of its table; bounds follow. Empty: all of them.
         by: a column: of many rows, the table has those with its largest values.
         maps: columns that are mapped over layers and heads.
-        drawings: pictures and tables of its own, by their names in `report.pictures`.
+        drawings: pictures and tables of its own, by their names in `report.pictures` or in a wing.
         histograms: per-sample columns that are counted.
         worst: per-sample columns in the table of the worst samples.
         folded: whether an HTML page shows only the heading at first, unless it comes first.
@@ -292,7 +291,7 @@ class Display:
     columns: tuple[str, ...] = ()
     by: str = ""
     maps: tuple[str, ...] = ()
-    drawings: tuple[Drawing, ...] = ()
+    drawings: tuple[Drawing | str, ...] = ()
     histograms: tuple[str, ...] = ()
     worst: tuple[str, ...] = ()
     folded: bool = True

@@ -21,10 +21,11 @@ def lipaudit(*args: str, cwd: Path, **how: Any) -> subprocess.CompletedProcess[s
     return processes.completed(*args, cwd=cwd, before=before, **how)
 
 
+PICTURE = "How sure is the model of its samples?"
 READING = (
-    ("report", "a.json", "-f", "html"),
-    ("report", "a.json", "-f", "csv"),
+    ("report", "a.json", "-f", "html"),  # with the package's picture
     ("compare", "a.json", "a.json", "-f", "markdown"),
+    ("report", "a.json", "-f", "csv"),
     ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.confidence:mean >= -1%"),
     ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.mean >= 0.1", "-f", "html"),
 )
@@ -37,6 +38,7 @@ def session(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     files = [f"-oa.{suffix}" for suffix in ("json", "md", "html", "txt")]
     measure = ("confidence", "demo", "-n", "24", "--temperature", "2", *files)
     learn = (("--help",), ("confidence", "--help"), ("explain", "confidence"))
+    learn += (("unsure", "a.json"), ("unsure", "a.json", "-f", "json"), ("unsure", "--help"))
     wrong = ("confidence", "demo", "--temperature", "0")
     return folder, lipaudit(*measure, cwd=folder, then=[*READING, *learn, wrong])
 
@@ -76,6 +78,23 @@ def test_it_has_a_command_and_an_explanation(session):
     assert (done.returncode, "--temperature" in done.stderr) == (2, True), done.stderr
 
 
+def test_a_command_of_its_package_reads_its_report(session):
+    folder, done = session
+    samples = json.loads((folder / "a.json").read_text())["sections"][0]["samples"]
+    least = min(zip(samples["confidence"], samples["ids"], strict=True))
+    assert f"\n{least[1]} {least[0]:.1%}\n" in done.stdout
+    assert f'"{least[1]}": {least[0]}' in done.stdout
+    usage = done.stdout.split("Usage:")
+    assert "unsure" in usage[1]
+    assert "List the samples that the model is least sure of" in usage[-1]
+
+
+def test_its_picture_is_on_the_page(measured):
+    page = (measured / "a.html").read_text()
+    assert PICTURE in page
+    assert "share of the samples" in page
+
+
 def test_it_can_be_gated(measured):
     worse = json.loads((measured / "a.json").read_text())
     worse["run"]["model"]["weights_sha256"] = "0" * 64
@@ -91,8 +110,18 @@ def test_it_can_be_gated(measured):
 
 def test_a_report_is_read_where_the_measure_is_not_installed(session):
     folder, there = session
-    first, *others = READING
+    first, *others = READING[2:]
     done = processes.completed(*first, cwd=folder, then=others)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("onfidence") >= len(READING)
+    assert done.stdout.count("onfidence") >= len(others) + 1
     assert done.stdout in there.stdout
+
+
+def test_its_picture_alone_is_missing_where_the_measure_is_not_installed(session):
+    folder, there = session
+    done = processes.completed(*READING[0], cwd=folder, then=[READING[1]])
+    assert done.returncode == 0, done.stderr
+    assert there.stdout.count(PICTURE) > 2
+    assert PICTURE not in done.stdout
+    for text in ("Confidence of the predictions", "lowest", "confidence per sample"):
+        assert text in done.stdout

@@ -210,6 +210,8 @@ def test_it_is_on_bare_tensors_explained_compared_gated_and_followed(measured, t
         assert '"metric": "bounds.frobenius:median"' in compared
         assert "Frobenius" in invoke("report", *both, "-f", "markdown", "-q").stdout
         invoke(*gate, "bounds.frobenius:each <= 1e9")
+        assert "What a model's logits are divided by." in invoke("explain", "temperature").stdout
+        assert lipaudit.mi_fgsm.__module__ == "lipaudit_example.momentum"
         broken = invoke(*gate, "bounds.frobenius:each <= 1e-3", code=1).stdout
         assert "regressed: bounds.frobenius:each <= 1e-3" in broken
         scaling = ("scaling", "demo", "-n", 1, "--mode", "real", "-q", "-f", "json")

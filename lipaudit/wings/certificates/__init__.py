@@ -13,4 +13,24 @@ from lipaudit.tables.plugins import Wing
 from lipaudit.wings.certificates.measure import CERTIFY
 from lipaudit.wings.certificates.smoothing import SMOOTHING
 
-WING = Wing(measures=(CERTIFY, SMOOTHING))
+VERDICTS = {
+    "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
+    "broken": "An attack, or the search of a proof, found a misclassified input in the ball.",
+    "certified": "Proven: every input of the ball is classified correctly.",
+    "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
+    "bound": "Why a sample is undecided: loose bounds, and no ReLU to split further.",
+    "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
+    "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
+    "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
+    "tokens": "Why a sample is undecided: near words would be tokenized differently.",
+    "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
+}
+WORDS = {
+    "certified accuracy": "Share of the samples proven correct for every input of the ball.",
+    "smoothed certified": "Share certified for the vote under noise, each at 1 - alpha.",
+    "certified radius": "Median radius in which the class is proven not to change.",
+}
+WING = Wing(
+    measures=(CERTIFY, SMOOTHING),
+    topics={"Verdicts of certificates": VERDICTS, "Words of pages": WORDS},
+)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from PIL import Image
 from scipy import ndimage, signal
 
-from lipaudit.attacks.kinds import find_published, read_corruptions
+from lipaudit.wings.corruptions.published import find_published, read_corruptions
 
 Pixels = Float[np.ndarray, "height width channels"]
 Draw = np.random.Generator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer
 
-from lipaudit.attacks.kinds import PUBLISHED, TYPING, find_published, read_corruptions
+from lipaudit.attacks.kinds import TYPING
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part
@@ -19,6 +19,7 @@ from lipaudit.settings.option import option, read_list
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
 from lipaudit.tables.columns import OUTCOMES, limit_columns
 from lipaudit.tables.trials import COUNTED, Norm
+from lipaudit.wings.corruptions.published import PUBLISHED, find_published, read_corruptions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,4 +3,7 @@
 from lipaudit.tables.plugins import Wing
 from lipaudit.wings.growth.scaling import SCALING
 
-WING = Wing(measures=(SCALING,))
+WING = Wing(
+    measures=(SCALING,),
+    drawings={"lengths": "lipaudit.wings.growth.pictures:draw_lengths"},
+)

@@ -14,7 +14,7 @@ from lipaudit.measures.base import (
     sample_ids,
 )
 from lipaudit.settings.option import option
-from lipaudit.tables import Column, Layout, Section
+from lipaudit.tables import Column, Display, Layout, Section
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TABLE = Layout(
     name="confidence",
     title="Confidence of the predictions",
+    display=Display(about="The largest softmax of the logits.", drawings=("confidences",)),
     fixed={
         "temperature": Column("T", "What the logits are divided by.", domain="", needed=True),
         "mean": Column("mean", "Mean over the samples.", format=".1%", better="higher"),

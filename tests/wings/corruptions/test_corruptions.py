@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import fft, ndimage
 
-from lipaudit.attacks.kinds import PUBLISHED, find_published, read_corruptions
 from lipaudit.wings.corruptions.images import CORRUPTIONS, corrupt_image
+from lipaudit.wings.corruptions.published import PUBLISHED, find_published, read_corruptions
 
 NAMES = list(CORRUPTIONS)
 CERTAIN = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")

@@ -1,0 +1,29 @@
+"""The published corruptions of images: their parameters, and the sizes of the published sets."""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib.resources import files
+from typing import Any
+
+# Sides of the published sets of corrupted images, and their names.
+PUBLISHED = {32: "CIFAR-10-C", 64: "Tiny ImageNet-C", 224: "ImageNet-C"}
+
+
+@functools.cache
+def read_corruptions() -> dict[str, dict[str, list[Any]]]:
+    """Return the parameters of corruptions of images: by name, published side and severity."""
+    import tomllib
+
+    file = files("lipaudit.wings.corruptions") / "assets" / "corruptions.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+def find_published(side: int) -> int:
+    """Return the side of the published set that is nearest to images of a side, as a ratio.
+
+    >>> [find_published(side) for side in (8, 45, 46, 119, 120, 384)]
+    [32, 32, 64, 64, 224, 224]
+    """
+    return min(PUBLISHED, key=lambda known: abs(math.log(known / side)))

@@ -221,10 +221,12 @@ class SampleOrigin:
     Attributes:
         place: a file of a folder, a line of a table, or an index of an array.
         text: the beginning of a text.
+        group: its group (--group-column); empty: none.
     """
 
     place: str
     text: str = ""
+    group: str = ""
 
 
 def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
@@ -261,6 +263,7 @@ class DataOptions:
         text_column: table column of the texts, or two columns with a comma between; by default the
             first usual name.
         label_column: table column of the labels; by default the first usual name.
+        group_column: table column of the groups of samples, or `classes`.
         offline: never open a connection; only what is on this machine.
         skip_bad: leave out samples that cannot be read, with a note, instead of an error.
         scored: read prompts with continuations for a language model to score.
@@ -271,6 +274,7 @@ class DataOptions:
     max_tokens: int = 128
     text_column: str | None = None
     label_column: str | None = None
+    group_column: str | None = None
     offline: bool = False
     skip_bad: bool = False
     scored: bool = False

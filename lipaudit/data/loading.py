@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lipaudit.data import images, tables
+from lipaudit.data import groups, images, tables
 from lipaudit.data.batch import DataOptions as DataOptions
 from lipaudit.data.batch import SampleOrigin, Taker, make_batch
 from lipaudit.data.batch import Samples as Samples
@@ -73,14 +73,15 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
             samples = images.draw_arrays(*images.load_arrays(file), net, options, origin=str(file))
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
-        samples = replace(draw(table, net, options), commit=commit)
+        samples = replace(_group_rows(draw(table, net, options), table, options), commit=commit)
     elif path.is_dir():
         if net.kind != "image":
             raise InputError(
                 f"{path} is a folder of images; {takes}",
                 "Give --data a text file, an .npz file, or random.",
             )
-        samples = tables.draw_table(tables.read_folder(path), net, options)
+        table = tables.read_folder(path)
+        samples = _group_rows(tables.draw_table(table, net, options), table, options)
     elif _are_arrays(path):
         samples = images.draw_arrays(*images.load_arrays(path), net, options, origin=str(path))
     else:
@@ -89,8 +90,17 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
         if path.suffix == ".txt":
             samples = tables.read_text(path, net, options)
         else:
-            samples = draw(tables.read_table(path), net, options)
+            table = tables.read_table(path)
+            samples = _group_rows(draw(table, net, options), table, options)
     return _finish(samples, spec, net, options)
+
+
+def _group_rows(samples: Samples, table: tables.SampleTable, options: DataOptions) -> Samples:
+    """Return samples of a table with their groups, if they are those of a column."""
+    name = options.group_column
+    if name is None or (name == groups.CLASSES and name not in table.columns):
+        return samples
+    return groups.group_by_column(samples, table, name)
 
 
 def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) -> Samples:
@@ -148,6 +158,10 @@ def _are_arrays(path: Path) -> bool:
 
 def _finish(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
     """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
+    samples = replace(samples, spec=spec)
+    named = any(origin.group for origin in samples.origins)
+    if options.group_column is not None and not named:
+        samples = groups.group_by_class(samples, net, options.group_column)
     notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
     count = len(samples.batch)
     if count < options.samples:
@@ -155,7 +169,7 @@ def _finish(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Sa
         notes += (Note.info("fewer-samples", text),)
     if samples.commit is not None:
         notes += (samples.commit.note,)
-    return replace(samples, spec=spec, notes=notes)
+    return replace(samples, notes=notes)
 
 
 def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:

@@ -120,11 +120,17 @@ def describe_run(job: Job) -> Run:
 
 
 def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
-    """Return the places of the samples in the data, by columns; empty for random samples."""
+    """Return places, texts and groups of the samples by columns; empty for random samples."""
+    columns: dict[str, tuple[str, ...]] = {}
     if not samples.origins:
-        return {}
-    places, texts = zip(*((origin.place, origin.text) for origin in samples.origins), strict=True)
-    return {"ids": samples.batch.ids, "place": places} | ({"text": texts} if any(texts) else {})
+        return columns
+    columns["ids"] = samples.batch.ids
+    columns["place"] = tuple(origin.place for origin in samples.origins)
+    for name in ("text", "group"):
+        values = tuple(getattr(origin, name) for origin in samples.origins)
+        if any(values):
+            columns[name] = values
+    return columns
 
 
 def list_steps(net: ModelSpec, samples: Samples) -> list[str]:

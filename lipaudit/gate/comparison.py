@@ -16,10 +16,11 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
-from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
+from lipaudit.gate.contrasts import TOLERANCE, Contrast, examine
+from lipaudit.gate.judging import judge_change
 from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.pairing import Key
-from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
+from lipaudit.gate.rules import EACH, Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
 from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
@@ -75,6 +76,8 @@ class Pair(Frozen):
             (its 95 % interval contains 0). A column of rows is judged by its median over the rows,
             sample by sample; without values per sample it is compared without an interval.
         heads: changes of heads, column by column.
+        groups: the changes of groups of samples, figure by figure, the worst group first;
+            `p_adjusted` is the two-sided p-value over all groups of the figure (Holm).
         predictions: how the predictions moved; None if a report has none.
         samples: the shared samples, those with the most losses first, the most gains last.
         warnings: differences that invalidate the comparison: other data, samples or settings.
@@ -85,6 +88,7 @@ class Pair(Frozen):
     new: str
     verdicts: tuple[Verdict, ...]
     heads: tuple[HeadChange, ...]
+    groups: tuple[Verdict, ...] = ()
     predictions: Movement | None = None
     samples: tuple[SampleChange, ...]
     warnings: tuple[str, ...]
@@ -148,6 +152,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     # Sections and columns of one report alone, and whether it is the second.
     unpaired = [(name, name in measured[1]) for name in measured[0].keys() ^ measured[1].keys()]
     verdicts, heads = list[Verdict](), list[HeadChange]()
+    of_groups = list[Verdict]()
     sampled = list[tuple[Rule, Contrast]]()
     for measure in (name for name in measured[0] if name in measured[1]):
         before, after = (sections[measure] for sections in measured)
@@ -171,6 +176,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
                 verdicts += (judge_change(rule, contrast) for contrast in examined)
                 if rule.per_sample and stat != "p95":  # its samples are those of the median
                     sampled += ((rule, contrast) for contrast in examined)
+                    of_groups += _judge_groups(rule, old, new)
             if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
                 rule = no_change(f"{metric}:each", chain(*figures), (before, after))
                 heads += _judge_heads(rule, old, new)
@@ -182,6 +188,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         new=names[1],
         verdicts=tuple(verdicts),
         heads=tuple(heads),
+        groups=tuple(of_groups),
         predictions=describe_movement(new, old),
         samples=_list_samples(sampled, old.places | new.places),
         warnings=tuple(warnings),
@@ -239,6 +246,32 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
             f"compared over the {len(shared)} shared samples (of {len(one)} and {len(two)}): "
             f"{measure}"
         )
+
+
+def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
+    """Yield the change of every group of samples; none without groups in both reports."""
+    if not (old.groups and new.groups):
+        return
+    rule = replace(rule, group=EACH)
+    rule = replace(rule, text=rule.metric)
+    examined = examine(rule, new, old, lenient=True)
+    if isinstance(examined, Verdict):
+        yield examined
+        return
+    # A group may change either way: the test of the other way is that of the other direction.
+    opposite = examine(replace(rule, op=">=" if rule.op == "<=" else "<="), new, old, lenient=True)
+    assert not isinstance(opposite, Verdict)
+    tests = dict[tuple[str, str], float]()
+    for contrast in chain(examined, opposite):
+        evidence = contrast.evidence
+        if evidence is not None and evidence.samples >= evidence.least:
+            tests[contrast.key] = min(tests.get(contrast.key, 0.5), evidence.p(0.0))
+    corrected = statistics.correct_by_holm({key: 2 * p for key, p in tests.items()})
+    for contrast in examined:
+        adjusted = None
+        if contrast.key in corrected:
+            adjusted, _ = corrected[contrast.key]
+        yield judge_change(rule, contrast).model_copy(update={"p_adjusted": adjusted})
 
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:

@@ -324,6 +324,9 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
         BaselineError: the report lacks the values of each sample.
     """
     how, metric = rule.about.reduction, f"{rule.measure}.{rule.column}"
+    if how == RIGHT and "correct" in section.samples:
+        flags = np.array(section.samples["correct"], dtype=float)[take]
+        return [float(flags.mean())] * len(section.rows)
     stored = section.arrays.get(how.values) if how and not how.per else None
     if how is None or stored is None:
         why = "is stored only over all samples of a report, and the two reports have others"

@@ -36,6 +36,12 @@ _LIMIT = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?)(?P<u
 _EXAMPLE = "Write a rule like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
 
 
+GROUP = "group="
+"""How the word of a selector begins that names a group of samples."""
+EACH = "each"
+"""All groups, one by one."""
+
+
 @dataclass(frozen=True)
 class Limit:
     """The right-hand side of a rule.
@@ -66,6 +72,7 @@ class Rule:
         limit: the limit.
         per_sample: whether it reads a per-sample column rather than a column of rows.
         about: the description of its column.
+        group: the group of samples that it reads (`@group=NAME`), or `each`; empty: all samples.
     """
 
     text: str
@@ -77,11 +84,15 @@ class Rule:
     limit: Limit
     per_sample: bool
     about: Column
+    group: str = ""
 
     @property
     def metric(self) -> str:
         """Return the metric in the printed form: `bounds.exact:each`."""
-        where = f"@{','.join(self.selector)}" if self.selector else ""
+        words = [*self.selector]
+        if self.group:
+            words.append(f"{GROUP}{self.group}")
+        where = f"@{','.join(words)}" if words else ""
         return f"{self.measure}.{self.column}{where}:{self.stat}"
 
     @property
@@ -115,7 +126,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     table = tables[measure]
     stat = _stat(match["stat"], column, table)
     per_sample = stat != "each" and column in table.sample_columns
-    selector = (match["selector"] or "").split(",")
+    selector, group = _read_selector(match["selector"] or "", table)
     limit = _limit(match["limit"], text)
     if per_sample and column in FLAGS and abs(limit.value) > 1:
         advice = "Write -2pp for a change by two points, 0.6 for 60 %."
@@ -124,13 +135,29 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         text=" ".join(text.split()),
         measure=measure,
         column=column,
-        selector=tuple(word.strip() for word in selector if word.strip()),
+        selector=selector,
         stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
         limit=limit,
         per_sample=per_sample,
         about=(table.sample_columns if per_sample else table.columns)[column],
+        group=group,
     )
+
+
+def _read_selector(text: str, table: Layout | Section) -> tuple[tuple[str, ...], str]:
+    """Return the words that pick rows, and the group of samples, if a word names one."""
+    stripped = map(str.strip, text.split(","))
+    words = [word for word in stripped if word]
+    group = ""
+    selector = []
+    for word in words:
+        # A table may have a column of that name.
+        if word.startswith(GROUP) and "group" not in table.columns:
+            group = word.removeprefix(GROUP)
+        else:
+            selector.append(word)
+    return tuple(selector), group
 
 
 def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Section] = ()) -> Rule:
@@ -321,6 +348,7 @@ class Verdict(Frozen):
         rule: the rule as the user wrote it; in a comparison the metric.
         metric: its metric in full, e.g. `bounds.exact:each`.
         name: the row or column, e.g. `layer 3 head 1`; empty if there is only one.
+        group: the group of samples; empty: all.
         status: the verdict.
         old: the baseline's value on the shared samples.
         new: the current value on the shared samples.
@@ -336,7 +364,7 @@ class Verdict(Frozen):
         lost: number of samples that changed from yes to no, for shares.
         gained: number of samples that changed from no to yes, for shares.
         mcnemar: exact two-sided p-value of "lost and gained are equally likely".
-        samples: number of pairs behind the verdict; 0 without a test.
+        samples: number of pairs behind the verdict, or of the samples of a group; 0 if unknown.
         samples_needed: approximate number of samples that would settle an inconclusive change, or
             prove a limit where --strict asks for it.
         reason: why the rule was not judged.
@@ -347,6 +375,7 @@ class Verdict(Frozen):
     metric: str
     status: VerdictStatus
     name: str = ""
+    group: str = ""
     old: Float | None = None
     new: Float | None = None
     paired: Float | None = None
@@ -385,9 +414,16 @@ class Verdict(Frozen):
         return self.status != "inconclusive" and not (self.status == "pass" and tested)
 
     @property
+    def row(self) -> str:
+        """Return the row or column, and the group of samples."""
+        if not self.group:
+            return self.name
+        return f"{self.name} group {self.group}".strip()
+
+    @property
     def line(self) -> str:
         """Return the verdict as one line, with what would settle an inconclusive change."""
-        where = f" {self.name}" if self.name else ""
+        where = f" {self.row}" if self.row else ""
         text = f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"
         return "; ".join(filter(None, (text, self.remark, self.advice)))
 
@@ -396,7 +432,9 @@ class Verdict(Frozen):
         """Return what would settle an inconclusive change or prove a limit; else nothing."""
         if not self.samples_needed:
             return ""
-        return f"about {self.samples_needed} samples would settle it (this run has {self.samples})"
+        of_group = " of the group" if self.group else ""
+        needed = f"about {self.samples_needed} samples{of_group} would settle it"
+        return f"{needed}, and this run has {self.samples}"
 
     @property
     def sentence(self) -> str:
@@ -408,6 +446,8 @@ class Verdict(Frozen):
             words = f"{words}, {stat},"
         trial = TrialKey.parse(self.name)
         where = trial.ball if trial else self.name
+        if self.group:
+            where = f"{where}, group {self.group}".removeprefix(", ")
         subject = f"{words} ({where})" if where else words
         new, old = (_write_figure(value, self.unit) for value in (self.new, self.old))
         if self.old is None:
@@ -434,7 +474,8 @@ class Verdict(Frozen):
         """Return the values, their change, and the tested change."""
         texts = self.texts
         if not texts["baseline"]:
-            return texts["current"]
+            of_group = f" (n = {self.samples})" if self.samples else ""
+            return texts["current"] + of_group
         values = f"{texts['baseline']} -> {texts['current']}"
         change = texts["change"]
         if self.low is not None:

@@ -154,6 +154,8 @@ HEADINGS: Mapping[str, Column] = {
         Column.text("limits", "Interval of the paired change, for each row alone, at 1 - alpha."),
         Column.text("95 % limits", "Interval of the paired change, for each figure alone."),
         Column.count("samples", "Number of shared samples."),
+        Column.text("group", "A group of samples: --group-column names the column."),
+        Column("p (groups)", "p-value of: no change, for all groups.", format=".2g", domain=""),
         Column.text("predictions", "How the prediction of a sample moved between two reports."),
         Column.text("share", "Share of the shared samples, of labelled ones if labels count."),
         Column.text("outcome", "Of a ranking: best, behind the best or not distinguishable."),

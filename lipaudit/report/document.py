@@ -10,6 +10,7 @@ from typing import Any
 from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.report import blocks, cells, opening
 from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph
+from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.pictures import compare_steepness
@@ -64,6 +65,9 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     for section in report.sections:
         shown += [note for note in section.notes if note.level == "warning"]
     chapters += list_chapters([report], shown)
+    groups = tuple(show_groups(report))
+    if groups:
+        chapters.append(Chapter("groups", "Which groups fare worse?", groups))
     if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import Judgement, Verdict, VerdictStatus, amount
-from lipaudit.gate.statistics import Movement, Proportion
+from lipaudit.gate.statistics import ALPHA, Movement, Proportion
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
@@ -120,6 +120,9 @@ def _list_chapters(
     figures = _show_figures(pair, short=short)
     if figures:
         yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
+    groups = _show_group_changes(pair, most)
+    if groups:
+        yield Chapter("groups", f"Which groups changed?{of}", groups)
     if pair.predictions is not None:
         moved = _show_movement(pair.predictions)
         yield Chapter("predictions", f"How did the predictions move?{of}", moved)
@@ -156,7 +159,7 @@ def _count_verdicts(pair: Pair) -> str:
 
 
 def _name_figure(verdict: Verdict) -> str:
-    return f"{verdict.metric} {verdict.name}".rstrip()
+    return f"{verdict.metric} {verdict.row}".rstrip()
 
 
 # Chapters
@@ -197,6 +200,33 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         found.append(make_table(title, rows, strong=moved))
     if not short:
         found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
+    return found
+
+
+def _show_group_changes(pair: Pair, most: int) -> list[Block]:
+    """Show the changes of groups, a table for each figure, the worst group first."""
+    found = list[Block]()
+    figures = group_values(((v.metric, v.name), v) for v in pair.groups if not v.reason)
+    for (metric, name), verdicts in figures.items():
+        rows = list[Cells]()
+        proven = set[int]()
+        for i, verdict in enumerate(verdicts[:most]):
+            texts = {name: text or None for name, text in verdict.texts.items()}
+            rows.append(
+                {
+                    "group": verdict.group,
+                    "samples": verdict.samples or None,
+                    "old": texts["baseline"],
+                    "new": texts["current"],
+                    "paired": texts["paired"] or texts["change"],
+                    "95 % limits": texts["limits"],
+                    "p (groups)": verdict.p_adjusted,
+                }
+            )
+            if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
+                proven.add(i)
+        title = f"{metric} {name}".rstrip() + _count_part(rows, verdicts)
+        found.append(make_table(title, rows, strong=proven))
     return found
 
 
@@ -558,7 +588,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         row: Cells = {
             "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
             "rule": verdict.rule,
-            "row": verdict.reason or verdict.name,
+            "row": verdict.reason or verdict.row,
         }
         rows.append(row | verdict.texts)
         if verdict.remark or rank_verdict(judgement, verdict) < 2:

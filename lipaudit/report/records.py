@@ -74,7 +74,7 @@ def write_junit(judgement: Judgement) -> bytes:
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
-        name, line = f"{verdict.rule} {verdict.name}".rstrip(), _xml(verdict.line)
+        name, line = f"{verdict.rule} {verdict.row}".rstrip(), _xml(verdict.line)
         about = {"classname": _xml(verdict.metric), "name": _xml(name)}
         test = ElementTree.SubElement(suite, "testcase", about)
         kind = _choose_kind(judgement, verdict)

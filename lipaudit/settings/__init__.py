@@ -54,6 +54,12 @@ class RunOptions(Settings):
         rare=True,
     )
     label_column: str | None = data_option(None, "Table column with the labels.", rare=True)
+    group_column: str | None = data_option(
+        None,
+        "Table column that groups the samples, or `classes`: figures, comparisons and rules can "
+        "be read by group.",
+        rare=True,
+    )
     score: Literal["sum", "mean"] | None = text_option(
         None,
         "Score continuations, choices or labels with a language model: sum or mean of the "

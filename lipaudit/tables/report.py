@@ -417,8 +417,8 @@ class Report(Frozen):
 
     It is partial if a measure failed or the run was cut short: a failed section has the reason, a
     section cut by a time limit the number of missing samples. `samples` has the place of each
-    sample, in the order of its `ids`: `place` in the data (a file, a line, an index) and, for
-    texts, the beginning as `text`; it is empty for random samples.
+    sample, in the order of its `ids`: `place` in the data (a file, a line, an index), for texts
+    the beginning as `text`, and with --group-column its `group`; it is empty for random samples.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
@@ -439,6 +439,11 @@ class Report(Frozen):
     def texts(self) -> dict[str, str]:
         """Return the beginnings of samples that are texts, by id."""
         return self._read_texts("text")
+
+    @property
+    def groups(self) -> dict[str, str]:
+        """Return the groups of samples, by id; samples without one are left out."""
+        return self._read_texts("group")
 
     def _read_texts(self, column: str) -> dict[str, str]:
         pairs = zip(self.samples.get("ids", ()), self.samples.get(column, ()), strict=False)

@@ -254,7 +254,7 @@ def test_verdicts_on_accuracy(lost, status, code):
     assert lenient.exit_code == (code if code != 6 else 0)
     if status == "inconclusive":  # and says what would settle it
         assert verdict.samples_needed > verdict.samples == 128
-        needed = f"about {verdict.samples_needed} samples would settle it (this run has 128)"
+        needed = f"about {verdict.samples_needed} samples would settle it, and this run has 128"
         assert needed in verdict.line
         assert needed in judgement.reason
         assert f"not proven: 1 inconclusive; {needed[:12]}" in judgement.summary
@@ -587,3 +587,19 @@ def test_clean_accuracy_of_a_row_is_tested_by_its_samples():
         verdict = only(judge(new(section), report(old), rules("attack.clean >= -5pp")))
         by_samples = only(judge(new(section), report(old), rules("attack.correct:mean >= -5pp")))
         assert (verdict.status, verdict.figures) == (status, by_samples.figures)
+
+
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("attack.robust <= -2pp", lambda lost: attack(flags(100 - lost))),
+        ("jacobian.norm:median >= +10%", lambda lost: jacobian(NORMS * (1 + lost))),
+        ("weights.ov:max >= +10%", lambda lost: of_weights(1.0 + lost).sections[0]),
+    ],
+)
+def test_a_loss_is_no_improvement_though_a_rule_asks_for_it(text, section):
+    (verdict,) = judge(new(section(40)), report(section(0)), rules(text)).verdicts
+    assert verdict.status in ("pass", "pass (proven)")
+    # The other way round, what is gained breaks the rule.
+    (verdict,) = judge(new(section(0)), report(section(40)), rules(text)).verdicts
+    assert verdict.status == "regressed"

@@ -1,0 +1,107 @@
+"""The group of each sample: of a column of their table, or its class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lipaudit.data import tables
+from lipaudit.data.batch import Samples, Taker
+from lipaudit.data.tables import SampleTable
+from lipaudit.errors import InputError
+from lipaudit.tables import Note
+
+# Word of --group-column for the classes, unless a table has a column of that name.
+CLASSES = "classes"
+
+
+def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
+    """Return samples with the groups that a column of their table gives.
+
+    A sample with an empty cell belongs to no group; a note counts them.
+
+    Args:
+        samples: samples that were drawn from the table.
+        table: the table.
+        name: the column.
+
+    Raises:
+        InputError: the table has no such column, it is empty, or a cell is not a single value.
+    """
+    tables.choose_column(table, name, ())
+    values = table.column(name)
+    names = table.classes.get(name)
+    rows = {place: row for row, place in enumerate(table.places)}
+    groups = []
+    for origin in samples.origins:
+        # A place may be followed by the id of the row.
+        place = origin.place
+        if place not in rows:
+            place, _, _ = place.partition(", id ")
+        value = values[rows[place]]
+        if isinstance(value, (list, tuple, dict, bytes)):
+            kind = type(value).__name__
+            raise InputError(
+                f"{table.origin}: {place} has a {kind} in {name!r}, and a group is one value",
+                "Choose a column of texts or numbers.",
+            )
+        groups.append(_write_group(value, names))
+    return _set_groups(samples, groups, f"{table.origin}: the column {name!r}")
+
+
+def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
+    """Return samples whose groups are their classes.
+
+    Args:
+        samples: samples without a table, or whose table has no column of that name.
+        net: the model, which names the classes.
+        name: the typed word.
+
+    Raises:
+        InputError: the word is not `classes`, or no sample has a label.
+    """
+    if name != CLASSES:
+        raise InputError(
+            f"{samples.spec} has no columns, so --group-column {name} names none",
+            "Give --group-column classes, or a table (.csv, .jsonl, .parquet).",
+        )
+    names = net.labels or ()
+    if samples.task is not None:
+        names = samples.task.classes
+    labels: list[int] = []
+    if samples.batch.y is not None:
+        labels = samples.batch.y.tolist()
+    groups = []
+    for label in labels:
+        if label < 0:
+            groups.append("")
+        elif label < len(names):
+            groups.append(names[label])
+        else:
+            groups.append(str(label))
+    return _set_groups(samples, groups, f"{samples.spec}: the list of labels")
+
+
+def _write_group(value: Any, names: Sequence[str] | None) -> str:
+    """Return the name of a group in one line; nothing for an empty cell."""
+    if tables.is_empty(value):
+        return ""
+    if names is not None and isinstance(value, int) and 0 <= value < len(names):
+        value = names[value]
+    return " ".join(str(value).split())
+
+
+def _set_groups(samples: Samples, groups: Sequence[str], what: str) -> Samples:
+    """Return samples with their groups, and a note on those that have none."""
+    if not any(groups):
+        raise InputError(f"{what} is empty", "Choose another column with --group-column.")
+    origins = []
+    for origin, group in zip(samples.origins, groups, strict=True):
+        origins.append(replace(origin, group=group))
+    notes = samples.notes
+    lacking = sum(not group for group in groups)
+    if lacking:
+        text = f"{lacking} of {len(groups)} samples belong to no group: {what} is empty for them"
+        notes += (Note.warn("no-group", text),)
+    return replace(samples, origins=tuple(origins), notes=notes)

@@ -1,0 +1,191 @@
+"""The groups of samples in two reports, and the figures of a report by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lipaudit.errors import BaselineError, LipauditError
+from lipaudit.gate import pairing
+from lipaudit.gate.rules import EACH, Rule, no_change
+from lipaudit.gate.statistics import Values
+from lipaudit.tables import Report, Section
+from lipaudit.tables.columns import Float, Frozen, group_values, median_limits, order, wilson
+from lipaudit.tables.trials import FLAGS, is_repeat
+
+MEASURE = "Measure it again with --group-column NAME (a column of the table, or classes)."
+LISTED = 8
+"""Number of groups that a message names."""
+
+
+def require_groups(report: Report, what: str) -> dict[str, str]:
+    """Return the group of each sample of a report, by id.
+
+    Raises:
+        BaselineError: the report has no groups.
+    """
+    if not report.groups:
+        raise BaselineError(f"{what} has no groups of samples", MEASURE)
+    return report.groups
+
+
+def find_members(
+    rule: Rule, current: Report, baseline: Report, *, lenient: bool
+) -> dict[str, frozenset[str]]:
+    """Return the shared samples of each group that a rule judges, in the order of the baseline.
+
+    Args:
+        rule: a rule by group.
+        current: the report to judge.
+        baseline: the report to compare it with.
+        lenient: for a comparison: groups that only one report has are left out.
+
+    Raises:
+        BaselineError: a report has no groups, puts a sample into another group, or lacks samples
+            of a group that the other one has.
+    """
+    now = require_groups(current, "the current report")
+    then = require_groups(baseline, "the baseline")
+    new, old = (report.section(rule.measure) for report in (current, baseline))
+    assert new is not None
+    assert old is not None
+    moved = [name for name in now.keys() & then.keys() if now[name] != then[name]]
+    if moved:
+        raise BaselineError(
+            f"{len(moved)} samples are in another group than in the baseline "
+            f"(sample {min(moved)}: {then[min(moved)]} became {now[min(moved)]})"
+        )
+    before = _list_members(old, then)
+    chosen = _choose_groups(rule, before)
+    shared = set(new.ids)
+    members: dict[str, frozenset[str]] = {}
+    for group in chosen:
+        both = before[group] & shared
+        if both:
+            members[group] = frozenset(both)
+        few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
+        if few and not lenient:
+            raise BaselineError(
+                f"{rule.measure}: only {len(both)} of the baseline's {len(before[group])} samples "
+                f"of group {group} are in the current report"
+            )
+    if not members:
+        raise BaselineError(f"{rule.measure}: no group has a shared sample")
+    return members
+
+
+def list_own_members(rule: Rule, report: Report) -> dict[str, frozenset[str]]:
+    """Return the samples of each group that a rule with an absolute limit judges.
+
+    Raises:
+        BaselineError: the report has no groups, or not this one.
+    """
+    section = report.section(rule.measure)
+    assert section is not None
+    own = _list_members(section, require_groups(report, "the current report"))
+    return {group: frozenset(own[group]) for group in _choose_groups(rule, own)}
+
+
+def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str]]:
+    """Return the distinct samples of a section by group."""
+    pairs = ((groups[i], i) for i in section.ids if i in groups and not is_repeat(i))
+    return {group: set(ids) for group, ids in group_values(pairs).items()}
+
+
+def _choose_groups(rule: Rule, members: dict[str, set[str]]) -> Sequence[str]:
+    """Return the groups that a rule names: one, or each.
+
+    Raises:
+        BaselineError: the report has no such group.
+    """
+    if rule.group == EACH:
+        return [*members]
+    if rule.group not in members:
+        listed = ", ".join([*members][:LISTED])
+        raise BaselineError(f"there is no group {rule.group!r}", f"There are: {listed}.")
+    return [rule.group]
+
+
+# Figures of one report
+
+
+class GroupFigure(Frozen):
+    """A figure of the samples of one group.
+
+    Attributes:
+        metric: the metric with its statistic: `attack.robust:mean`.
+        name: its trial, such as `worst,linf,2/255`; empty if there is only one.
+        group: the group.
+        samples: number of its distinct samples that have a value.
+        value: the figure.
+        low: lower 95 % limit (Wilson for shares, order statistics for medians); None: too few
+            samples.
+        high: upper 95 % limit.
+    """
+
+    metric: str
+    name: str
+    group: str
+    samples: int
+    value: Float
+    low: Float | None = None
+    high: Float | None = None
+
+
+def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
+    """Yield the figures of every group, a list for each per-sample metric, the worst group first.
+
+    Shares are means, other figures medians over the samples of the group.
+    """
+    groups = report.groups
+    for section in report.sections if groups else ():
+        ids = section.ids
+        for column, about in section.sample_columns.items():
+            judged = about.better or column == "correct"
+            if not judged or not ids:
+                continue
+            stat = "mean" if column in FLAGS else "median"
+            rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
+            try:
+                found = pairing.read(rule, section).pairs
+            except LipauditError:  # no sample has a value
+                continue
+            for key, values in found.items():
+                figures = _summarise_groups(rule, str(key), ids, values, groups)
+                figures.sort(key=lambda figure: -order(rule.worse * figure.value))
+                if figures:
+                    yield figures
+
+
+def _summarise_groups(
+    rule: Rule, name: str, ids: Sequence[str], values: Values, groups: dict[str, str]
+) -> list[GroupFigure]:
+    """Return the figure of each group with its limits."""
+    pairs = list[tuple[str, float]]()
+    for sample, value in zip(ids, values.tolist(), strict=True):
+        if sample in groups and not is_repeat(sample) and not np.isnan(value):
+            pairs.append((groups[sample], value))
+    figures = []
+    for group, numbers in group_values(pairs).items():
+        count = len(numbers)
+        limits: tuple[float, float] | None
+        if rule.stat == "mean":
+            figure = sum(numbers) / count
+            limits = wilson(sum(numbers), count)
+        else:
+            figure = float(np.median(numbers))
+            limits = median_limits(numbers)
+        low, high = limits or (None, None)
+        figures.append(
+            GroupFigure(
+                metric=rule.metric,
+                name=name,
+                group=group,
+                samples=count,
+                value=figure,
+                low=low,
+                high=high,
+            )
+        )
+    return figures

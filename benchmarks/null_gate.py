@@ -16,6 +16,7 @@ from itertools import product
 import numpy as np
 
 from lipaudit.gate import judge
+from lipaudit.gate.rules import parse_rule
 from lipaudit.gate.statistics import (
     ALPHA,
     LEAST,
@@ -68,6 +69,7 @@ def run(asked: argparse.Namespace) -> None:
     print_table(gate_table(asked.runs))
     print_table(power_table(4 * asked.runs))
     print_table(head_table(asked.runs))
+    print_table(group_table(4 * asked.runs))
 
 
 def print_table(lines: Iterator[tuple[object, ...]]) -> None:
@@ -231,6 +233,52 @@ def caught_head(heads: int, n: int, ratio: float, noise: float, runs: int) -> st
         adjusted = correct_jointly(changes, QUIET * limit)[0]
         found.append(adjusted <= FIRST and is_flagged(judge_median(changes[0]), limit))
     return rate(found)
+
+
+# Groups
+
+RULE = parse_rule("attack.robust@group=each >= -5pp")
+SIZES: dict[str, Callable[[], list[int]]] = {
+    "2 groups of 256": lambda: [256] * 2,
+    "10 groups of 64": lambda: [64] * 10,
+    "100 groups of 16": lambda: [16] * 100,
+    "100 groups of 1 to 200": lambda: RNG.geometric(0.05, 100).clip(1, 200).tolist(),
+}
+
+
+def group_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often the rule by group fails without a change, and where one group is worse."""
+    changes = ["5 %", "20 %", "100 %", "one group loses 10 pp", "one group loses 20 pp"]
+    yield ("groups", *changes)
+    for name, draw_sizes in SIZES.items():
+        cells = [
+            rate(is_group_flagged(draw_sizes(), churn / 2, 0.0) for _ in range(runs))
+            for churn in (0.05, 0.2, 1.0)
+        ]
+        cells += [
+            rate(is_group_flagged(draw_sizes(), CHURN, drop) for _ in range(runs))
+            for drop in (0.1, 0.2)
+        ]
+        yield (name, *cells)
+
+
+def is_group_flagged(sizes: list[int], churn: float, drop: float) -> bool:
+    """Simulate two reports of groups, of which the first one loses a share; judge them."""
+    groups = tuple(str(i) for i, size in enumerate(sizes) for _ in range(size))
+    n = len(groups)
+    flags = RNG.random(n) < 0.5
+    lost = np.where(np.array(groups) == "0", churn + drop, churn)
+    draw = RNG.random(n)
+    # Half of the samples may be lost, the other half gained.
+    flipped = np.where(flags, draw >= 2 * lost, draw < 2 * churn)
+    values = np.ones(n)
+    heads = np.ones((LAYERS * HEADS, BOUNDS_SAMPLES))
+    reports = []
+    for right, weights in ((flipped, "b"), (flags, "a")):
+        made = report(values, values, heads, np.stack([right, right]), weights)
+        samples = {"ids": made.sections[-1].ids, "group": groups}
+        reports.append(made.model_copy(update={"samples": samples}))
+    return judge(*reports, (RULE,)).exit_code == 1
 
 
 def rate(outcomes: Iterable[bool]) -> str:

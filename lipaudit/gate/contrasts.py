@@ -121,11 +121,14 @@ def _contrast_reports(
         raise BaselineError(f"baseline: {error.message}") from None
     if obstacle := conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient):
         raise BaselineError(obstacle)
+    tol = new.settings.get("tol")  # of a plug-in, it may be anything
+    tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
+    shared = _find_shared(rule, new, old, lenient=lenient)
     if rule.group:
         members = groups.find_members(rule, current, baseline, lenient=lenient)
-        contrasts = _contrast_groups(rule, new, old, members, lenient=lenient)
+        contrasts = _contrast_groups(rule, shared, members, tol)
     else:
-        contrasts = _contrast_samples(rule, new, old, None, lenient=lenient)
+        contrasts = _contrast_rows(rule, *_read_shared(rule, shared), tol)
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
@@ -154,31 +157,34 @@ def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> No
 
 
 def _contrast_groups(
-    rule: Rule,
-    new: Section,
-    old: Section,
-    members: Mapping[str, Collection[str]],
-    *,
-    lenient: bool,
+    rule: Rule, shared: Shared, members: Mapping[str, Collection[str]], tol: float
 ) -> list[Contrast]:
     """Return the contrasts of a rule over the samples of each group, the worst change first."""
+    after, before, ids = _read_shared(rule, shared)
+    places = {name: i for i, name in enumerate(ids)}
     contrasts = list[Contrast]()
     for group, samples in members.items():
-        for contrast in _contrast_samples(rule, new, old, samples, lenient=lenient):
-            contrasts.append(replace(contrast, group=group))
+        index = sorted(places[name] for name in samples if name in places)
+        if not index:  # in a comparison: none of them converged
+            continue
+        own = tuple(ids[i] for i in index)
+        if rule.per_sample:
+            pair = pairing.select(rule, after, index), pairing.select(rule, before, index)
+        else:
+            pair = _read_shared(rule, shared.select(index))[:2]
+        found = _contrast_rows(rule, *pair, own, tol)
+        contrasts += (replace(contrast, group=group) for contrast in _keep_distinct(rule, found))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
-def _contrast_samples(
-    rule: Rule, new: Section, old: Section, members: Collection[str] | None, *, lenient: bool
+def _contrast_rows(
+    rule: Rule, after: RuleValues, before: RuleValues, ids: tuple[str, ...], tol: float
 ) -> list[Contrast]:
-    """Return the contrasts of a rule over the shared samples, all or those of a group.
+    """Return the contrast of each row or column over some shared samples.
 
     Raises:
         BaselineError: only one of the sections has a row.
-        EvaluationError: as for `_read_shared`.
     """
-    after, before, ids = _read_shared(rule, new, old, members, lenient=lenient)
     # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
     # it changes a median over all heads.
     missing = [name for name in before.names if name not in after.names]
@@ -187,10 +193,7 @@ def _contrast_samples(
     if missing:
         which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}")
-    tol = new.settings.get("tol")  # of a plug-in, it may be anything
-    tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
-    contrasts = [_contrast(rule, name, before, after, ids, tol) for name in before.points]
-    return _keep_distinct(rule, contrasts)
+    return [_contrast(rule, name, before, after, ids, tol) for name in before.points]
 
 
 def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[Contrast]:
@@ -224,17 +227,36 @@ def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
     return -rule.worse * (contrast.new - (contrast.old or 0.0))
 
 
-def _read_shared(
-    rule: Rule, new: Section, old: Section, members: Collection[str] | None, *, lenient: bool
-) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
-    """Read both sections on their shared samples, in the old section's order.
+@dataclass(frozen=True)
+class Shared:
+    """The samples that two sections share.
 
-    Rows are computed again from their samples if the two sections have others. With `members`,
-    only these samples are read.
+    Attributes:
+        sections: the current section and the baseline's.
+        takes: indices of the shared samples in each, in the order of the baseline; None: the
+            sections name no samples, and all are read.
+        again: whether rows are computed again from these samples.
+        skipped: rows that did not converge in a comparison.
+    """
+
+    sections: tuple[Section, Section]
+    takes: tuple[list[int] | None, list[int] | None]
+    again: bool
+    skipped: set[Key]
+
+    def select(self, index: Sequence[int]) -> Shared:
+        """Return some of the shared samples, by their places among these."""
+        new, old = ([take[i] for i in index] for take in self.takes if take is not None)
+        return replace(self, takes=(new, old), again=True)
+
+
+def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
+    """Find the samples that both sections have.
+
+    Rows are computed again from their samples if the two sections have others.
 
     Raises:
-        BaselineError: too few samples are shared, or the reports lack the values per sample.
-        EvaluationError: in a comparison, nothing converged, or a value is not finite.
+        BaselineError: too few samples are shared, or nothing converged.
     """
     column = rule.column if rule.per_sample else ""
     # Norms that did not converge may be far too low, in either report: neither may be compared.
@@ -246,34 +268,32 @@ def _read_shared(
         raise BaselineError(
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
         )
-    takes: tuple[list[int] | None, list[int] | None] = None, None
-    again = False
-    if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
-        known = [name if name not in samples else "" for name in old.ids]
-        least = 0.0 if lenient else pairing.ALL_BUT_FEW
-        takes = pairing.find_shared(rule.measure, new.ids, known, least)
-        again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
-        if members is not None:
-            takes = _select_members(takes, old.ids, members)
-            again = not rule.per_sample
-    pairs = zip((new, old), takes, strict=True)
-    after, before = (pairing.read(rule, s, take, again=again, skipped=rows) for s, take in pairs)
-    for reading in (after, before):
+    if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused other samples
+        return Shared((new, old), (None, None), again=False, skipped=rows)
+    known = [name if name not in samples else "" for name in old.ids]
+    least = 0.0 if lenient else pairing.ALL_BUT_FEW
+    takes = pairing.find_shared(rule.measure, new.ids, known, least)
+    again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
+    return Shared((new, old), takes, again=again, skipped=rows)
+
+
+def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
+    """Read both sections on their shared samples, and the ids of these in order.
+
+    Raises:
+        BaselineError: the reports lack the values per sample.
+        EvaluationError: a value is not finite.
+    """
+    readings = list[RuleValues]()
+    for section, take in zip(shared.sections, shared.takes, strict=True):
+        reading = pairing.read(rule, section, take, again=shared.again, skipped=shared.skipped)
         pairing.require_finite(rule, reading)
-    return after, before, tuple(old.ids[i] for i in takes[1] or ())
-
-
-def _select_members(
-    takes: tuple[list[int] | None, list[int] | None], ids: Sequence[str], members: Collection[str]
-) -> tuple[list[int], list[int]]:
-    """Return the indices of shared samples that belong to a group."""
-    new = list[int]()
-    old = list[int]()
-    for i, j in zip(takes[0] or (), takes[1] or (), strict=True):
-        if ids[j] in members:
-            new.append(i)
-            old.append(j)
-    return new, old
+        readings.append(reading)
+    after, before = readings
+    _, old = shared.sections
+    _, take = shared.takes
+    names = old.ids
+    return after, before, tuple(names[i] for i in take or ())
 
 
 def _contrast(

@@ -111,6 +111,13 @@ def read(
     return RuleValues(names, points, pairs)
 
 
+def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
+    """Return the values of a per-sample rule on some of its samples, by their places."""
+    pairs = {key: values[list(index)] for key, values in reading.pairs.items()}
+    points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
+    return RuleValues(reading.names, points, pairs)
+
+
 def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
     """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
 

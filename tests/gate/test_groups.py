@@ -169,6 +169,13 @@ def test_clean_accuracy_is_judged_once_per_group_in_several_balls():
     assert len(judge(*reports, rules(RULES[0])).verdicts) == 6
 
 
+def test_clean_accuracy_of_rows_is_judged_on_the_shared_samples():
+    now, then = both(slice(2, N))[0], both()[1]
+    (verdict,) = judge(now, then, rules("attack.clean >= -50pp")).verdicts
+    assert verdict.samples == N - 2
+    assert (verdict.old, verdict.new) == pytest.approx((BEFORE[2:].mean(), AFTER[2:].mean()))
+
+
 @pytest.mark.parametrize(
     ("current", "baseline", "says"),
     [

@@ -19,12 +19,7 @@ from lipaudit.data.images import list_forms
 from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job, run_shard
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
-from lipaudit.engine.results import (
-    describe_failure,
-    describe_run,
-    list_origins,
-    make_failed,
-)
+from lipaudit.engine.results import describe_failure, describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
 from lipaudit.measures import AuditOptions, find_measure, load_measures
 from lipaudit.models.net import Kind, ModelSpec, Net
@@ -231,10 +226,15 @@ def _compare_classes(first: Outline, other: Outline) -> str:
 
 def _list_names(outline: Outline, label: int) -> list[str]:
     """Return the names of a class; empty if it has only a number."""
-    names = dict(enumerate(outline.names or ()))
+    known = dict(enumerate(outline.names or ()))
+    text = known.get(label, "").casefold().replace("_", " ")
+    names = []
     # ImageNet has names like `tabby, tabby cat`: one common name suffices.
-    words = map(str.strip, names.get(label, "").casefold().replace("_", " ").split(","))
-    return [word for word in words if word not in ("", f"label {label}")]
+    for piece in text.split(","):
+        name = piece.strip()
+        if name not in ("", f"label {label}"):
+            names.append(name)
+    return names
 
 
 @overload
@@ -488,7 +488,9 @@ def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(data, tuple) or len(data) != 2:
         return _make_tensor(data), None
     x, y = data
-    return _make_tensor(x), None if y is None else _make_tensor(y)
+    if y is None:
+        return _make_tensor(x), None
+    return _make_tensor(x), _make_tensor(y)
 
 
 def _make_tensor(values: Any) -> Tensor:

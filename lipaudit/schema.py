@@ -107,23 +107,29 @@ def _complete(document: dict[str, Any]) -> None:
     Reports of schema version 1 have no columns. Columns of plug-ins, and those that have been
     removed since, are derived from the cells.
     """
+    sections = document.get("sections")
+    if not isinstance(sections, list):
+        return
     known = layouts()
-    sections, first = document.get("sections"), str(document["schema_version"]).startswith("1.")
-    for section in sections if isinstance(sections, list) else ():
-        layout = known.get(str(section.get("measure"))) if isinstance(section, dict) else None
+    is_first = str(document["schema_version"]).startswith("1.")
+    for section in sections:
+        if not isinstance(section, dict):
+            continue
+        layout = known.get(str(section.get("measure")))
         if layout is not None:
             section.setdefault("title", layout.title)
             _add_columns(section, "columns", layout.columns)
             _add_columns(section, "sample_columns", layout.sample_columns)
         # Columns that were removed since, and those of a plug-in that is not installed.
-        if first and isinstance(section, dict):
+        if is_first:
             _add_columns(section, "columns", _tell_columns(section))
 
 
 def _add_columns(section: dict[str, Any], name: str, columns: Mapping[str, Any]) -> None:
     given = section.setdefault(name, {})
     if isinstance(given, dict):
-        section[name] = given | {n: column for n, column in columns.items() if n not in given}
+        for key, column in columns.items():
+            given.setdefault(key, column)
 
 
 def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:

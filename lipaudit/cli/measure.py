@@ -257,8 +257,11 @@ def make_folder(folder: Path, flag: str) -> Path:
 
 def _name_folder(model: str) -> str:
     """Return the folder name of a model; for a path, its last part."""
-    name = Path(model).resolve().name if Path(model).exists() else model
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
+    path = Path(model)
+    if path.exists():
+        model = path.resolve().name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model)
+    return name.strip("-.")[:40] or "model"
 
 
 def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from typing import Any
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine import results, shards
 from lipaudit.engine.files import Journal
-from lipaudit.engine.launcher import gather, join_processes
+from lipaudit.engine.launcher import Place, gather, join_processes
 from lipaudit.engine.prepare import Job, leave_out_layers
 from lipaudit.errors import (
     EvaluationError,
@@ -97,31 +97,41 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     if place and place.rank > 0:  # only rank 0 reports: the notes of all processes are equal
         observer = None
     assert place or not request.run.shard, "a shard has no report: see `run_shard`"
-    progress = Progress(observer or Observer())
-    with nullcontext() if place is None else join_processes(place), _keep_finished(job, progress):
-        job, shard = _measure_each(job, progress)
-        run, origins = results.describe_run(job), results.list_origins(job.samples)
-        del job
-        complete = not shard.failures and not shard.cut
+    findings = Findings(observer or Observer())
+    with ExitStack() as stack:
+        if place is not None:
+            stack.enter_context(join_processes(place))
+        stack.enter_context(_keep_finished(job, findings))
+        job, shard = _measure_each(job, findings)
         if place is None:
-            report: Report | None = results.make_report(run, progress.sections, origins)
+            run, origins = results.describe_run(job), results.list_origins(job.samples)
+            report: Report | None = results.make_report(run, findings.sections, origins)
+            complete = shard.complete
         else:
-            # The sections of one process are not used: rank 0 makes those of all samples.
-            gathered = gather((shard, progress.parts), place)
-            complete = all(not each.failures and not each.cut for each, _ in gathered)
-            report = None
-            if place.rank == 0:
-                parts = {}
-                for name in shard.measures:
-                    parts[name] = list(chain.from_iterable(of.get(name, ()) for _, of in gathered))
-                report = shards.join_shards([each for each, _ in gathered], parts, request.command)
-            del gathered
-        progress.sections.clear()
-        progress.parts.clear()
+            report, complete = _gather_report(shard, findings.parts, place, request.command)
+        del job
+        findings.sections.clear()
+        findings.parts.clear()
         yield report
     # All processes arrive here once rank 0 has written the report.
-    for journal in progress.journals if complete else ():
-        journal.clear()
+    if complete:
+        for journal in findings.journals:
+            journal.clear()
+
+
+def _gather_report(
+    shard: shards.Shard, parts: dict[str, list[Part]], place: Place, command: str
+) -> tuple[Report | None, bool]:
+    """Return the report of all processes, None but for rank 0, and whether it is complete."""
+    gathered = gather((shard, parts), place)
+    complete = all(each.complete for each, _ in gathered)
+    if place.rank > 0:
+        return None, complete
+    joined: dict[str, list[Part]] = {name: [] for name in shard.measures}
+    for _, measured in gathered:
+        for name, some in measured.items():
+            joined[name] += some
+    return shards.join_shards([each for each, _ in gathered], joined, command), complete
 
 
 def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
@@ -137,14 +147,14 @@ def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    progress = Progress(observer or Observer())
-    with _keep_finished(job, progress):
-        _, shard = _measure_each(job, progress)
+    findings = Findings(observer or Observer())
+    with _keep_finished(job, findings):
+        _, shard = _measure_each(job, findings)
     return shard
 
 
 @dataclass
-class Progress:
+class Findings:
     """What a process has measured so far.
 
     Attributes:
@@ -165,10 +175,10 @@ class Progress:
 
 
 @contextmanager
-def _keep_finished(job: Job, progress: Progress) -> Iterator[None]:
+def _keep_finished(job: Job, findings: Findings) -> Iterator[None]:
     """Say what a run begins with, and that its finished batches are kept if it fails."""
     for note in job.notes:
-        progress.observer.note(note)
+        findings.observer.note(note)
     text = f"finished batches are kept: {job.request.continuation}"
     del job
     try:
@@ -176,18 +186,18 @@ def _keep_finished(job: Job, progress: Progress) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         # One error may end the jobs of several models: it is noted once.
         remarks = getattr(error, "__notes__", ())
-        if any(each.paths for each in progress.journals) and text not in remarks:
+        if any(each.paths for each in findings.journals) and text not in remarks:
             error.add_note(text)
-            progress.observer.note(Note.info("kept", text))
+            findings.observer.note(Note.info("kept", text))
         raise
 
 
-def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
+def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     """Run the measures of a job one after the other.
 
     Args:
         job: the job.
-        progress: receives what is measured.
+        findings: receives what is measured.
 
     Returns:
         The job, without measures that turned out to be left out; what became of its shard.
@@ -195,7 +205,7 @@ def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
     Raises:
         Exception: the first failure, if no partial report is wanted or nothing else has figures.
     """
-    request, observer = job.request, progress.observer
+    request, observer = job.request, findings.observer
     planned = shards.describe_shard(job)
     if request.run.parts is not None:
         shards.save_shard(planned, request.run.parts)
@@ -206,16 +216,16 @@ def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
         # The map is drawn of the head that `bounds` found. A shard does not know it, and parts
         # that others may add to must not depend on it.
         if request.draws_steepest and not request.run.shard and request.run.parts is None:
-            options = options.draw_steepest(progress.sections)
+            options = options.draw_steepest(findings.sections)
         try:
-            parts, left = run_measure(job, name, options, progress)
+            parts, left = run_measure(job, name, options, findings)
             if left:
-                progress.cut[name] = left
+                findings.cut[name] = left
             if request.run.shard:
-                progress.parts[name] = parts
+                findings.parts[name] = parts
             else:
                 found = results.summarise(name, parts, options, job.notes, len(left))
-                progress.sections += found
+                findings.sections += found
         except Exception as error:
             if not request.partial:
                 raise
@@ -227,8 +237,8 @@ def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
             observer.fails(name, error)
             errors.append(error)
             failure = results.describe_failure(error)
-            progress.failures[name] = failure
-            progress.sections.append(results.make_failed(name, options, failure, job.notes))
+            findings.failures[name] = failure
+            findings.sections.append(results.make_failed(name, options, failure, job.notes))
     # A report without any figures is useless: raise the first error.
     if len(errors) == len(job.request.measures):
         raise errors[0]
@@ -238,8 +248,8 @@ def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
         "notes": job.notes,
         "finished": True,
         "left_out": tuple(name for name in request.measures if name not in job.request.measures),
-        "failures": progress.failures,
-        "cut": progress.cut,
+        "failures": findings.failures,
+        "cut": findings.cut,
     }
     shard = planned.model_copy(update=outcome)
     if request.run.parts is not None:
@@ -248,7 +258,7 @@ def _measure_each(job: Job, progress: Progress) -> tuple[Job, shards.Shard]:
 
 
 def run_measure(
-    job: Job, name: str, options: MeasureOptions, progress: Progress
+    job: Job, name: str, options: MeasureOptions, findings: Findings
 ) -> tuple[list[Part], tuple[str, ...]]:
     """Measure the samples of this process batch by batch, and store each part.
 
@@ -258,7 +268,7 @@ def run_measure(
         job: the job.
         name: the measure.
         options: its options.
-        progress: receives the journal of the parts.
+        findings: receives the journal of the parts.
 
     Returns:
         The parts in the order of the samples, with those of a continued run, and the samples that
@@ -266,7 +276,7 @@ def run_measure(
     """
     kind = load_measures()[name]
     net, run = job.net, job.request.run
-    observer = progress.observer
+    observer = findings.observer
     if run.autocast and options.deploys:
         net = net.deploy(run.autocast)
     size = run.batch_size or kind.batch
@@ -278,7 +288,7 @@ def run_measure(
     known = net.source != OWN
     facts = results.identify(job, name, options)
     journal = Journal(facts, run.parts, keeps=known or run.parts is not None)
-    progress.journals.append(journal)
+    findings.journals.append(journal)
     ids = list(chain.from_iterable(batch.ids for batch in batches))
     parts: list[Part] = []
     if run.continues and known:
@@ -288,9 +298,10 @@ def run_measure(
     observer.begins(name, total)
 
     def tell_cost(passes: int, seconds: float, unit: str) -> None:
-        each = passes * seconds
-        cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {each:,.1f} s"
-        text = f"{name}: a sample takes {cost}, all take about {total * each:,.0f} s"
+        of_sample = passes * seconds
+        cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {of_sample:,.1f} s"
+        everything = f"{total * of_sample:,.0f} s"
+        text = f"{name}: a sample takes {cost}, all take about {everything}"
         observer.note(Note.info("cost", text))
 
     while left and time.monotonic() < end:

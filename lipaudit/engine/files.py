@@ -182,7 +182,7 @@ def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
     """
     place = {name: i for i, name in enumerate(ids)}
     found: dict[Path, Part] = {}
-    left = {*ids}
+    left = set(ids)
     for path in sorted(folder.glob("*.npz")):
         with suppress(OSError, ValueError):
             part = decode_part(path.read_bytes())
@@ -190,7 +190,12 @@ def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
             if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
                 found[path] = part
                 left.difference_update(part.ids)
-    return dict(sorted(found.items(), key=lambda item: place[item[1].ids[0]]))
+
+    def locate(path: Path) -> int:
+        first = found[path].ids[0]
+        return place[first]
+
+    return {path: found[path] for path in sorted(found, key=locate)}
 
 
 def _delete_old(home: Path) -> None:

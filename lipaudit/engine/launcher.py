@@ -57,16 +57,20 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         UsageError: the address of the store is missing.
     """
+    host = port = ""
     if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
-        names, host, port = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "", ""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else ""
+        if env.get("SLURM_STEP_NUM_NODES") == "1":
+            host = "127.0.0.1"
         # Two jobs on one machine need two ports, derived from the job's number.
-        port = f"{20000 + int(env.get('SLURM_JOB_ID', '0')) % 20000}"
+        job = int(env.get("SLURM_JOB_ID", "0"))
+        port = str(20000 + job % 20000)
     else:
         return None
-    host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
+    host = env.get("MASTER_ADDR", host)
+    port = env.get("MASTER_PORT", port)
     if not host or not port:
         raise UsageError(
             "several processes were started, but no address for their communication is set",

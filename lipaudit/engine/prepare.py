@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,37 +132,11 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    redirected = (options.redirect(name) for name, options in request.measures.items())
-    request = replace(request, measures=dict(redirected))
-    if request.place is not None:
-        request = replace(request, run=share_run(request.run, request.place))
-    # Refuse what can be refused before the model is loaded.
-    for path in chain.from_iterable(options.files for options in request.measures.values()):
-        require_writable(path)
-    if request.run.parts is not None:
-        require_folder(request.run.parts)
-    run, measures = request.run, request.measures
-    _require_predictions(run, measures)
+    request = _check_request(request)
+    run = request.run
     net = net or load_net(request.model, load_options(run))
-    for group in (run, *measures.values()):
-        group.require_kind(net.kind)
-    if run.score and net.next_logits is None:
-        raise UsageError(
-            f"{net.architecture} is not a language model, so it cannot score continuations",
-            "Leave --score out.",
-        )
-    # All measures share the samples, so texts get the largest length that any measure needs.
-    needed = [options.tokens for options in measures.values() if options.tokens]
-    if run.max_tokens is None and needed:
-        run = run.model_copy(update={"max_tokens": max(needed)})
-    # A language model scores continuations if the measures can measure it in no other way.
-    always = {options.scores for options in measures.values()} == {"always"}
-    if run.score is None and net.next_logits is not None and always:
-        run = run.model_copy(update={"score": "sum"})
-    seed = {"seed": run.seed}
-    measures = {name: each.model_copy(update=seed) for name, each in measures.items()}
-    request = replace(request, run=run, measures=measures)
-    request, unsuited = _leave_out_refused(request, partial(_suit_measure, net, run.score))
+    request, unsuited = _suit_model(request, net)
+    run = request.run
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(wanted.values()))
     net = ready = settle_output(net, samples.batch)
@@ -190,6 +163,53 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     notes += unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
+
+
+def _check_request(request: Request) -> Request:
+    """Return the request of this process; refuse what can be refused before the model is loaded.
+
+    Raises:
+        UsageError: a file or folder cannot be written, or options have no effect together.
+    """
+    measures = dict(options.redirect(name) for name, options in request.measures.items())
+    run = request.run
+    if request.place is not None:
+        run = share_run(run, request.place)
+    for options in measures.values():
+        for path in options.files:
+            require_writable(path)
+    if run.parts is not None:
+        require_folder(run.parts)
+    _require_predictions(run, measures)
+    return replace(request, run=run, measures=measures)
+
+
+def _suit_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ...]]:
+    """Return the request with defaults that depend on the model; a note on each measure left out.
+
+    Raises:
+        LipauditError: options do not suit the model, or a required measure does not.
+    """
+    run, measures = request.run, dict(request.measures)
+    for group in (run, *measures.values()):
+        group.require_kind(net.kind)
+    if run.score and net.next_logits is None:
+        raise UsageError(
+            f"{net.architecture} is not a language model, so it cannot score continuations",
+            "Leave --score out.",
+        )
+    # All measures share the samples, so texts get the largest length that any measure needs.
+    needed = [options.tokens for options in measures.values() if options.tokens]
+    if run.max_tokens is None and needed:
+        run = run.model_copy(update={"max_tokens": max(needed)})
+    # A language model scores continuations if the measures can measure it in no other way.
+    always = {options.scores for options in measures.values()} == {"always"}
+    if run.score is None and net.next_logits is not None and always:
+        run = run.model_copy(update={"score": "sum"})
+    for name, options in measures.items():
+        measures[name] = options.model_copy(update={"seed": run.seed})
+    request = replace(request, run=run, measures=measures)
+    return _leave_out_refused(request, partial(_suit_measure, net, run.score))
 
 
 def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
@@ -220,17 +240,17 @@ def _leave_out_refused(
     Raises:
         LipauditError: a required measure is refused, or all are.
     """
-    kept: dict[str, MeasureOptions] = {}
+    suited: dict[str, MeasureOptions] = {}
     notes: list[Note] = []
     for name, options in request.measures.items():
         try:
-            kept[name] = check(name, options)
+            suited[name] = check(name, options)
         except LipauditError as error:
             if name not in request.optional or len(notes) + 1 == len(request.measures):
                 raise
             text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
             notes.append(Note.warn(LEFT_OUT, text))
-    return replace(request, measures=kept), tuple(notes)
+    return replace(request, measures=suited), tuple(notes)
 
 
 def leave_out_layers(job: Job, error: Exception) -> Job | None:
@@ -243,14 +263,20 @@ def leave_out_layers(job: Job, error: Exception) -> Job | None:
     Returns:
         The job; None after another failure, if such a measure is required, or none is left.
     """
-    request = job.request
-    read = {name for name, options in request.measures.items() if options.reads_layers}
-    others = {name: options for name, options in request.measures.items() if name not in read}
-    if not isinstance(error, NoHeadsError) or not others or not read <= {*request.optional}:
+    if not isinstance(error, NoHeadsError):
         return None
-    counts = {name: count for name, count in job.counts.items() if name in others}
-    names = " and ".join(name for name in request.measures if name in read)
-    note = Note.info(LEFT_OUT, f"{names} were left out: {error.message}")
+    request = job.request
+    others: dict[str, MeasureOptions] = {}
+    left_out: list[str] = []
+    for name, options in request.measures.items():
+        if options.reads_layers:
+            left_out.append(name)
+        else:
+            others[name] = options
+    if not others or not {*left_out} <= {*request.optional}:
+        return None
+    counts = {name: job.counts[name] for name in others}
+    note = Note.info(LEFT_OUT, f"{' and '.join(left_out)} were left out: {error.message}")
     smaller = replace(request, measures=others)
     return replace(job, request=smaller, counts=counts, notes=(*job.notes, note))
 
@@ -300,7 +326,10 @@ def _make_label_error(name: str) -> UsageError:
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
     """Load the samples; without labels, if they are not classes and no measure needs them."""
-    spec = request.run.data or ("demo" if net.source == "demo" else "random")
+    usual = "random"
+    if net.source == "demo":
+        usual = "demo"
+    spec = request.run.data or usual
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
         raise _make_label_error(labelled[0])
@@ -313,19 +342,23 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
         text = f"labels are not used: {error.message}"
         samples = load_data(spec, replace(net, classes=None), options)
     note = Note.warn("labels-unused", text)
-    notes = (*(each for each in samples.notes if each.code != note.code), note)
-    return replace(samples, batch=replace(samples.batch, y=None), notes=notes)
+    others = [each for each in samples.notes if each.code != note.code]
+    unlabelled = replace(samples.batch, y=None)
+    return replace(samples, batch=unlabelled, notes=(*others, note))
 
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:
     """Return the options for reading a number of samples."""
     given = _select_options(DataOptions, run)
-    return DataOptions(**given | {"samples": samples, "scored": run.score is not None})
+    given["samples"] = samples
+    given["scored"] = run.score is not None
+    return DataOptions(**given)
 
 
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
-    given = _select_options(LoadOptions, run) | {"forms": lambda: find_data_forms(run.data)}
+    given = _select_options(LoadOptions, run)
+    given["forms"] = lambda: find_data_forms(run.data)
     # The names of --class-names are labels; those of --classes make a classifier.
     path = given.pop("class_names", None)
     if path is not None:
@@ -339,8 +372,12 @@ def load_options(run: RunOptions) -> LoadOptions:
 
 def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:
     """Return the given options of a run that are fields of another record, too."""
-    values = ((each.name, getattr(run, each.name, None)) for each in fields(kind))
-    return {name: value for name, value in values if value is not None}
+    given = {}
+    for each in fields(kind):
+        value = getattr(run, each.name, None)
+        if value is not None:
+            given[each.name] = value
+    return given
 
 
 # Number of samples shown.
@@ -425,9 +462,10 @@ def _time_batch(job: Job) -> dict[str, Any]:
     The memory is the most that was in use so far: of the device, or of this process on a CPU.
     """
     net = job.net
-    count = min(TIMED, job.request.run.batch_size or TIMED)
+    size = min(TIMED, job.request.run.batch_size or TIMED)
     # Of one length: a model may take no padding.
-    batch = next(job.samples.batch[:count].by_length(count)).to(net.device, net.dtype)
+    of_one_length = job.samples.batch[:size].by_length(size)
+    batch = next(of_one_length).to(net.device, net.dtype)
     with exact_arithmetic(net.device), torch.no_grad():
         for _ in range(2):  # the first pass compiles kernels and fills caches
             start = time.perf_counter()
@@ -437,4 +475,5 @@ def _time_batch(job: Job) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated(net.device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-    return {"samples": len(batch), "seconds": round(seconds, 4), "gigabytes": round(peak / 1e9, 2)}
+    gigabytes = round(peak / 1e9, 2)
+    return {"samples": len(batch), "seconds": round(seconds, 4), "gigabytes": gigabytes}

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ from lipaudit.tables.report import Failure
 from lipaudit.tables.weakest import worst
 
 if TYPE_CHECKING:
+    from lipaudit.data.hub import Commit
     from lipaudit.engine.prepare import Job
     from lipaudit.models.net import ModelSpec
 
@@ -42,19 +43,23 @@ def make_report(
 
     It holds pictures and tokens of the worst samples only, to stay small.
     """
-    cut = any(section.failure or section.unmeasured for section in sections)
-    report = Report(
-        run=run,
-        status="partial" if cut else "complete",
-        samples=dict(samples),
-        sections=tuple(sections),
-    )
-    names, kept = worst(report), []
+    status: Literal["complete", "partial"] = "complete"
+    if any(section.failure or section.unmeasured for section in sections):
+        status = "partial"
+    report = Report(run=run, status=status, samples=dict(samples), sections=tuple(sections))
+    shown = worst(report)
+    smaller = []
     for section in sections:
-        known: dict[str, Any] = {"examples": section.examples, "gradients": section.gradients}
-        shown = {n: {i: each[i] for i in names if i in each} for n, each in known.items()}
-        kept.append(section.model_copy(update=shown))
-    return report.model_copy(update={"sections": tuple(kept)})
+        pictures = _select(section.examples, shown)
+        tokens = _select(section.gradients, shown)
+        update = {"examples": pictures, "gradients": tokens}
+        smaller.append(section.model_copy(update=update))
+    return report.model_copy(update={"sections": tuple(smaller)})
+
+
+def _select(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of some samples, in the order of their names."""
+    return {name: values[name] for name in names if name in values}
 
 
 def describe_failure(error: Exception) -> Failure:
@@ -88,12 +93,6 @@ def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
 def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
     request, net, samples = job.request, job.net, job.samples
-    of_model, of_data = (  # commits on the Hub
-        {"revision": commit.repository.revision, "commit": commit.sha} if commit else {}
-        for commit in (net.commit, samples.commit)
-    )
-    names = ("source", "architecture", "parameters", "weights_sha256", "quantised")
-    of_net = {name: getattr(net, name) for name in names}
     device = net.device.type
     if device == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(net.device)})"
@@ -105,18 +104,33 @@ def describe_run(job: Job) -> Run:
         device=device,
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
-        model=Model(spec=net.name, **of_net, **of_model),
+        model=Model(
+            spec=net.name,
+            source=net.source,
+            architecture=net.architecture,
+            parameters=net.parameters,
+            weights_sha256=net.weights_sha256,
+            quantised=net.quantised,
+            **_describe_commit(net.commit),
+        ),
         data=Data(
             spec=samples.spec,
             samples=len(samples.batch),
             suite_id=samples.suite_id,
             steps="; ".join(list_steps(net, samples)),
-            **of_data,
+            **_describe_commit(samples.commit),
         ),
         preprocess=dict(net.preprocess),
         options=request.run.reading(),
         device_map=dict(net.device_map),
     )
+
+
+def _describe_commit(commit: Commit | None) -> dict[str, str]:
+    """Return revision and commit of what comes from the Hub; empty for anything else."""
+    if commit is None:
+        return {}
+    return {"revision": commit.repository.revision, "commit": commit.sha}
 
 
 def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
@@ -141,7 +155,8 @@ def list_steps(net: ModelSpec, samples: Samples) -> list[str]:
     first = samples.batch.x[0]
     if net.kind != "text":
         steps.append(f"values {first.min():.4g} to {first.max():.4g}")
-    mean, std = (net.preprocess.get(name) for name in ("mean", "std"))
+    mean = net.preprocess.get("mean")
+    std = net.preprocess.get("std")
     if mean is not None:
         steps.append(f"in the model: minus mean {mean}, divided by std {std}")
     return steps

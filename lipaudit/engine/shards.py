@@ -102,6 +102,11 @@ class Shard(Frozen):
         return f"shard-{self.number}-of-{self.of}.json"
 
     @property
+    def complete(self) -> bool:
+        """Say whether no measure failed and no sample was left out."""
+        return not self.failures and not self.cut
+
+    @property
     def unmeasured(self) -> dict[str, int]:
         """Return the numbers of samples that a time limit left out, by measure."""
         return {name: len(ids) for name, ids in self.cut.items()}
@@ -276,7 +281,7 @@ def _require_files_here(options: MeasureOptions) -> None:
 
 def _list_missing(ids: Sequence[str], parts: Sequence[Part]) -> list[str]:
     """Return the samples that are in no part."""
-    measured = {*sample_ids(parts)}
+    measured = set(sample_ids(parts))
     return [name for name in ids if name not in measured]
 
 
@@ -299,8 +304,13 @@ def _require_one_run(shards: Sequence[Shard]) -> None:
 
 def _list_differences(one: Shard, other: Shard) -> list[str]:
     """Return the names of the conditions in which two shards differ."""
-    ones, others = _list_conditions(one), _list_conditions(other)
-    return [name for name in {**ones, **others} if ones.get(name) != others.get(name)]
+    ones = _list_conditions(one)
+    others = _list_conditions(other)
+    differing = []
+    for name in ones | others:
+        if ones.get(name) != others.get(name):
+            differing.append(name)
+    return differing
 
 
 def _list_conditions(shard: Shard) -> dict[str, Any]:
@@ -325,16 +335,14 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
     unfinished = [name for name in names if name not in finished]
     for name, planned in first.measures.items():
         missing = _list_missing(first.ids[: planned.samples], parts[name])
-        lost = {*missing}
         for shard in shards:
-            lost.difference_update(shard.cut.get(name, ()))
+            cut = shard.cut.get(name, ())
+            missing = [sample for sample in missing if sample not in cut]
             if name in shard.failures or name in shard.left_out:
-                lost.clear()
-        if lost:
-            some = ", ".join([sample for sample in missing if sample in lost][:NAMED])
-            text = (
-                f"{len(lost)} of {planned.samples} samples of {name} are missing, such as {some}"
-            )
+                missing = []
+        if missing:
+            text = f"{len(missing)} of {planned.samples} samples of {name} are missing, such as "
+            text += ", ".join(missing[:NAMED])
             if unfinished:
                 text += f"; shards not finished: {', '.join(unfinished)}"
             raise InputError(text, _advise_missing(first.run.command, unfinished))

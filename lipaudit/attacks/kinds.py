@@ -187,7 +187,9 @@ class Attack:
     def turns(self) -> int:
         """Return the number of runs on a sample that is never broken."""
         once = self.kind.effort in ("gradient", "edits", "points")
-        return 1 if once else self.restarts * self.aims
+        if once:
+            return 1
+        return self.restarts * self.aims
 
     def estimate_cost(self, radius: Radius) -> int:
         """Return the forward passes of a sample that is never broken; a gradient takes 2 more."""
@@ -199,7 +201,9 @@ class Attack:
             "edits": (self.queries + 3) * changes,
             "points": 1,  # or more: the file says how many
         }
-        return each[self.kind.effort] * self.turns if radius.value else 0
+        if radius.value:
+            return each[self.kind.effort] * self.turns
+        return 0
 
 
 # The standard AutoAttack, in its order: the cheapest attack first, so that few samples remain for
@@ -274,7 +278,10 @@ def read_plan(
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     alone = attack in PRESETS or attack.startswith("custom:")
-    names = [attack] if alone else [name.strip() for name in attack.split(",")]
+    if alone:
+        names = [attack]
+    else:
+        names = [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
     units: dict[str, Norm | None] = {}  # that the attacks count; None for attacks on balls
     for name, attacks in ensembles.items():
@@ -288,7 +295,8 @@ def read_plan(
     _refuse_units(radii, units, norm)
     plan: list[Trial] = []
     for name, attacks in ensembles.items():
-        unit, fitting = units[name], [radius for radius in radii if not radius.unit]
+        unit = units[name]
+        fitting = [radius for radius in radii if not radius.unit]
         if unit is not None:
             own = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
             usual = [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
@@ -296,7 +304,9 @@ def read_plan(
         if name == "paper":
             trials = _plan_paper(norm or "linf", fitting)
         else:
-            label = name.partition(":")[0] if alone else name
+            label = name
+            if alone:
+                label = name.partition(":")[0]
             attacks = STANDARD_L1 if norm == "l1" and attacks == STANDARD else attacks
             trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
         preset = "standard" if name == "autoattack" else name
@@ -313,7 +323,8 @@ def read_plan(
 
 def _find_attacks(name: str) -> tuple[Attack, ...]:
     """Return the attacks of a preset, of `custom:NAME,NAME`, or the one with this name."""
-    preset, kinds = "standard" if name == "autoattack" else name, attack_kinds()
+    preset = "standard" if name == "autoattack" else name
+    kinds = attack_kinds()
     if preset in PRESETS:
         return PRESETS[preset]
     if not name.startswith("custom:") and name not in kinds:
@@ -325,7 +336,8 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
             raise UsageError(f"unknown attack {each!r} in {name!r}", suggestion(each, kinds))
     if len(names) > 1:
         return tuple(Attack(each) for each in names)
-    kind, attack = kinds[names[0]], Attack(names[0])
+    kind = kinds[names[0]]
+    attack = Attack(names[0])
     usual = {name: getattr(kind, name) for name in ("steps", "queries", "restarts")}
     return (replace(attack, **{name: value for name, value in usual.items() if value}),)
 
@@ -376,8 +388,10 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
             "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
             "Leave out --eps and --norm, or use another preset.",
         )
-    two, four = parse_radius("2/255"), parse_radius("4/255")
-    fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
+    two = parse_radius("2/255")
+    four = parse_radius("4/255")
+    fgsm = (Attack("fgsm"),)
+    pgd = (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
     own_step = Note.info(
         "own-step-size",

@@ -157,7 +157,8 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
-        oracle, z = ctx.oracle, ctx.z
+        oracle = ctx.oracle
+        z = ctx.z
 
         def pull_at(point: Tensor) -> Tensor:
             """Return J^T `above` at a point, piece by piece."""
@@ -173,7 +174,8 @@ class _InPieces(torch.autograd.Function):
             size = torch.where(largest > 0, largest, 1.0)
             return pull_at(z + change * NUDGE * add_axes(size, z))
 
-        graph, ctx.graph = ctx.graph, None
+        graph = ctx.graph
+        ctx.graph = None
         if graph is None:
             gradient = pull_at(z)
         else:
@@ -197,8 +199,8 @@ def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
     leaf, out = graph
     if not out.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(out, leaf, above, allow_unused=True)
-    return torch.zeros_like(leaf) if gradient is None else gradient
+    (gradient,) = torch.autograd.grad(out, leaf, above, materialize_grads=True)
+    return gradient
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
@@ -208,13 +210,17 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
         EvaluationError: the output holds no tensor (batch, classes).
     """
     logits = getattr(output, "logits", output)
-    logits = logits[0] if isinstance(logits, tuple) else logits
+    if isinstance(logits, tuple):
+        logits = logits[0]
     if isinstance(logits, Tensor) and logits.ndim == 2:
         return logits
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    text = f"the model returns {shape}, but an attack needs logits of shape (batch, classes)"
-    advice = "Attack a classifier that returns one row of class scores per sample."
-    raise EvaluationError(text, advice)
+    output_form = type(logits).__name__
+    if isinstance(logits, Tensor):
+        output_form = str(tuple(logits.shape))
+    raise EvaluationError(
+        f"the model returns {output_form}, but an attack needs logits of shape (batch, classes)",
+        "Attack a classifier that returns one row of class scores per sample.",
+    )
 
 
 def logits_and_gradient(
@@ -225,7 +231,8 @@ def logits_and_gradient(
     An oracle runs piece by piece, forward and backward, so no pass is repeated.
     """
     if isinstance(f, Oracle) and len(x) > f.batch_size:
-        logits_of_pieces, gradients = [], []
+        logits_of_pieces = []
+        gradients = []
         for cut in list_pieces(len(x), f.batch_size):
             piece = replace(f, rows=f.rows[cut])
             logits, gradient = logits_and_gradient(piece, x[cut], y[cut])
@@ -334,8 +341,11 @@ def pgd(
         step_size: length of a step in the norm of the ball; None: 2.5 eps / steps, with which a
             path can reach any point of the ball and return.
     """
-    step_size = 2.5 * ball.eps / steps if step_size is None else step_size
-    z, best, lowest = start, start, x.new_full((len(x),), torch.inf)
+    if step_size is None:
+        step_size = 2.5 * ball.eps / steps
+    z = start
+    best = start
+    lowest = x.new_full((len(x),), torch.inf)
     for _ in range(steps):
         logits, gradient = logits_and_gradient(f, z, y)
         best, lowest = choose_closer(z, margins(logits, y), best, lowest)

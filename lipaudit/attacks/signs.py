@@ -35,7 +35,8 @@ SIMPLEX = 1e-5
 SQUARE_GAIN = 0.002
 # Number of samples, and their share, by which an attack that is weaker or knows less may beat the
 # iterative gradient attacks without a sign of masked gradients: random starts break some by luck.
-LUCKY, LUCKY_SHARE = 2, 0.02
+LUCKY = 2
+LUCKY_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,10 @@ def note_resolution(
     if balls.is_resolved(x.float() if single else x, ball):
         return ()
     advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
-    dtype = "float32" if single else str(x.dtype).removeprefix("torch.")
+    if single:
+        dtype = "float32"
+    else:
+        dtype = str(x.dtype).removeprefix("torch.")
     text = (
         f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
         f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"

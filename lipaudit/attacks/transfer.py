@@ -27,7 +27,8 @@ from lipaudit.tables import Note
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
 # Its tensors that are no trials: the first example that broke each sample, and the labels.
-FIRST, LABELS = "x", "y"
+FIRST = "x"
+LABELS = "y"
 SAVE = "Save them with lipaudit attack OTHER --save-adv FILE.safetensors"
 
 
@@ -189,7 +190,8 @@ def try_examples(
         turn: the examples of the chunk, and the rows of the samples.
     """
     assert turn.saved is not None
-    best, lowest = x, x.new_full((len(x),), torch.inf)
+    best = x
+    lowest = x.new_full((len(x),), torch.inf)
     for examples in turn.saved[turn.rows].unbind(1):
         z = project(examples, x, ball)
         margin = margins(f(z), y)

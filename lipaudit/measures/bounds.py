@@ -242,8 +242,14 @@ def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     facts: Facts = {name: [] for name in names}
     for site in sites:
         closed = _has_bounds(site, options)
-        kinds = site.kinds if closed else (NUMERICAL,)
-        kind = kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
+        if closed:
+            kinds = site.kinds
+        else:
+            kinds = (NUMERICAL,)
+        if len(set(kinds)) == 1:
+            kind = kinds[0]
+        else:
+            kind = "/".join(kinds)
         read = site.input if options.input == "projections" else site.module_input
         facts["kinds"] += [kind] * site.heads
         facts["inputs"] += [read] * site.heads
@@ -264,7 +270,8 @@ def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, fl
     from lipaudit.theory.head_norms import forward_error
     from lipaudit.theory.spectral import spectral_norm
 
-    site, ids = layer.site, layer.batch.ids
+    site = layer.site
+    ids = layer.batch.ids
     seeds = [base.seed_of(sample, options.seed) for sample in ids]
     closed = _has_bounds(site, options)
     if closed:
@@ -286,7 +293,8 @@ def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, fl
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     nothing = torch.full_like(values["exact"], torch.nan)
     balls = nothing.double()[..., None].expand(-1, -1, len(options.radius))
-    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    queries = heads.q.shape[2]
+    keys = heads.k.shape[2]
     values = {
         **dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing),
         **dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1]),
@@ -349,7 +357,8 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
     from lipaudit.measures.layers import below_by_rounding
 
-    facts, ids = parts[0].facts, base.sample_ids(parts)
+    facts = parts[0].facts
+    ids = base.sample_ids(parts)
     measured = base.join_arrays(parts)
     # Where a head lost its closed form on some sample, its structure depends on the data. So no
     # bound for all inputs holds, and medians of bounds and norms would be over different samples.
@@ -393,7 +402,9 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     of_heads = base.make_section(
         BOUNDS_TABLE, parts, options, rows, notes, samples=largest, arrays=arrays
     )
-    balls = [_make_ball_section(parts, measured, options)] if options.radius else []
+    balls = []
+    if options.radius:
+        balls = [_make_ball_section(parts, measured, options)]
     return [of_heads, _make_layer_section(parts, measured, options), *balls]
 
 
@@ -422,10 +433,12 @@ def _make_layer_section(
 
     from lipaudit.measures.layers import below_by_rounding
 
-    ids, layers = base.sample_ids(parts), parts[0].facts["layers"]
+    ids = base.sample_ids(parts)
+    layers = parts[0].facts["layers"]
     index, module = zip(*layers, strict=True)
     columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
-    out, concat = columns["exact_out"], columns["exact"]
+    out = columns["exact_out"]
+    concat = columns["exact"]
     left_out: tuple[Note, ...] = ()
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"
@@ -497,7 +510,8 @@ def _make_ball_section(
 
     from lipaudit.measures.layers import below_by_rounding
 
-    ids, names = base.sample_ids(parts), parts[0].facts["heads"]
+    ids = base.sample_ids(parts)
+    names = parts[0].facts["heads"]
     # Arrays (samples, heads, radii) become (samples, rows).
     columns = {name: measured[of].reshape(len(ids), -1) for name, of in IN_BALLS.items()}
     with np.errstate(divide="ignore", invalid="ignore"):

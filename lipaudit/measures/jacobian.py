@@ -253,7 +253,9 @@ def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
     alone: dict[str, list[int]] = {}
     chosen = choose_layers(sites, None if layer is None else (layer,))
     inside = find_residuals(net, batch, sites)
-    around = find_residuals(net, batch, sites, entire=True) if from_layers else inside
+    around = inside
+    if from_layers:
+        around = find_residuals(net, batch, sites, entire=True)
     for site in chosen:
         block = around[site.index]
         if block is None or not block.by_sample:
@@ -279,7 +281,9 @@ def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
     # The loss of a text begins with its second token.
     second = end.what == "loss" and net.classes is None
-    return find_places(batch, "1" if second else end.where) if second or end.where else None
+    if second or end.where:
+        return find_places(batch, "1" if second else end.where)
+    return None
 
 
 def _measure_batch(
@@ -301,7 +305,8 @@ def _measure_batch(
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     # The graph of one forward pass has the derivatives from its input and from every block.
     f, outputs = record_outputs(net, tuple(cuts.values()), at.f)
-    whole, alone = linearize(f, at.x), cuts.get(options.start or "")
+    whole = linearize(f, at.x)
+    alone = cuts.get(options.start or "")
 
     around = list[str]()  # blocks that paths from the input bypass
 
@@ -316,8 +321,13 @@ def _measure_batch(
         around.extend([name] * beside)
         return whole.start_at(start_after(net, block, at.f, at.x), inner)
 
-    start = at.start if alone is None else str(options.start)
-    linear = whole if alone is None else cut(start, alone)
+    if alone is None:
+        start = at.start
+    else:
+        start = str(options.start)
+    linear = whole
+    if alone is not None:
+        linear = cut(start, alone)
     accuracy: dict[str, Any] = {
         **options.accuracy,
         "norm": options.norm,
@@ -345,17 +355,22 @@ def _measure_batch(
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
         # Samples without a label, for which the predicted class is used.
-        unlabelled = len(batch) if labels is None else int((labels < 0).sum())
+        if labels is None:
+            unlabelled = len(batch)
+        else:
+            unlabelled = int((labels < 0).sum())
         facts["unlabelled"] = 0 if net.classes is None else unlabelled
     steepest = norms.vector
     if decides:
         margins, steepest = _measure_margins(linear, labels, norms.upper, options)
         values |= margins
     if steepest is not None and net.kind != "image":
-        gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
+        gradient = steepest.view_as(linear.x)
+        of = "margin" if decides else "direction"
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
     if options.shares:
-        left, tied = norms.left, norms.tied
+        left = norms.left
+        tied = norms.tied
         if left is None or tied is None:
             left, tied = _draw_margins(linear, labels)
         else:
@@ -414,7 +429,8 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
     import numpy as np
 
-    facts, names = parts[0].facts, dict.fromkeys(name for part in parts for name in part.values)
+    facts = parts[0].facts
+    names = dict.fromkeys(name for part in parts for name in part.values)
     # Parts without any label have no column `correct`: nothing there is known to be wrong.
     arrays = {
         name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
@@ -449,11 +465,16 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         )
         rows.append(row)
     notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
-    kept = {"norm": of_maps["norm"]} if several else {}
+    kept = {}
+    if several:
+        kept = {"norm": of_maps["norm"]}
     section = base.make_section(
         JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=kept
     )
-    to = "margin" if options.direction == "margin" else facts["to"]
+    if options.direction == "margin":
+        to = "margin"
+    else:
+        to = facts["to"]
     return [section, *summarise_shares(parts, options, arrays["norm"], to)]
 
 
@@ -499,7 +520,9 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
     from lipaudit.models.endpoints import resolve_target
 
-    layered = f"--from {options.start}" if (options.start or "").startswith("layer") else ""
+    layered = ""
+    if (options.start or "").startswith("layer"):
+        layered = f"--from {options.start}"
     option = "--per-layer" if options.per_layer else layered
     if net.scored and option:
         text = (
@@ -515,7 +538,9 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         text = f"--direction margin needs the scores of classes, not {end.text}"
         raise UsageError(text, "Leave out --direction, or use --to logits of a classifier.")
     place = _find_place(net, batch, end)
-    short = 0 if place is None else int((place < 0).sum())
+    short = 0
+    if place is not None:
+        short = int((place < 0).sum())
     if short:
         raise InputError(
             f"{short} of {len(batch)} texts are too short for --to {end.text}",

@@ -74,7 +74,9 @@ def by_layer(
             selected = choose_layers(sites, layers)
             remarks = tuple(_note_layers(net, sites, selected))
         names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]
-        pieces, changes, queue = list[Reduced](), list[Note](), [(batch, sites)]
+        pieces = list[Reduced]()
+        changes = list[Note]()
+        queue = [(batch, sites)]
         while queue:
             piece, known = queue.pop(0)
             try:
@@ -107,7 +109,9 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     inputs: dict[tuple[bool, str], list[Site]] = {}
     for site in selected:
         measured = site.closed_form or site.inputs
-        within = f"{site.module}." if site.module else ""
+        within = ""
+        if site.module:
+            within = f"{site.module}."
         inside = all(f"{name}.".startswith(within) for name in site.reads)
         # X is named if it is not the first input of the attention module.
         if measured and not (inside and (not site.inner or not site.closed_form)):
@@ -214,7 +218,8 @@ def require_bounds_hold(
         """Return what rounding may do to a bound of each head, in the ball of radius r."""
         double = heads.to(torch.float64)
         error = bound_error(double, exact[heads.sample.cpu()])
-        error = error + ball_error(double, r) if r else error
+        if r:
+            error = error + ball_error(double, r)
         return per_sample(error.cpu(), heads.sample)
 
     def layer_slack() -> Tensor:
@@ -245,7 +250,10 @@ def require_bounds_hold(
             continue
         sample, head = below[0].tolist()
         of_head = bound.shape[1] == site.heads
-        where = f"head {site.index}.{head}" if of_head else f"layer {site.index}"
+        if of_head:
+            where = f"head {site.index}.{head}"
+        else:
+            where = f"layer {site.index}"
         raise EvaluationError(
             f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
             f"{ids[sample]}, below the exact norm {float(norm[sample, head]):.9g}. One of them "

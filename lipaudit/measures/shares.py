@@ -148,16 +148,16 @@ def measure_shares(
     from lipaudit.models.attention.survey import find_layers
     from lipaudit.models.shares import compute_shares, join_shares
 
-    pieces = list(range(len(batch))) if net.scored else [slice(None)]
+    pieces = [slice(0, len(batch))]
+    if net.scored:
+        # A continuation of a prompt is a row of its own: only one prompt has all of them.
+        pieces = [slice(i, i + 1) for i in range(len(batch))]
     each = []
     try:
         sites = find_layers(net, first)
-        for piece in pieces:
-            # A continuation of a prompt is a row of its own: only one prompt has all of them.
-            rows = slice(piece, piece + 1) if isinstance(piece, int) else piece
-            start = rows.start or 0
+        for rows in pieces:
 
-            def f(z: Tensor, index: Tensor, start: int = start) -> Tensor:
+            def f(z: Tensor, index: Tensor, start: int = rows.start) -> Tensor:
                 return at.f(z, index + start)
 
             found = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])

@@ -241,7 +241,9 @@ def _read_heads(layer: Layer) -> list[Cells]:
     # Two factors of a matrix of each head, and the scale of their product.
     products: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     if heads is not None:
-        q, k, v = heads.to_q, heads.to_k, heads.to_v
+        q = heads.to_q
+        k = heads.to_k
+        v = heads.to_v
         # A rotation is the identity at equal positions; a norm of queries is no linear map.
         if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
             products["qk"] = q.weight, k.weight, heads.scale[0].abs()
@@ -370,7 +372,9 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
         blocks.append(whole)
     sections = []
     for table in TABLES:
-        cells = blocks if table is BLOCKS else facts[table.name]
+        cells = blocks
+        if table is not BLOCKS:
+            cells = facts[table.name]
         rows = tuple(table.row(**row) for row in cells)
         about: dict[str, Any] = {}
         if table is HEADS:

@@ -48,8 +48,14 @@ def find_places(batch: Batch, where: str) -> Tensor:
     # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
-    number = -1 if where == "last" else int(where)
-    slot = torch.full_like(count, number) if number >= 0 else count + number
+    if where == "last":
+        number = -1
+    else:
+        number = int(where)
+    if number >= 0:
+        slot = torch.full_like(count, number)
+    else:
+        slot = count + number
     inside = (slot >= 0) & (slot < count)
     return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)[:, 0]
 
@@ -197,7 +203,6 @@ def make_sample_function(
         InputError: the model lacks this input or output.
     """
     embedded = net.kind == "text" or start == "embeddings"
-    name = "embeddings" if embedded else {"image": "pixels"}.get(net.kind, net.kind)
     end = resolve_target(net, batch, target)
     if start == "pixels" and net.kind == "text":
         raise InputError("text has no pixels", "Use --from embeddings.")
@@ -219,8 +224,8 @@ def make_sample_function(
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         labels = None if batch.y is None else batch.y[index]
-        part = replace(batch.without_ids(index), y=labels)
         column = None if place is None else place[index]
+        part = replace(batch.without_ids(index), y=labels)
 
         def forward() -> Any:
             with net.replace_embedding(z) if embedded else nullcontext():
@@ -243,12 +248,21 @@ def make_sample_function(
     else:  # the model has to run, but its head on one column only
         with _replace_head_input(scorer, lambda states: states[:, :1]):
             x = net.embedding(batch)
-    name_of_target = end.text
+    name_of_start: str = net.kind
+    if embedded:
+        name_of_start = "embeddings"
+    elif net.kind == "image":
+        name_of_start = "pixels"
+    return SampleFunction(f, x, name_of_start, _name_target(net, end))
+
+
+def _name_target(net: Net, end: Target) -> str:
+    """Return what a model returns at a target, in words."""
     if end.what == "logits" and net.scored:
-        name_of_target = "scores"
-    elif end.what == "logits" and net.form == "probabilities":
-        name_of_target = end.text.replace("logits", "log-probabilities")
-    return SampleFunction(f, x, name, name_of_target)
+        return "scores"
+    if end.what == "logits" and net.form == "probabilities":
+        return end.text.replace("logits", "log-probabilities")
+    return end.text
 
 
 def _read_output(
@@ -274,7 +288,9 @@ def _read_output(
             logits = net.read(forward())
         else:
             logits = compute_next_logits(scorer, place, forward)
-        return logits if what == "logits" else torch.softmax(logits, -1)
+        if what == "logits":
+            return logits
+        return torch.softmax(logits, -1)
     if what == "loss" and scorer is not None:
         return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
@@ -285,6 +301,16 @@ def _read_output(
         return F.cross_entropy(logits, y, reduction="none")[:, None]
     if what == "features":
         return _read_features(net, forward)
+    states = _read_states(net, what, part, forward, scorer)
+    if what == "tokens" or place is None:
+        return states
+    return pick_columns(states, place)
+
+
+def _read_states(
+    net: Net, what: str, part: Batch, forward: Forward, scorer: NextToken | None
+) -> Tensor:
+    """Return a vector per token: the input of the head, or the output of the last layer norm."""
     if what == "hidden" and scorer is not None:
         seen: list[Tensor] = []
 
@@ -296,7 +322,7 @@ def _read_output(
         with _replace_head_input(scorer, keep_first):
             forward()
         states = seen[0]
-    else:  # the output of the last layer norm over tokens, with padded tokens set to zero
+    else:  # padded tokens are set to zero
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
         tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]
         if not tokens:
@@ -309,7 +335,7 @@ def _read_output(
             f"the last hidden states of {net.architecture} do not have one vector per token",
             "Use --to tokens or --to features.",
         )
-    return states if what == "tokens" or place is None else pick_columns(states, place)
+    return states
 
 
 def _read_features(net: Net, forward: Forward) -> Tensor:

@@ -45,7 +45,8 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:
-        ctx.kept, ctx.back = kept, back
+        ctx.kept = kept
+        ctx.back = back
         weight = kept.convert()
         return x @ (weight if back else weight.mT)
 
@@ -59,7 +60,9 @@ def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     if isinstance(kept, Tensor):  # stored in the precision and place of the run
         return NotImplemented
     product: Tensor = _StoredProduct.apply(input, kept, False)
-    return product if bias is None else product + bias
+    if bias is None:
+        return product
+    return product + bias
 
 
 def _run_batch_norm(
@@ -90,10 +93,12 @@ def _run_batch_norm(
         return NotImplemented
     # x -> (x - mean) gain + shift: products and sums, whose derivatives are right everywhere.
     gain = (running_var + eps).rsqrt()
-    gain = gain if weight is None else gain * weight
+    if weight is not None:
+        gain = gain * weight
     channels = (-1, *[1] * (input.ndim - 2))
+    centred = (input - running_mean.view(channels)) * gain.view(channels)
     shift = 0.0 if bias is None else bias.view(channels)
-    return (input - running_mean.view(channels)) * gain.view(channels) + shift
+    return centred + shift
 
 
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
@@ -136,11 +141,14 @@ class LinearMode(Widening):
                 "the model rounds to half precision under autocast", "Use --dtype float64."
             )
         replacement = _REPLACEMENTS.get(func)
-        result = NotImplemented if replacement is None else replacement(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if replacement is not None:
+            result = replacement(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         widen = super().__torch_function__
-        return widen(func, types, args, kwargs) if self.widen else func(*args, **kwargs)
+        if self.widen:
+            return widen(func, types, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
@@ -388,7 +396,8 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     """Return f of the last sample, (1, *out), between two samples of random entries."""
     # Between two others: attention over the batch, causal or not, would see one of them.
     index = torch.tensor([0, len(x) - 1, 0], device=x.device)
-    low, high = x.amin(), x.amax()
+    low = x.amin()
+    high = x.amax()
     span = (high - low).where(high > low, 1.0)
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand((2, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)

@@ -108,37 +108,15 @@ def compute_jacobian_norms(
         UsageError: `inf` with more than `MOST_ROWS` outputs.
         EvaluationError: a derivative is not finite.
     """
-    m, few_outputs = linear.outputs, linear.outputs <= linear.inputs
+    m = linear.outputs
+    few_outputs = m <= linear.inputs
     if norm == "inf":
-        if m > MOST_ROWS:
-            raise UsageError(
-                f"the inf norm of {m} outputs takes {m} backward passes per sample",
-                f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
-            )
-        rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
-        sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
-        return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
+        return _compute_largest_row_sum(linear)
     if min(linear.inputs, m) <= DENSE:
-        dense = linear.rows if few_outputs else linear.columns
-        # One sample at a time: all in float64 would double the memory.
-        wide = (j.to(torch.float64) for j in dense)
-        # Of the shorter side, at most 16 x 16; in float64 its root loses no digit of float32.
-        gram = torch.stack([j @ j.T for j in wide])
-        require_finite(gram)
-        sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-        exact = _make_exact(linear, sigma, dense.shape[1], "dense")
-        if not (directions or left):
-            return exact
-        values, vectors = torch.linalg.eigh(gram)
-        rows = vectors.mT.flip(1).to(dense)  # the largest value first
-        if directions:
-            top = (rows[:, :1] @ dense)[:, 0] if few_outputs else rows[:, 0]
-            exact = replace(exact, vector=top)
-        if not left:
-            return exact
-        return _add_left(exact, rows if few_outputs else rows @ dense, values.flip(1), tol)
+        return _decompose_dense(linear, directions=directions, left=left, tol=tol)
     # In the smaller space vectors are shorter, and a Krylov space is exhausted sooner.
-    seeds = [0] * len(linear) if seeds is None else seeds
+    if seeds is None:
+        seeds = [0] * len(linear)
     # One seed a sample: its norm does not depend on which others share the batch.
     start = random_starts(seeds, min(m, linear.inputs)).to(linear.x.device, torch.float64)
 
@@ -173,6 +151,53 @@ def compute_jacobian_norms(
     return _add_left(norms, torch.stack(pair, 1), squares, tol)
 
 
+def _compute_largest_row_sum(linear: Linearization) -> JacobianNorms:
+    """Return max_i sum_j |J_ij|."""
+    m = linear.outputs
+    if m > MOST_ROWS:
+        raise UsageError(
+            f"the inf norm of {m} outputs takes {m} backward passes per sample",
+            f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
+        )
+    sums = []
+    for i in range(m):
+        row = linear.rows[:, i] if m <= DENSE else linear.row(i)
+        sums.append(row.abs().sum(1, dtype=torch.float64))
+    largest = torch.stack(sums, 1).amax(1)
+    return _make_exact(linear, largest, m, "rows")
+
+
+def _decompose_dense(
+    linear: Linearization, *, directions: bool, left: bool, tol: float
+) -> JacobianNorms:
+    """Return sigma_1(J) of Jacobians with a short side, and the requested singular vectors."""
+    few_outputs = linear.outputs <= linear.inputs
+    dense = linear.rows if few_outputs else linear.columns  # J or J^T: the short side first
+    # J J^T or J^T J, at most 16 x 16; in float64 the root of its values loses no digit of float32.
+    grams = []
+    for j in dense:  # one sample at a time: all in float64 would double the memory
+        wide = j.to(torch.float64)
+        grams.append(wide @ wide.T)
+    gram = torch.stack(grams)
+    require_finite(gram)
+    sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+    exact = _make_exact(linear, sigma, dense.shape[1], "dense")
+    if not (directions or left):
+        return exact
+    values, vectors = torch.linalg.eigh(gram)
+    short = vectors.mT.flip(1).to(dense)  # singular vectors of the short side, the largest first
+    if directions:
+        right = short[:, 0]
+        if few_outputs:
+            right = (short[:, :1] @ dense)[:, 0]  # J^T u
+        exact = replace(exact, vector=right)
+    if not left:
+        return exact
+    if not few_outputs:
+        short = short @ dense  # J v
+    return _add_left(exact, short, values.flip(1), tol)
+
+
 def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -> JacobianNorms:
     """Return the norms with the left vectors of the squared singular values, largest first.
 
@@ -184,7 +209,10 @@ def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -
     tied = relative >= 1 - tol
     tied[:, 0] = True
     count = int(tied.sum(1).max())
-    following = relative[:, 1] if relative.shape[1] > 1 else torch.zeros(len(relative))
+    if relative.shape[1] > 1:
+        following = relative[:, 1]
+    else:
+        following = torch.zeros(len(relative))
     gap = 1 - following.double()
     return replace(norms, left=left[:, :count], tied=tied[:, :count], gap=gap)
 
@@ -221,30 +249,42 @@ def compute_margins(
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    known, each = linear.outputs <= DENSE, torch.arange(len(y), device=y.device)
+    known = linear.outputs <= DENSE
+    each = torch.arange(len(y), device=y.device)
     row: Callable[[Tensor], Tensor] = (lambda j: linear.rows[each, j]) if known else linear.row
     count = min(gaps.shape[1], gaps.shape[1] if rivals is None or known else rivals)
-    true, dual = row(y), 1 if norm == "inf" else 2
+    true = row(y)
+    dual = 1 if norm == "inf" else 2
 
     def measure(gradients: Tensor) -> Tensor:
         return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
 
-    most = 2**0.5 * upper.cpu().double() if dual == 2 else upper.cpu().double() + measure(true)
+    if dual == 2:
+        most = 2**0.5 * upper.cpu().double()
+    else:
+        most = upper.cpu().double() + measure(true)
     # Gaps and classes are on the CPU, the order is on the device of the gradients.
-    radius, classes = torch.full_like(gaps[:, 0], torch.inf), order.cpu()
-    closest, examined = classes[:, 0].clone(), torch.zeros_like(classes[:, 0])
+    radius = torch.full_like(gaps[:, 0], torch.inf)
+    classes = order.cpu()
+    closest = classes[:, 0].clone()
+    examined = torch.zeros_like(classes[:, 0])
     complete = torch.zeros_like(closest, dtype=torch.bool)
     for i in range(count):
         gradient = true - row(order[:, i])
         slope = measure(gradient)
         if i == 0:
-            first, steepness = gradient, slope
+            first = gradient
+            steepness = slope
         here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
-        radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
+        radius = here.where(nearer, radius)
+        closest = classes[:, i].where(nearer, closest)
         examined += ~complete
         # Gaps only grow: a class that is not nearer at the largest slope ends the search.
-        later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
+        if i + 1 < gaps.shape[1]:
+            later = gaps[:, i + 1]
+        else:
+            later = torch.full_like(radius, torch.inf)
         complete |= (later >= 0) & (later >= radius * most) | later.isinf()
         if complete.all():
             break

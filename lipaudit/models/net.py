@@ -145,7 +145,10 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         given: Any = self.input_shape
-        size = (given,) if isinstance(given, int) else tuple(given)
+        if isinstance(given, int):
+            size = (given,)
+        else:
+            size = tuple(given)
         image = isinstance(given, int) and self.kind == "image"
         object.__setattr__(self, "input_shape", (3, *size, *size) if image else size)
         for name in ("mean", "std"):
@@ -230,7 +233,10 @@ class LoadOptions:
                 "Give one side (32), height and width (32,32), or channels, height and width "
                 "(3,32,32).",
             )
-        channels = size[0] if len(size) == 3 else known[0]
+        if len(size) == 3:
+            channels = size[0]
+        else:
+            channels = known[0]
         return channels, size[-1] if len(size) == 1 else size[-2], size[-1]
 
 
@@ -317,7 +323,9 @@ class Net(ModelSpec):
             return ()
         if self.lexicon is not None:
             return ("words", "characters")
-        return () if self.tokenize is not None else ("words",)
+        if self.tokenize is not None:
+            return ()
+        return ("words",)
 
     @property
     def lacks_classes(self) -> str:
@@ -344,14 +352,18 @@ class Net(ModelSpec):
 
     def point(self, batch: Batch) -> Tensor:
         """Return the point of each sample in the attacked space (detached)."""
-        return self.embedding(batch) if self.kind == "text" else batch.x.detach()
+        if self.kind == "text":
+            return self.embedding(batch)
+        return batch.x.detach()
 
     def free(self, batch: Batch) -> Tensor | None:
         """Return which positions of its samples may change, (batch, tokens); None: all."""
         if not self.scored:
             return batch.mask if self.kind == "text" else None
         prompt = batch.x < (self.vocabulary or 0)
-        return prompt if batch.mask is None else prompt & batch.mask
+        if batch.mask is None:
+            return prompt
+        return prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
         """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept.
@@ -401,7 +413,9 @@ class Net(ModelSpec):
 
     def _turn(self, states: Tensor) -> Tensor:
         """Exchange the first two axes if the embedding has tokens first."""
-        return states.transpose(0, 1) if self.tokens_first else states
+        if self.tokens_first:
+            return states.transpose(0, 1)
+        return states
 
     def _watch_entry(self, change: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Pass each output of `entry` through `change` (None keeps it)."""

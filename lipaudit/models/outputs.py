@@ -24,7 +24,8 @@ from lipaudit.models.net import ModelSpec, Net, NextToken, OutputForm, watch_mod
 from lipaudit.models.precision import devices, exact_arithmetic, precision
 from lipaudit.tables import Note
 
-PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
+PROBE_TEXT = "a blank sample"
+PROBE_TOKENS = 8
 # Largest deviation of the sum of probabilities from 1, in float32.
 SIMPLEX = 1e-5
 HALF = {torch.float16, torch.bfloat16}
@@ -140,7 +141,9 @@ def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
 
 def note_form(form: OutputForm) -> tuple[Note, ...]:
     """Return the note on outputs that are no logits; none for logits."""
-    return (Note.info(form, TEXTS[form]),) if form in TEXTS else ()
+    if form in TEXTS:
+        return (Note.info(form, TEXTS[form]),)
+    return ()
 
 
 def convert_outputs(
@@ -244,7 +247,9 @@ class EntrySearch:
         columns = self.x.mT  # ids of a model with tokens first
         if isinstance(out, Tensor) and out.shape[:2] == columns.shape != self.x.shape:
             self.turned.add(name)
-        taken = args[0] if args else None
+        taken = None
+        if args:
+            taken = args[0]
         for ids in (self.x, columns):
             if isinstance(taken, Tensor) and taken.shape == ids.shape:
                 self.readers[bool((taken == ids).all())].append(name)
@@ -328,8 +333,12 @@ def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> li
         most = min(PROBE_TOKENS, *spec.input_shape)
         # A text of padding alone is undefined in many models.
         plain = next(i for i in (1, 2, 3) if i not in (spec.pad_id, spec.end_id))
-        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [plain] * most
-        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
+        if spec.tokenize:
+            ids = spec.tokenize(PROBE_TEXT, most)
+        else:
+            ids = [plain] * most
+        if not (spec.end_id is None or spec.tokenize):
+            ids = [*ids[1:], spec.end_id]
         return [torch.tensor([ids], device=device)]
     # Grey pixels, and zeros for floats: inputs that most models accept.
     grey = 0.5 if spec.kind == "image" else 0.0
@@ -357,7 +366,9 @@ def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
         "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
         "result: TENSOR)"
     )
-    return (Note.warn("first-output", text),) if len(shapes) > 1 else ()
+    if len(shapes) > 1:
+        return (Note.warn("first-output", text),)
+    return ()
 
 
 def _require_floats(output: Tensor, x: Tensor) -> None:

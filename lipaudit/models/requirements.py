@@ -222,7 +222,8 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
     if batch.mask is not None:
         lengths = batch.mask.sum(1)
         pair = batch.rows(torch.stack([lengths.argmin(), lengths.argmax()]))
-    pair, mha = pair.to(net.device, net.dtype), torch.backends.mha
+    pair = pair.to(net.device, net.dtype)
+    mha = torch.backends.mha
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # the measures name the sample that fails
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # nested tensors are new
@@ -271,7 +272,8 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     parameters = list(net.module.parameters())
     if sum(p.numel() for p in parameters) > WIDENED:
         return ()
-    pair, wide = batch[:2].trim(), Widening()
+    pair = batch[:2].trim()
+    wide = Widening()
     # All weights are widened, and restored afterwards in the same memory.
     # Buffers, too: running statistics in float32 would leave a kink of their own.
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]

@@ -129,7 +129,9 @@ class _Recorder(AttentionMode):
 
     def _name_node(self, frame: Frame, output: Any) -> None:
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-        node = tensors[0].grad_fn if tensors else None
+        node = None
+        if tensors:
+            node = tensors[0].grad_fn
         if node is None:
             return
         # Of modules with one output the largest names it, not a dropout behind it.
@@ -156,10 +158,13 @@ def _attend(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
     # The model may read its P and V elsewhere, too: these are read here alone.
-    p, v = p.view_as(p).to(call.v.dtype), call.v.view_as(call.v)
+    p = p.view_as(p).to(call.v.dtype)
+    v = call.v.view_as(call.v)
     output = p @ v
     same = output.shape == call.output.shape and agree(call.output, output, AGREES)
-    return (output, p, v) if same else None
+    if same:
+        return (output, p, v)
+    return None
 
 
 def compute_shares(
@@ -257,7 +262,8 @@ class _Graph:
     """
 
     def __init__(self, sites: Sequence[Site], recorder: _Recorder, output: Tensor) -> None:
-        self.sites, self.output = sites, output
+        self.sites = sites
+        self.output = output
         self.missing: dict[int, str] = {}
         self.layers: dict[int, list[_Attention]] = {}
         for site in sites:
@@ -311,7 +317,9 @@ class _Graph:
         for i, addition in enumerate(self._additions):
             place = find_place(addition.sum.node)
             before = [self._outputs[node] for node in order if find_place(node) < place]
-            layer = before[-1] if before else -1
+            layer = -1
+            if before:
+                layer = before[-1]
             inside = [self._outputs[node] for node in order if addition.holds(node)]
             plain = [part for part in addition.inside if self._outputs.keys().isdisjoint(part)]
             if inside:
@@ -433,7 +441,10 @@ class _Graph:
                 continue
             # A sum over the columns leaves a row for each token.
             rows = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
-            whole = rows[0] if site.loop is None else site.loop.cat(rows)
+            if site.loop is None:
+                whole = rows[0]
+            else:
+                whole = site.loop.cat(rows)
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break

@@ -67,7 +67,9 @@ def find_additions(output: Tensor, parts: Collection[Node]) -> list[Addition]:
         held = [part for part in parts if any(each.holds(part) for each in inner)]
         if not inner:
             continue
-        dropped = [outer] if held else inner
+        dropped = inner
+        if held:
+            dropped = [outer]
         kept = [each for each in kept if each not in dropped]
     return kept
 
@@ -165,7 +167,9 @@ def _walk(start: Node, end: Node) -> set[Node] | None:
         seen.add((node, mixed))
         mixed = mixed or op(node) in _MIXING
         todo += [(edge.node, mixed) for edge in _list_parents(node)]
-    return {node for node, _ in seen} if reached else None
+    if reached:
+        return {node for node, _ in seen}
+    return None
 
 
 def _split_terms(

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _MEMORY = 12
 _FIRST = 0.1  # length of a step without a memory
 _RISE = 1e-4  # least share of the rise that the gradient promises
-_SHRINK, _TRIES = 0.2, 10
+_SHRINK = 0.2
+_TRIES = 10
 _PATIENCE = 5
 
 
@@ -284,7 +285,10 @@ class _Slope:
         """Return the highest end of each search, with whole copies."""
         rows = starts.flatten(0, 1)
         # u, brought closer to the leading left singular vector by power steps.
-        tokens = self.n if self.causal else min(self.n, 3)
+        if self.causal:
+            tokens = self.n
+        else:
+            tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
         u = normalize(_normal(generator, len(rows), size), dim=1)
         for _ in range(_POWER_STEPS):
@@ -338,7 +342,9 @@ class _Slope:
     @property
     def _most(self) -> int:
         """Return the largest number of copies of a leader."""
-        return 1 if self.causal else max(self.n // 3, 1)
+        if self.causal:
+            return 1
+        return max(self.n // 3, 1)
 
     @property
     def _places(self) -> Tensor:
@@ -360,7 +366,9 @@ class _Slope:
 
     @property
     def _log_most(self) -> float:
-        return math.log(self.n / 3) if self._most > 1 else 0.0
+        if self._most > 1:
+            return math.log(self.n / 3)
+        return 0.0
 
     def _measure(self, rows: Tensor) -> Tensor:
         """Return ||J^T u|| / ||u|| of each row."""
@@ -390,7 +398,8 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-AT_X, UPHILL = 20, 12
+AT_X = 20
+UPHILL = 12
 """Power steps at X and ascent steps. More steps increased few norms, by about 1 %."""
 
 

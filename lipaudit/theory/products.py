@@ -163,7 +163,10 @@ class LayerProducts:
         count = len(self.gains)
         problems, n, dv = attend.o.shape
         if weight is None:
-            channels = count * dv if out is None else out.shape[2]
+            if out is None:
+                channels = count * dv
+            else:
+                channels = out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
         if out is None:
             sizes = attend.v.new_ones(count)

@@ -20,7 +20,10 @@ from lipaudit.theory import SHORT_ROW
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
+LEFT_OUT = -1
+UNIFORM = 0
+INTERMEDIATE = 1
+CATEGORICAL = 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
 _SECULAR_STEPS = 8  # three are enough from g_1, nearly always
 

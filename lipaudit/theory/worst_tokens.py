@@ -45,7 +45,9 @@ class Adversary:
     @property
     def gamma(self) -> float:
         """Return gamma in n_max: an eighth of a positive eigenvalue, or minus a negative one."""
-        return self.eigenvalue / 8 if self.eigenvalue > 0 else -self.eigenvalue
+        if self.eigenvalue > 0:
+            return self.eigenvalue / 8
+        return -self.eigenvalue
 
     def gap(self, radius: float) -> float:
         """Return 2 R^2 gamma + tilt R: the logit of token 1 over that of another one."""
@@ -57,7 +59,9 @@ class Adversary:
         """Return 1 + e^gap: the sqrt n law holds well under it."""
         # A follower gives token 1 the weight e^gap / (e^gap + n - 1): one half at n_max.
         gap = self.gap(radius)
-        return 1 + math.exp(gap) if gap < 700 else math.inf
+        if gap < 700:
+            return 1 + math.exp(gap)
+        return math.inf
 
     def radius(self, n_max: float) -> float:
         """Return the radius at which n_max has a given value above 2."""

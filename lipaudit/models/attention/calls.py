@@ -21,7 +21,8 @@ from lipaudit.errors import InputError
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, read
 
-RIGHT, LEFT = "linear", "linear from the left"
+RIGHT = "linear"
+LEFT = "linear from the left"
 """Name of the operation, by the side of the weight."""
 
 Arrange = Callable[..., Tensor]
@@ -57,7 +58,8 @@ class Linear:
 
     def reads_same(self, other: Linear) -> bool:
         """Say whether another map reads the same values in the same order."""
-        x, y = self.inputs, other.inputs
+        x = self.inputs
+        y = other.inputs
         return x.shape == y.shape and torch.equal(x, y)
 
     def outputs(self, *y: Tensor) -> Tensor:
@@ -114,7 +116,9 @@ class Origin:
     @property
     def root(self) -> object:
         """Return the mark of the tensor whose tokens the linear map reads; None if unknown."""
-        return self.way[0][0] if self.way else None
+        if self.way:
+            return self.way[0][0]
+        return None
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.
@@ -199,7 +203,10 @@ class Explicit:
         if len(parts) < len(pulled):
             return None
         parts = [part.mT if self.turned else part for part in parts]
-        whole = parts[0] if len(parts) == 1 else torch.cat([*map(_show_heads, parts)], self.axis)
+        if len(parts) == 1:
+            whole = parts[0]
+        else:
+            whole = torch.cat([*map(_show_heads, parts)], self.axis)
         return self.place(whole)
 
 
@@ -256,7 +263,9 @@ class Layout:
                 t = t.narrow(axis, 0, 1)
         shared = prod(factor.size for factor in self.queries if factor.role == "head")
         t = _sort_axes(t, factors)
-        return t if shared == 1 else t.repeat_interleave(shared, 1)
+        if shared == 1:
+            return t
+        return t.repeat_interleave(shared, 1)
 
     def _divide(
         self, t: Tensor, rows: tuple[Factor, ...], samples: int
@@ -325,8 +334,12 @@ class AttentionCall:
         if isinstance(form, Explicit):
             # Weights of another size are not P: they stay as they are.
             fits = form.weights.numel() % rows.numel() == 0
-            weights = place(form.weights) if fits else form.weights
-            logits, p = place(form.logits), place(form.p)
+            if fits:
+                weights = place(form.weights)
+            else:
+                weights = form.weights
+            logits = place(form.logits)
+            p = place(form.p)
             form = replace(form, logits=logits, p=p, weights=weights, place=place)
         else:
             mask = form.mask
@@ -351,7 +364,9 @@ def _hide_later(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> T
 
 def _show_heads(t: Tensor) -> Tensor:
     """Return a tensor with an axis of heads, (batch, heads, tokens, width)."""
-    return t[:, None] if t.ndim == 3 else t
+    if t.ndim == 3:
+        return t[:, None]
+    return t
 
 
 @dataclass(frozen=True)
@@ -369,7 +384,9 @@ class Loop:
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
         """Return the calls as one, (batch, heads, tokens, width)."""
         # Heads have keys and values of their own; chunks of queries share them.
-        first, over_heads, cat = calls[0], self.axis == 1, self.cat
+        first = calls[0]
+        over_heads = self.axis == 1
+        cat = self.cat
         k, v = (
             cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
             for n in "kv"
@@ -390,7 +407,8 @@ class Loop:
                 for n in ("logits", "p")
             )
             edges = tuple(edge for f in forms for edge in f.products)
-            weights, others = cat(f.weights for f in forms), any(f.others for f in forms)
+            weights = cat(f.weights for f in forms)
+            others = any(f.others for f in forms)
             turned = forms[0].turned
             form = Explicit(edges, logits, p, weights, others, self.axis, turned=turned)
         return AttentionCall(cat(c.q for c in calls), k, v, form, output, first.origins)

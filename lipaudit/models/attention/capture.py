@@ -67,7 +67,8 @@ def add_inputs(
             # Padded tokens are no part of X: bounds by norms of X would count them.
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
                 tokens[name] = part.x * part.index.pick(batch.mask)[..., None]
-    memory, out = tokens["k"], None
+    memory = tokens["k"]
+    out = None
     if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
         out = read(structure.out.kept)[structure.out.order] * structure.out.gain[:, None]
         out = torch.unflatten(out, 0, (call.q.shape[1], -1))
@@ -128,7 +129,8 @@ class Layer:
             StructureError: the layer differs from its survey, or its closed form differs from
                 autograd for a random vector on these samples.
         """
-        site, structure = self.site, self.site.structure
+        site = self.site
+        structure = self.site.structure
         if structure is None:  # a measure of a plug-in may ask for it
             text = f"layer {site.index} ({site.module}) has no closed form: {site.reason}"
             raise InputError(text, "Leave it out with --layers.")
@@ -176,7 +178,8 @@ def capture(
     # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
     # A layer that the data switch off stays in `pending`, and is reported below.
-    pending, results = dict(chosen), list[Result]()
+    pending = dict(chosen)
+    results = list[Result]()
 
     def visit(call: AttentionCall, address: Address) -> None:
         """Reduce a layer, if it is requested, while the model runs it."""
@@ -230,7 +233,9 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     return Layer(site, call, batch, attention, frame, numbers)
 
 
-ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
+ONE_INPUT = "one input"
+APART = "queries apart"
+KEYS = "keys and values"
 MODULE_INPUT = "module input"
 """Inputs with respect to which a norm can be computed; the last one always works."""
 
@@ -320,7 +325,9 @@ class Site:
     @property
     def addresses(self) -> tuple[Address, ...]:
         """Return the addresses of its attention calls in the forward pass."""
-        return (self.address,) if self.loop is None else self.loop.addresses
+        if self.loop is None:
+            return (self.address,)
+        return self.loop.addresses
 
     @property
     def closed_form(self) -> bool:
@@ -399,7 +406,8 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     )
     if heads.valid is not None:
         u = u * heads.valid[:, None, :, None]
-    queries, memory = [parts["q"]] if "q" in parts else [], [parts["k"], parts["v"]]
+    queries = [parts["q"]] if "q" in parts else []
+    memory = [parts["k"], parts["v"]]
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
     most = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, most, sketches)
@@ -418,7 +426,8 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         gradients = torch.autograd.grad(
             call.output, outputs, u, retain_graph=True, materialize_grads=True
         )
-        sketch, each = _draw_sketch(group[0].x), zip(linears, gradients, strict=True)
+        sketch = _draw_sketch(group[0].x)
+        each = zip(linears, gradients, strict=True)
         true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
         # The same for the closed form, whose tokens are those of the attention.
         for part, z in closed:

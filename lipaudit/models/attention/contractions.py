@@ -64,9 +64,11 @@ class Contraction(NamedTuple):
         x, given, weight, letters, out = self[:5]
         for axis in set(given) & set(letters) & set(out):
             if _is_even(weight, letters.index(axis)):
-                weight, letters = weight.select(letters.index(axis), 0), letters.replace(axis, "")
+                weight = weight.select(letters.index(axis), 0)
+                letters = letters.replace(axis, "")
             elif _is_even(x, given.index(axis)):
-                x, given = x.select(given.index(axis), 0), given.replace(axis, "")
+                x = x.select(given.index(axis), 0)
+                given = given.replace(axis, "")
         rows = [a for a in out if a not in letters]
         blocks = [a for a in out if a in given and a in letters]
         summed = [a for a in given if a in letters and a not in out]
@@ -98,7 +100,9 @@ def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> C
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
-    return None if scaling else _read_linear(mat1, mat2.t(), input)
+    if scaling:
+        return None
+    return _read_linear(mat1, mat2.t(), input)
 
 
 def _read_conv(
@@ -115,7 +119,8 @@ def _read_conv(
     dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
     if not pointwise or not dense:
         return None
-    weight, place = weight.flatten(1), ascii_lowercase[: input.ndim - 2]
+    weight = weight.flatten(1)
+    place = ascii_lowercase[: input.ndim - 2]
     if groups > 1:  # channels kept apart: a block of W each
         weight = torch.block_diag(*weight.chunk(groups))  # type: ignore[no-untyped-call]
     return Contraction(input, f"xy{place}", weight, "zy", f"xz{place}", bias, entire=True)
@@ -135,7 +140,8 @@ def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
 def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
-    first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
+    first = ascii_lowercase[: a.ndim]
+    second = list(ascii_lowercase[a.ndim :][: b.ndim])
     for i, j in zip(*dims, strict=True):
         second[j] = first[i]
     out = "".join(c for c in [*first, *second] if (c in first) != (c in second))

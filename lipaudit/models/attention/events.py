@@ -57,7 +57,9 @@ def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     # A row in the middle: the first token may attend to itself alone (causal masks).
     row[len(row) // 2] = 1.0
     pulled = vjp(linear.inputs, source, row)
-    return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
+    if pulled is None:
+        return []
+    return [axis.unique().numel() for axis in pulled.nonzero().T]
 
 
 _PRODUCTS = 8  # largest number noted at a time: those of one layer, and some that were no logits
@@ -109,8 +111,10 @@ class _Softmax:
         """
         turn: Callable[[Tensor], Tensor] = (lambda t: t.mT) if transposed else (lambda t: t)
         p, v, o = map(turn, (weights, values, output))
-        a, b = self.product.a, self.product.b
-        parts, lead = _broadcast(a, b.mT, v), v.shape[:-2]
+        a = self.product.a
+        b = self.product.b
+        parts = _broadcast(a, b.mT, v)
+        lead = v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
         if parts is None and folded:  # v has its heads joined to the samples
             a, b = (t.reshape(*lead, *t.shape[-2:]) for t in (a, b))
@@ -120,7 +124,8 @@ class _Softmax:
             return output  # Longformer rearranges P in chunks: `uses` names it
         q, k, v = parts
         logits, ordered = _order_axes(self.logits, self.p, p)
-        edges, turned = (self.product.edge,), self.product.turned
+        edges = (self.product.edge,)
+        turned = self.product.turned
         form = Explicit(edges, logits, ordered, p, self.others, turned=turned)
         return AttentionCall(q, k, v, form, o, finish=turn)
 
@@ -155,7 +160,10 @@ class AttentionMode(TorchFunctionMode):
         result = self.run_linear(func, args, kwargs)
         if result is None:
             handler = _HANDLERS.get(func)
-            result = handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
+            if handler:
+                result = handler(self, func, *args, **kwargs)
+            else:
+                result = func(*args, **kwargs)
         # Only a fused op, or a product of weights and values, gives a call.
         if not isinstance(result, AttentionCall):
             return result
@@ -247,7 +255,8 @@ class AttentionMode(TorchFunctionMode):
         if scale.keys() - {"alpha", "beta"}:
             return func(bias, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
-        alpha, beta = scale.get("alpha", 1), scale.get("beta", 1)
+        alpha = scale.get("alpha", 1)
+        beta = scale.get("beta", 1)
         # With beta = 0, torch reads nothing of the bias, which may be uninitialised memory.
         added = beta * bias if beta else 0.0
         return _finish(product, lambda product: added + alpha * product)
@@ -297,7 +306,10 @@ class AttentionMode(TorchFunctionMode):
         A row with all keys masked is NaN and constant; torch also returns NaN for its gradient.
         """
         p = func(*args, **kwargs)
-        logits = args[0] if args else kwargs["input"]
+        if args:
+            logits = args[0]
+        else:
+            logits = kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         if self._products and logits.requires_grad and p.isnan().any():
             empty = logits.isneginf().all(dim, keepdim=True)
@@ -422,7 +434,10 @@ def _make_fused_call(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    s = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if scale is None:
+        s = 1 / math.sqrt(query.shape[-1])
+    else:
+        s = float(scale)
     parts = _broadcast(query, key, value)
     assert parts is not None  # the fused op has accepted them
     q, k, v = parts

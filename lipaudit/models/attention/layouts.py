@@ -25,7 +25,9 @@ from lipaudit.errors import of_machine
 from lipaudit.models.attention.calls import TOKENS, AttentionCall, Factor, Layout, Leaf, Role
 from lipaudit.models.graph import Probed
 
-SAMPLES, WINDOWS, HEADS = (Factor("sample"),), (Factor("window"),), (Factor("head"),)
+SAMPLES = (Factor("sample"),)
+WINDOWS = (Factor("window"),)
+HEADS = (Factor("head"),)
 _BY_AXES = {
     2: ((),),
     3: ((SAMPLES + HEADS,), (HEADS + SAMPLES,), (SAMPLES,)),
@@ -212,7 +214,8 @@ def _find_spans(profile: Tensor) -> list[tuple[int, int]]:
     are in the axis as a whole.
     """
     spans: list[tuple[int, int]] = []
-    stride, rest = 1, profile
+    stride = 1
+    rest = profile
     while not rest.all():
         divisors = [n for n in range(1, len(rest) + 1) if len(rest) % n == 0]
         blocks = {n: rest.view(-1, n) for n in divisors}

@@ -53,12 +53,18 @@ def read_product(
             product with v.
     """
     logits, relative = _read_logits(call)
-    q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
-    windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
+    q = call.q.detach()
+    k = call.k.detach()
+    v = call.v.detach()
+    windows = q.shape[0]
+    tokens = q.shape[2]
+    mask = batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
         # Windows and tokens of the queries may be arranged in any way: by their index, if known.
-        known = None if queries is None else queries.index.resize(mask.shape[1], tokens)
+        known = None
+        if queries is not None:
+            known = queries.index.resize(mask.shape[1], tokens)
         if known is not None:
             valid = known.pick(mask)
         elif (windows, tokens) == mask.shape:
@@ -100,7 +106,9 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     slope = _read_slopes(form, product, keys, [n for n in path if op(n) in _LARGEST])
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
-    sink = None if keys.start is None else form.logits.detach()[..., keys.start - 1]
+    sink = None
+    if keys.start is not None:
+        sink = form.logits.detach()[..., keys.start - 1]
     # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
@@ -136,7 +144,8 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:
     """Return which logits of a row belong to keys: those whose weights multiply values."""
-    m, extra = product.shape[-1], form.logits.shape[-1] - product.shape[-1]
+    m = product.shape[-1]
+    extra = form.logits.shape[-1] - product.shape[-1]
     if extra == 0:
         return slice(None)
     if extra != 1:
@@ -179,7 +188,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     if largest:
         # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
         # that sum exactly to 0 over a row then give no gradient to it.
-        generator, shape = torch.Generator(device).manual_seed(1), form.logits.shape
+        generator = torch.Generator(device).manual_seed(1)
+        shape = form.logits.shape
         u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
         # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
@@ -219,7 +229,9 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
     rounding = rounding.clamp_max(_NEGLIGIBLE)
     absent = ~(bias.abs() > rounding).any(-1, keepdim=True).any(-2, keepdim=True)
-    return None if absent.all() else bias.masked_fill(absent, 0.0)
+    if absent.all():
+        return None
+    return bias.masked_fill(absent, 0.0)
 
 
 def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
@@ -237,7 +249,8 @@ def _is_cut_off(node: Node) -> bool:
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
     """Say whether these columns of P multiply the values unchanged; a NaN row counts as zeros."""
-    p, weights = form.p.detach()[..., keys].nan_to_num(0.0), form.weights.detach()
+    p = form.p.detach()[..., keys].nan_to_num(0.0)
+    weights = form.weights.detach()
     return torch.equal(p.to(weights), weights)
 
 
@@ -262,8 +275,12 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     known = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
         raise NotClosedForm(BESIDE)
-    slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
-    samples, r, t = int(heads.sample[-1]) + 1, None, None
+    slope = heads.pairs.slope
+    live = heads.attention() > 0
+    s = heads.scale[..., None, None]
+    samples = int(heads.sample[-1]) + 1
+    r = None
+    t = None
     if "q" in sides:
         r = _read_term(logits, sides["q"], samples, s * heads.k, slope, live)
     if "k" in sides:  # the same with queries and keys swapped
@@ -290,7 +307,9 @@ def _read_term(
         slope: f, or None for 1.
         live: P_ij > 0; the other pairs do not matter.
     """
-    mix, repeat, columns = part.form.mix, part.form.repeat, part.form.columns
+    mix = part.form.mix
+    repeat = part.form.repeat
+    columns = part.form.columns
     if part.projection.local is not None or repeat > 1:
         how = "shared keys" if repeat > 1 else "a rotation or norm"
         raise NotClosedForm(f"{BESIDE}, behind {how}")
@@ -307,14 +326,18 @@ def _read_term(
     # channel alone: (d, heads * d).
     # A mix of channels behind the map is undone, so that gradients are those of q itself.
     unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
-    inverse = unit.expand(len(columns), -1, -1) if mix is None else torch.linalg.inv(mix)
+    if mix is None:
+        inverse = unit.expand(len(columns), -1, -1)
+    else:
+        inverse = torch.linalg.inv(mix)
     # The gradients dS_ij / dq_ic of all pairs, channel by channel. J^T u is linear in u, so its
     # vector-Jacobian product with a change of all tokens is J times that change. As S_ij depends
     # on q_i alone, entry ij is the effect of changing q_i: d products suffice for all pairs,
     # instead of one product per key.
     u = torch.zeros_like(logits, requires_grad=True)
     pulled = torch.autograd.grad(logits, source.leaves, u, create_graph=True)
-    rows, parts = source.as_rows(*pulled), list[Tensor]()
+    rows = source.as_rows(*pulled)
+    parts = list[Tensor]()
     apart = largest_gradient = largest = plain.new_zeros(live.shape[1])
     for c, move in enumerate(inverse.permute(2, 0, 1).flatten(1)):
         (gradient,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
@@ -328,7 +351,9 @@ def _read_term(
     if not bool((apart <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
         raise NotClosedForm(BESIDE)
     rounding = _GRADIENT_ROUNDING * torch.finfo(largest_gradient.dtype).eps * largest_gradient
-    return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
+    if bool((largest > rounding).any()):
+        return torch.stack(parts, -1)[None]
+    return None
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:

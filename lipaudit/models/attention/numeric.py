@@ -70,7 +70,8 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
 def linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or return why it cannot run on its own."""
     outside = "its module cannot be run alone"
-    site, samples = layer.site, layer.samples
+    site = layer.site
+    samples = layer.samples
     missing = len(layer.numbers) < len(site.addresses)
     if not site.inputs or layer.frame is None or missing or len(layer.output) % samples:
         return outside
@@ -91,7 +92,8 @@ class _Output(Exception):
 
 def _linearize_layer(layer: Layer) -> Linearization:
     """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
-    frame, site = layer.frame, layer.site
+    frame = layer.frame
+    site = layer.site
     assert frame is not None
     given = [frame.args[k] if isinstance(k, int) else frame.kwargs[k] for k in site.inputs]
     # An argument that is given twice (queries and keys) is one input.
@@ -108,7 +110,9 @@ def _linearize_layer(layer: Layer) -> Linearization:
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
                 loop = site.loop
-                whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
+                whole = call
+                if loop is not None:
+                    whole = loop.join([calls[i] for i in layer.numbers])
                 raise _Output(whole.arrange(site.layout, layer.samples).output)
 
         args = [moved.get(id(value), value) for value in frame.args]
@@ -134,7 +138,9 @@ def _linearize_layer(layer: Layer) -> Linearization:
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
     """Set the rows of padded queries to zero: they are not outputs."""
     valid = layer.attention.valid
-    return rows if valid is None else rows * valid[..., None]
+    if valid is None:
+        return rows
+    return rows * valid[..., None]
 
 
 class Residual(NamedTuple):
@@ -179,7 +185,8 @@ def find_residuals(
     around: dict[Address, list[trace.Frame]] = {}  # the module calls around an attention call
 
     def leave(samples: int, frame: trace.Frame, output: Any) -> None:
-        start, end = _find_first_moving((frame.args, frame.kwargs)), _find_first_moving(output)
+        start = _find_first_moving((frame.args, frame.kwargs))
+        end = _find_first_moving(output)
         if start is None or end is None:
             return
         (i, x), (j, y) = start, end

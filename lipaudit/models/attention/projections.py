@@ -47,7 +47,8 @@ class NotClosedForm(Exception):
 
     def __init__(self, reason: str, kind: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.kind = reason, kind
+        self.reason = reason
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def find_token_rows(source: Probed) -> Tensor:
     windows, _, tokens, _ = source.t.shape
     # In most models the rows of y are the tokens in order, which two products show.
     number = torch.arange(windows * tokens, device=source.t.device)
-    ordered, touched = number.view(windows, tokens), graph.find_touched(source.read, 1)
+    ordered = number.view(windows, tokens)
+    touched = graph.find_touched(source.read, 1)
     if len(touched) == len(number) and touched.all() and graph.reads_only(source, ordered):
         return ordered
     token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
@@ -227,12 +229,16 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
         The source without repeated heads; the columns, None if heads share them; the number of
         repetitions of each head.
     """
-    t, heads = source.t, source.t.shape[1]
+    t = source.t
+    heads = source.t.shape[1]
     # Grouped keys or values: only heads that read the same columns count, because others may be
     # equal by chance, or zero. The largest repetition comes first: 8 equal heads are one head 8
     # times, not two heads 4 times.
     for repeat in (1, *range(heads, 1, -1)):
-        part = source if repeat == 1 else replace(source, t=t[:, ::repeat])
+        if repeat == 1:
+            part = source
+        else:
+            part = replace(source, t=t[:, ::repeat])
         if heads % repeat or not torch.equal(part.t.repeat_interleave(repeat, 1), t):
             continue
         number = torch.arange(heads // repeat, device=t.device).view(1, -1, 1, 1)
@@ -306,37 +312,74 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
-    columns, heads, local = form.columns, source.t.shape[1], None
-    weight = graph.take(linear.weight, columns, 1).transpose(0, 1)
-    bias = None if linear.bias is None else graph.take(linear.bias, columns, 0)
+    weight = graph.take(linear.weight, form.columns, 1).transpose(0, 1)
+    bias = None
+    if linear.bias is not None:
+        bias = graph.take(linear.bias, form.columns, 0)
     if form.kind == "affine":
-        # t = M y + c with y = X W + b has the weight W M^T and the bias M b + c, on every token.
-        value, mix, offset = source.values(rows, columns), form.mix, form.offset
-        if mix is not None:
-            value, weight = value @ mix.mT, weight @ mix.mT
-            bias = None if bias is None else (mix @ bias[..., None])[..., 0]
-        if offset is not None:
-            value = value + offset[:, None]
-            bias = offset if bias is None else offset + bias
-        given = source.t.detach()
-        if not graph.is_rounding(value - given, graph.LINEAR_TOLERANCE, given):
-            raise NotClosedForm("is no longer an affine function of its input", "changed")
-    else:
-        # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
-        joined = source.join_heads() if form.kind == "cross-head" else source
-        local = graph.find_position_map(joined, rows, columns) if form.shared else None
-        local = graph.compute_map(joined, rows, columns) if local is None else local
-    if form.kind == "cross-head" and local is not None:
+        _require_affine(form, source, rows)
+        projection = _mix_channels(form, weight, bias)
+    elif form.kind == "cross-head":
         # One projection of all heads becomes one per head, each reading all columns.
-        local = local[:, 0]
+        heads = source.t.shape[1]
+        local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
         local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
-        bias = None if bias is None else bias.expand(heads, -1)
-        weight = weight.expand(heads, -1, -1)
-    if form.repeat > 1:
-        if local is not None and local.shape[1] > 1:
-            local = local.repeat_interleave(form.repeat, 1)
-        bias = None if bias is None else bias.repeat_interleave(form.repeat, 0)
-        weight = weight.repeat_interleave(form.repeat, 0)
-    projection = Projection(weight, bias, local, form.kind)
+        if bias is not None:
+            bias = bias.expand(heads, -1)
+        projection = Projection(weight.expand(heads, -1, -1), bias, local, form.kind)
+    else:
+        local = _compute_local_map(form, source, rows)
+        projection = Projection(weight, bias, local, form.kind)
+    projection = _repeat_heads(projection, form.repeat)
     x = graph.take(linear.inputs, rows, 0)
     return Projected(form, projection, x, index, linear, made_by)
+
+
+def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
+    """Raise NotClosedForm unless t = M y + c on every token."""
+    value = source.values(rows, form.columns)
+    if form.mix is not None:
+        value = value @ form.mix.mT
+    if form.offset is not None:
+        value = value + form.offset[:, None]
+    given = source.t.detach()
+    if not graph.is_rounding(value - given, graph.LINEAR_TOLERANCE, given):
+        raise NotClosedForm("is no longer an affine function of its input", "changed")
+
+
+def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> Projection:
+    """Return the projection t = M y + c of y = X W + b: weight W M^T and bias M b + c."""
+    mix = form.mix
+    if mix is not None:
+        weight = weight @ mix.mT
+        if bias is not None:
+            bias = (mix @ bias[..., None])[..., 0]
+    if bias is None:
+        bias = form.offset
+    elif form.offset is not None:
+        bias = form.offset + bias
+    return Projection(weight, bias, None, form.kind)
+
+
+def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
+    """Return the Jacobian G_i of phi, for t_i = phi(X_i W + b)."""
+    local = None
+    if form.shared:
+        local = graph.find_position_map(source, rows, form.columns)
+    if local is None:
+        local = graph.compute_map(source, rows, form.columns)
+    return local
+
+
+def _repeat_heads(projection: Projection, repeat: int) -> Projection:
+    """Return the projection of grouped keys or values: `repeat` heads share each of its maps."""
+    if repeat == 1:
+        return projection
+    local = projection.local
+    if local is not None and local.shape[1] > 1:
+        local = local.repeat_interleave(repeat, 1)
+    bias = projection.bias
+    if bias is not None:
+        bias = bias.repeat_interleave(repeat, 0)
+    weight = projection.weight.repeat_interleave(repeat, 0)
+    return replace(projection, weight=weight, bias=bias, local=local)

@@ -48,8 +48,13 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     Raises:
         InputError, EvaluationError: as in `survey`.
     """
-    sample = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
-    weights = _fingerprint_weights(net.module) if net.surveys else None
+    if net.kind == "text":
+        sample = _take_longest(net, batch)
+    else:
+        sample = batch.x[:1]
+    weights = None
+    if net.surveys:
+        weights = _fingerprint_weights(net.module)
     net.surveys[:] = [known for known in net.surveys if known.weights == weights]
     known: Survey
     for known in net.surveys:
@@ -147,7 +152,8 @@ def survey(net: Net, batch: Batch) -> Survey:
                     "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
                     "sample.",
                 )
-            finite, advice = output.isfinite().all(), "Check the weights, and try --dtype float64."
+            finite = output.isfinite().all()
+            advice = "Check the weights, and try --dtype float64."
             if not finite:
                 raise EvaluationError("the model's output is not finite", advice)
             try:
@@ -267,7 +273,10 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
         with trace.watch_embeddings(net, move):
             return net.call(x, mask)
 
-    x = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
+    if net.kind == "text":
+        x = _take_longest(net, batch)
+    else:
+        x = batch.x[:1]
     # The sample, and two companions that differ from it and from each other by their noise.
     samples = [x, x.flip(-1), x]
     for seed, t in enumerate(samples if net.kind != "text" else ()):

@@ -69,7 +69,9 @@ def analyse(call: AttentionCall, batch: Batch) -> _Analysis:
         return found
     # In a wrong layout there is no closed form: tokens of windows would be mixed.
     others = find_layouts(call, len(batch))
-    return _try_layouts(others, call, batch) if others else found
+    if others:
+        return _try_layouts(others, call, batch)
+    return found
 
 
 def _try_layouts(layouts: Sequence[Layout], call: AttentionCall, batch: Batch) -> _Analysis:
@@ -101,7 +103,8 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
         RuntimeError: its graph cannot be differentiated.
     """
     forms: list[ProjectionForm | None] = []
-    problems, tensors = [], (call.q, call.k, call.v)
+    problems = []
+    tensors = (call.q, call.k, call.v)
     leaves = [*map(call.origins.leaves, tensors)]
     for name, t, behind in zip("qkv", tensors, leaves, strict=True):
         try:
@@ -171,7 +174,9 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     except NotClosedForm:
         return None
     plain = index.numel() == rows and graph.is_affine(source.t)
-    affine = graph.find_affine_map(source, index, columns) if plain else None
+    affine = None
+    if plain:
+        affine = graph.find_affine_map(source, index, columns)
     if affine is None:
         return None
     # Each channel of the input must be one channel of the heads: a permutation times factors.
@@ -179,7 +184,9 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     order = mix.abs().argmax(0)
     gain = mix.gather(0, order[None])[0]
     single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
-    return capture.OutputMap(keep(linear.weight), order, gain) if single else None
+    if single:
+        return capture.OutputMap(keep(linear.weight), order, gain)
+    return None
 
 
 _Reads = tuple[set[tuple[Address, int]], set[tuple[Address, int]]]
@@ -264,10 +271,12 @@ class Surveyor(Tracer):
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
-        form, tensors = call.form, (call.q, call.k, call.v)
+        form = call.form
+        tensors = (call.q, call.k, call.v)
         if isinstance(form, Explicit):
             # The logits have the axes of the queries: one row per window, head and query.
-            rows, wanted = form.logits.shape[:-1], call.q.shape[:-1]
+            rows = form.logits.shape[:-1]
+            wanted = call.q.shape[:-1]
             folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
             if rows != wanted and not folded:
                 return
@@ -275,10 +284,12 @@ class Surveyor(Tracer):
         every = [origin for part in origins for origin in part]
         layout, kinds, structure, reason = analyse(call, self.batch)
         arranged = call.arrange(layout, len(self.batch))
-        frames, loop = self.place.frames, self.loops.get(address)
+        frames = self.place.frames
+        loop = self.loops.get(address)
         addresses = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
-        scope, direct = _find_scope(frames, call), False
+        scope = _find_scope(frames, call)
+        direct = False
         if structure is not None:
             # The projections read the inputs of the module, each side its own.
             given = {id(graph.root(value)) for value in scope.inputs.values()}
@@ -351,7 +362,10 @@ class Surveyor(Tracer):
 
         def as_rows(*parts: Tensor) -> Tensor:
             """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
-            t = parts[0] if site.loop is None else site.loop.cat(parts)
+            if site.loop is None:
+                t = parts[0]
+            else:
+                t = site.loop.cat(parts)
             return site.layout.arrange(t, 2).transpose(1, 2).flatten(2).flatten(0, 1)
 
         if site.structure is not None and not layer.projected:
@@ -400,7 +414,8 @@ class Surveyor(Tracer):
         # maps of their own are heads only: nothing says that their queries are other tokens.
         for alike, axes in ((_share_maps, (1, 2)), (_share_values, (1,))):
             for group in self._group(alike):
-                axis, addresses = _find_loop_axis(group), tuple(g.site.address for g in group)
+                axis = _find_loop_axis(group)
+                addresses = tuple(g.site.address for g in group)
                 known = {address for loop in loops for address in loop.addresses}
                 if axis is not None and axis in axes and known.isdisjoint(addresses):
                     loops.append(Loop(addresses, axis))

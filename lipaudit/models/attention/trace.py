@@ -59,7 +59,9 @@ class Frame:
         except (TypeError, ValueError):  # compiled code may have no signature
             return number
         names = [p.name for p in parameters if p.kind in _BY_PLACE]
-        return names[place] if place < len(names) else number
+        if place < len(names):
+            return names[place]
+        return number
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""
@@ -90,7 +92,9 @@ class CallStack:
 
     def module(self) -> str:
         """Return the path of the innermost module."""
-        return self.frames[-1].name if self.frames else ""
+        if self.frames:
+            return self.frames[-1].name
+        return ""
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
@@ -141,7 +145,8 @@ class Tracer(AttentionMode):
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.wanted, self.inner_maps = wanted, inner_maps
+        self.wanted = wanted
+        self.inner_maps = inner_maps
         self.place, self.origins = place or CallStack(), Origins()
         self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
         self.products: set[Address] = set()
@@ -151,7 +156,9 @@ class Tracer(AttentionMode):
         """Cut at the model's input."""
         address = self.place.address("input")
         wanted = self.wanted is None or address in self.wanted
-        return self._cut(t, Origin(address)) if wanted else t
+        if wanted:
+            return self._cut(t, Origin(address))
+        return t
 
     def run_linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -161,7 +168,8 @@ class Tracer(AttentionMode):
         if reader is None:
             return None
         # Each op of a kind is numbered, cut or not: the numbers are then the same in every pass.
-        place, linear = self.place.address(calls.RIGHT), None
+        place = self.place.address(calls.RIGHT)
+        linear = None
         product = reader(*args, **kwargs)
         for op, factors in () if product is None else product.orders():
             address = place._replace(op=op)
@@ -170,7 +178,9 @@ class Tracer(AttentionMode):
         if linear is None:
             return None
         output = func(*args, **kwargs)
-        bias = None if linear.bias is None else linear.bias.detach()
+        bias = None
+        if linear.bias is not None:
+            bias = linear.bias.detach()
         # `keep`: weights converted for the run must not live as long as the graph.
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         origin = Origin(address, constant)
@@ -194,14 +204,20 @@ class Tracer(AttentionMode):
         """
         if self.wanted is not None or address in self.inner_maps:
             return self.wanted is not None and address in self.wanted
-        x, constants = factors.x, (factors.weight, factors.bias)
+        x = factors.x
+        constants = (factors.weight, factors.bias)
         if any(t is not None and t.requires_grad for t in constants) or not x.requires_grad:
             return False
         # Parts of the output of one linear map are queries or keys of one head, multiplied by a
         # rotation or by position vectors. A head is narrower than that output; a second map in
         # sequence (LoRA, a latent) reads the whole output.
-        behind = [] if factors.entire else self.origins.leaves(x)
-        linear = behind[0].origin.linear if len(behind) == 1 else None
+        if factors.entire:
+            behind = []
+        else:
+            behind = self.origins.leaves(x)
+        linear = None
+        if len(behind) == 1:
+            linear = behind[0].origin.linear
         if linear is None or factors.width >= linear.parameter.shape[1]:
             return True
         return not is_affine(x)
@@ -209,8 +225,14 @@ class Tracer(AttentionMode):
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
         """Number a call and cut after it; return it, or at the end of a loop all calls as one."""
         address = self.place.address("attention")
-        wanted = call.output.requires_grad if self.wanted is None else address in self.wanted
-        cut = self._cut(call.output, Origin(address)) if wanted else call.output.detach()
+        if self.wanted is None:
+            wanted = call.output.requires_grad
+        else:
+            wanted = address in self.wanted
+        if wanted:
+            cut = self._cut(call.output, Origin(address))
+        else:
+            cut = call.output.detach()
         # A module that is run again alone has numbers of its own: it finds a call by its place.
         for frame in self.place.frames:
             frame.attentions.append(address)
@@ -242,7 +264,10 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     # are taken out first: what is computed of a layer on the way is not the model's.
     place = tracer.place.following(net.module)
     with torch.enable_grad(), place, tracer, wide, watch_embeddings(net, tracer.input):
-        x = batch.x if net.kind == "text" else tracer.input(batch.x)
+        if net.kind == "text":
+            x = batch.x
+        else:
+            x = tracer.input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 
 
@@ -259,8 +284,10 @@ def watch_embeddings(
 
     So are those of every embedding that shares its weight.
     """
-    entry, tied = net.entry if net.kind == "text" else None, list[nn.Module]()
+    entry = net.entry if net.kind == "text" else None
+    tied = list[nn.Module]()
     if entry is not None:
-        table, parts = getattr(entry, "weight", None), net.module.modules()
+        table = getattr(entry, "weight", None)
+        parts = net.module.modules()
         tied = [m for m in parts if isinstance(m, nn.Embedding) and m.weight is table] or [entry]
     return watch_modules((("", part) for part in tied), lambda _name, _args, out: change(out))

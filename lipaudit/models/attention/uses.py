@@ -26,7 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_SAMPLE, _OUTER, _PAIR = 1, 2, 4  # depends on the sample; on all pairs of entries; is a pair
+# depends on the sample; on all pairs of entries; is a pair
+_SAMPLE = 1
+_OUTER = 2
+_PAIR = 4
 # Of a product of two tensors: the place of the first of them among the arguments of the op.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
 _PRODUCTS |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
@@ -88,17 +91,12 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
         """Return the marks of the result of an op."""
         if name.startswith(_FUSED):
-            return self._count_use() if all(given[:3]) else _SAMPLE
+            if all(given[:3]):
+                return self._count_use()
+            return _SAMPLE
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
-            a, b = self._find_marks(left), self._find_marks(right)
-            if not (a and b):
-                score = out.ndim == 1 or out.shape[-1] == 1  # a linear map to a single column
-                return _SAMPLE | ((a | b) & _OUTER if score else 0)
-            # The axis that the product keeps of the other factor: the channels of its values.
-            values = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
-            pair = tuple(values) == (1,) or not (a ^ b) & _PAIR
-            return _SAMPLE | _PAIR if pair else self._count_use()
+            return self._mark_product(left, right, out)
         marks = 0
         for each in given[:1] if name in _CHOICES else given:
             marks |= each
@@ -107,7 +105,9 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
             # Each entry of the result depends on a pair of entries of two tensors.
             if len(sizes) == 2 and out.numel() > max(sizes) and all(given[:2]):
-                return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
+                if marks & _PAIR and name == "mul":
+                    return self._count_use()
+                return marks | _OUTER
             # Rows that are no pair are scaled or moved by a number each that a pair gave.
             pair_shape = args[0 if given[0] & _PAIR else 1].shape[-1:] if both else ()
             if pair_shape == (1,) and out.shape[-1:] != (1,):
@@ -115,6 +115,22 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "add" and both:
             return _SAMPLE  # a residual stream
         return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
+
+    def _mark_product(self, left: Any, right: Any, out: Any) -> int:
+        """Return the marks of a matrix product."""
+        a = self._find_marks(left)
+        b = self._find_marks(right)
+        if not (a and b):
+            marks = _SAMPLE
+            if out.ndim == 1 or out.shape[-1] == 1:  # a linear map to a single column
+                marks |= (a | b) & _OUTER
+            return marks
+        one_is_pair = bool((a ^ b) & _PAIR)
+        # The axis that the product keeps of the other factor: the channels of its values.
+        channels = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
+        if tuple(channels) == (1,) or not one_is_pair:
+            return _SAMPLE | _PAIR
+        return self._count_use()
 
     def _count_use(self) -> int:
         module = self._where()
@@ -133,7 +149,10 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if t.layout == torch.strided:
             storage = t.untyped_storage()
             entire = t.numel() * t.element_size() == storage.nbytes()
-            before = 0 if entire else self._find_marks(t)
+            if entire:
+                before = 0
+            else:
+                before = self._find_marks(t)
             # The reference prevents reuse of the address, without keeping the memory.
             self._marks[storage._cdata] = (_reference(storage), before | marks)
 

@@ -47,7 +47,8 @@ LOADERS = HEADS | {"EncoderModel": "AutoModelForTextEncoding"}
 SEQUENCES = CLASSIFIERS["ForSequenceClassification"]
 WINDOWS = "relative_position_index"
 EXPERTS = "_experts_implementation"
-POOLER, MASK = "pooler", "mask_token"
+POOLER = "pooler"
+MASK = "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -65,7 +66,9 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     repository = Repository(name, "model", revision or "main")
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
-    stored = list_weight_files(top) if options.pretrained else []
+    stored = []
+    if options.pretrained:
+        stored = list_weight_files(top)
     if options.pretrained and not stored:
         raise InputError(
             f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
@@ -103,13 +106,15 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         quantised = ""
         if options.pretrained:
             kinds = _read_kinds(path)
-            offload, formats = options.device_map is not None, {*kinds.values()}
+            offload = options.device_map is not None
+            formats = {*kinds.values()}
             later = options.weights == "stored" and not offload
             quantised, remarks, state = plan_dequantising(config, path, formats, later=later)
             raw = (later or offload) and (not quantised or state is not None)
             module, report, notes = _load_weights(loader, path, config, kinds, state, raw=raw)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
-            missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
+            missing = [*report["missing_keys"]]
+            surplus = [*report["unexpected_keys"]]
             if added:  # only the weights below the new classifier and its pooler have to fit
                 base = module.base_model
                 missing, surplus, wrong = (
@@ -121,7 +126,8 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             surplus = [k for k in surplus if k not in zeros]
             notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
         else:
-            module, notes = _build(loader, config), (RANDOM,)
+            module = _build(loader, config)
+            notes = (RANDOM,)
         spec = describe_transformers(module, options, path=path)
     spec = replace(spec, quantised=quantised)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
@@ -155,32 +161,16 @@ def describe_transformers(
             if not hasattr(config, key):  # the code of transformers asks every model for them
                 setattr(config, key, None)
     find_text_config(module.config).use_cache = False
-    tower, name = options.tower, type(module).__name__
+    tower = options.tower
+    name = type(module).__name__
     if options.class_names:
-        parts = ("get_image_features", "get_text_features", "logit_scale")
-        unfit = not all(hasattr(module, part) for part in parts)
-        if unfit:
-            raise UsageError(
-                f"{name} is no image-text model, so --classes cannot make a classifier of it",
-                "Leave --classes out.",
-            )
-        text = "--tower measures features, and --classes a classifier"
-        if tower:
-            raise UsageError(text, "Leave one of them out.")
+        _require_image_text(module, options)
         spec = describe_images(module, options, path, "image")
         return make_zero_shot(module, spec, options.prompts, path)
-    towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
-    unknown = tower is not None and tower not in towers
-    if unknown:
-        has = f"only {' and '.join(towers)}" if towers else "none"
-        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
-    text = f"{name} has an image tower and a text tower, and none was chosen"
-    if tower is None and len(towers) > 1:
-        raise UsageError(
-            text,
-            "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
-        )
-    takes = module.main_input_name if tower is None else TOWERS[tower]
+    _require_tower(module, tower)
+    takes = module.main_input_name
+    if tower is not None:
+        takes = TOWERS[tower]
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
     if takes == "input_ids":
@@ -191,6 +181,37 @@ def describe_transformers(
         f"{name} takes {takes}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
+
+
+def _require_image_text(module: Any, options: LoadOptions) -> None:
+    """Raise UsageError if --classes cannot make a classifier of a model."""
+    for part in ("get_image_features", "get_text_features", "logit_scale"):
+        if not hasattr(module, part):
+            raise UsageError(
+                f"{type(module).__name__} is no image-text model, so --classes cannot make a "
+                "classifier of it",
+                "Leave --classes out.",
+            )
+    if options.tower:
+        raise UsageError(
+            "--tower measures features, and --classes a classifier", "Leave one of them out."
+        )
+
+
+def _require_tower(module: Any, tower: str | None) -> None:
+    """Raise UsageError if a model lacks the chosen tower, or has two and none was chosen."""
+    name = type(module).__name__
+    towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
+    if tower is None and len(towers) > 1:
+        raise UsageError(
+            f"{name} has an image tower and a text tower, and none was chosen",
+            "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
+        )
+    if tower is not None and tower not in towers:
+        has = "none"
+        if towers:
+            has = f"only {' and '.join(towers)}"
+        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
 
 
 # Number of audio samples in one second at the usual 16 kHz.
@@ -205,13 +226,15 @@ def describe_sounds(module: Any) -> ModelSpec:
     Raises:
         InputError: the configuration does not give their shape.
     """
-    config, takes = module.config, module.main_input_name
+    config = module.config
+    takes = module.main_input_name
 
     def size(name: str) -> int:
         value = getattr(config, name, None)
         return value if isinstance(value, int) and value > 0 else 0
 
-    bands, positions = size("num_mel_bins"), size("max_source_positions")
+    bands = size("num_mel_bins")
+    positions = size("max_source_positions")
     width = size("feature_projection_input_dim")
     width = width or size("input_feat_per_channel") * (size("input_channels") or 1) or bands
     shape: tuple[int, ...]
@@ -230,7 +253,10 @@ def describe_sounds(module: Any) -> ModelSpec:
             "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
         )
     whole = has_head(module) or not config.is_encoder_decoder
-    call = module if whole else module.get_encoder()
+    if whole:
+        call = module
+    else:
+        call = module.get_encoder()
     return ModelSpec(
         module,
         shape,
@@ -273,15 +299,22 @@ def describe_images(
     if processor is not None:
         # Steps of the processor on pixels in [0, 1]: 255 x factor, then mean and std.
         # Nearly always 1: the factor is 1/255.
-        scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
+        scale = 255.0
+        if processor.do_rescale:
+            scale = 255 * processor.rescale_factor
         for name, neutral in (("mean", 0.0), ("std", 1.0)):
-            values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)
+            if processor.do_normalize:
+                values = getattr(processor, f"image_{name}")
+            else:
+                values = (neutral,)
             normalisation[name] = tuple(value / scale for value in values)
 
     steps = {}
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
-    call = module if tower is None else getattr(module, f"get_{tower}_features")
+    call = module
+    if tower is not None:
+        call = getattr(module, f"get_{tower}_features")
     facts = describe_classes(module)
     if options.class_names:
         facts |= {"classifier": True, "labels": options.class_names}
@@ -336,7 +369,8 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     """Name the fields of a configuration that the installed transformers ignores."""
     import transformers
 
-    stored, installed = read_json(path / "config.json"), transformers.__version__
+    stored = read_json(path / "config.json")
+    installed = transformers.__version__
     written = str(stored.get("transformers_version") or 0)  # 0: unknown
     kind = type(config)
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
@@ -367,7 +401,9 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
     if auto == SEQUENCES and not knows(SEQUENCES):  # Wav2Vec2ForSequenceClassification
         auto = CLASSIFIERS["ForAudioClassification"]
     added: tuple[Note, ...] = ()
-    trained = len(config.id2label or ()) if auto in CLASSIFIERS.values() else None
+    trained = None
+    if auto in CLASSIFIERS.values():
+        trained = len(config.id2label or ())
     if classes not in (None, trained):
         config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
         config.label2id = {label: i for i, label in config.id2label.items()}
@@ -411,7 +447,10 @@ def _load_weights(
         codes = [k for k, kind in kinds.items() if k.endswith("weight") and kind[0] in "IU"]
         refuse_codes(codes, path)
     halves = [HALF_NAMES.get(each, torch.float32) for each in {*kinds.values()} if "F" in each]
-    dtype = halves[0] if raw and len(halves) == 1 else torch.float32
+    if raw and len(halves) == 1:
+        dtype = halves[0]
+    else:
+        dtype = torch.float32
     with explain_failure(
         f"transformers cannot load {path}",
         "Check that the directory is complete: config.json and its weights. Copy or download "
@@ -440,7 +479,9 @@ def _load_weights(
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
-        given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        given = None
+        if p is not None:
+            given = nn.Parameter(p.detach().to("meta"), p.requires_grad)
         register(module, name, given)
 
     with patch.object(nn.Module, "register_parameter", on_meta):
@@ -470,7 +511,9 @@ def _require_complete(
     features = not has_head(module)
     without_pooler = features and any(_has_part(key, POOLER) for key in missing)
     # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes these.
-    optional = (WINDOWS, POOLER) if features else (WINDOWS,)
+    optional = [WINDOWS]
+    if features:
+        optional.append(POOLER)
     missing = sorted(k for k in missing if not _has_part(k, *optional))
     # Older checkpoints store constants, such as position_ids, that the model now computes.
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
@@ -487,8 +530,9 @@ def _require_complete(
         )
     if without_pooler:
         module.pooler = None  # random, and not used
-    text = f"not read: {few(unused)} (the output is features)"
-    return (Note.info("features", text),) if unused else ()
+    if not unused:
+        return ()
+    return (Note.info("features", f"not read: {few(unused)} (the output is features)"),)
 
 
 def _has_part(key: str, *parts: str) -> bool:

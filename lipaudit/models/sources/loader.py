@@ -114,30 +114,40 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     if model and path.is_dir():
         return _load_directory(path, options)
     if path.is_file():
-        if not holds_weights(path):
-            raise InputError(f"{path} is not a file of weights for PyTorch", advise_on_file(path))
-        arch = options.arch or ""
-        if not arch:
-            read_weights(path)  # a file without weights is refused first: --arch would not help
-        if not arch:
-            beside = (path.parent / "config.json").is_file()
-            raise UsageError(
-                f"{path} is a file of weights, and the architecture is unknown",
-                f"Give its folder {path.parent}, which has a config.json." * beside
-                or "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
-                "py:FILE:FACTORY with your own factory.",
-            )
-        load_file = own.load_file if arch.startswith("py:") else timm.load_file
-        return "file", load_file(path, arch, options)
-    close = [f"py:{model}"] if ".py:" in model else []
-    close += similar(model, neighbours(path)) + similar_models(model)
+        return "file", _load_file(path, options)
+    close = []
+    if ".py:" in model:
+        close.append(f"py:{model}")
+    close += similar(model, neighbours(path))
+    close += similar_models(model)
     if path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*[/-][\w.-]+", model):
         close.append(f"hf:{model}")
-    hint = f"Did you mean {' or '.join(close[:3])}? " if close else ""
+    hint = ""
+    if close:
+        hint = f"Did you mean {' or '.join(close[:3])}? "
     raise InputError(
         f"no model {model!r}: there is no such file or directory",
         f"{hint}MODEL is one of: {FORMS}.",
     )
+
+
+def _load_file(path: Path, options: LoadOptions) -> ModelSpec:
+    """Load a file of weights into the architecture of --arch."""
+    if not holds_weights(path):
+        raise InputError(f"{path} is not a file of weights for PyTorch", advise_on_file(path))
+    arch = options.arch or ""
+    if not arch:
+        read_weights(path)  # a file without weights is refused first: --arch would not help
+        advice = (
+            "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+            "py:FILE:FACTORY with your own factory."
+        )
+        if (path.parent / "config.json").is_file():
+            advice = f"Give its folder {path.parent}, which has a config.json."
+        raise UsageError(f"{path} is a file of weights, and the architecture is unknown", advice)
+    if arch.startswith("py:"):
+        return own.load_file(path, arch, options)
+    return timm.load_file(path, arch, options)
 
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
@@ -152,17 +162,18 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
             "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
         )
     file = path / "config.json"
-    config = read_json(file) if file.is_file() else None
-    keys = {*config} if isinstance(config, dict) else set()
-    if not keys & {"model_type", "architecture", "pretrained_cfg"}:
-        raise InputError(
-            f"{path} has no config.json that names a timm architecture or a transformers "
-            "model_type",
-            "Give its weights file with --arch timm:NAME or py:FILE:FACTORY, or add the "
-            "config.json.",
-        )
-    source, load = ("hf", huggingface) if "model_type" in keys else ("timm", timm)
-    return source, load.load_directory(path, options)
+    config: Any = {}
+    if file.is_file():
+        config = read_json(file)
+    if isinstance(config, dict):
+        if "model_type" in config:
+            return "hf", huggingface.load_directory(path, options)
+        if "architecture" in config or "pretrained_cfg" in config:
+            return "timm", timm.load_directory(path, options)
+    raise InputError(
+        f"{path} has no config.json that names a timm architecture or a transformers model_type",
+        "Give its weights file with --arch timm:NAME or py:FILE:FACTORY, or add the config.json.",
+    )
 
 
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
@@ -205,11 +216,13 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     notes = [*spec.notes, *placed]
 
     def read_output(result: Any) -> Tensor:
-        output = (spec.read or find_main_output)(result)
-        return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
+        read_result = spec.read or find_main_output
+        output = read_result(result)
+        if output.ndim == 1:
+            return output[:, None]  # a number per sample is a row
+        return output
 
     probe = probe_model(spec, call, read_output)
-    output = probe.output
     notes += [*probe.notes, *note_form(probe.form)]
     run, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
     if quantised:
@@ -220,19 +233,12 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         notes.append(Note.info("quantised", text))
     if spec.commit is not None:
         notes.append(spec.commit.note)
-    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    classes = None
+    if spec.classifier and probe.output.ndim == 2:
+        classes = probe.output.shape[1]
     if options.labels:
-        if classes is None:
-            text = "--class-names names classes, and the output of this model has none"
-            raise UsageError(text, "Leave it out.")
         spec = replace(spec, labels=options.labels, aliases={})
-    labels = spec.labels or ()
-    if spec.labels is not None and classes not in (None, len(labels)):
-        raise InputError(
-            f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
-            "Check num_classes, --class-names and the labels of the model's configuration. Two "
-            "classes need two logits: torch.cat([0 * z, z], 1).",
-        )
+    _require_labels_fit(spec, options, classes)
     # By name: a factory may return a subclass with fields of its own.
     known: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     known |= {"call": run, "read": read, "entry": probe.entry, "notes": tuple(notes)}
@@ -250,6 +256,20 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     )
 
 
+def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | None) -> None:
+    """Refuse names of classes if the model has another number of classes, or none."""
+    if options.labels and classes is None:
+        raise UsageError(
+            "--class-names names classes, and the output of this model has none", "Leave it out."
+        )
+    if spec.labels is not None and classes not in (None, len(spec.labels)):
+        raise InputError(
+            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            "Check num_classes, --class-names and the labels of the model's configuration. Two "
+            "classes need two logits: torch.cat([0 * z, z], 1).",
+        )
+
+
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
     """Return the complete description, and a function that preprocesses samples and runs them."""
     given: dict[str, object] = {"--mean": options.mean, "--std": options.std}
@@ -259,8 +279,10 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         raise UsageError(
             f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
         )
-    complete, module = spec, spec.module
-    mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
+    complete = spec
+    module = spec.module
+    mean = options.mean or spec.mean or (0.0,)
+    std = options.std or spec.std or (1.0,)
     if spec.kind == "image":
         channels = spec.input_shape[0]
         for key, values in (("mean", mean), ("std", std)):
@@ -293,7 +315,9 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         if spec.call is not None:
             return spec.call(x, mask)
         # Many modules take no mask; one that is true everywhere says nothing.
-        return module(x) if mask is None or bool(mask.all()) else module(x, mask)
+        if mask is None or bool(mask.all()):
+            return module(x)
+        return module(x, mask)
 
     return complete, call
 
@@ -304,10 +328,14 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
     Raises:
         UsageError: the model's own steps are requested, and it has none.
     """
-    choice, prepare = options.preprocess, spec.prepare or Resizing(spec.input_shape)
+    choice = options.preprocess
+    prepare = spec.prepare or Resizing(spec.input_shape)
     if choice is None:
         return replace(spec, prepare=prepare)
-    steps = prepare.steps if isinstance(prepare, Resizing) else {"prepare": prepare}
+    if isinstance(prepare, Resizing):
+        steps = prepare.steps
+    else:
+        steps = {"prepare": prepare}
     if choice == "model" and not steps:
         raise UsageError(
             "--preprocess model: this model has no resizing of its own for its size",
@@ -351,7 +379,8 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
-    trained, preprocess = getattr(module, "pretrained_cfg", None), net.preprocess
+    trained = getattr(module, "pretrained_cfg", None)
+    preprocess = net.preprocess
     if isinstance(module, DigitsViT):
         architecture, arguments = AS_TIMM
         kept: dict[str, Any] = {}
@@ -359,7 +388,9 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         architecture = str(trained.get("architecture"))
         # The arguments the model was built with: of its directory, and of the options.
         file = Path(net.name) / "config.json"
-        built = read_json(file).get("model_args", {}) if file.is_file() else {}
+        built = {}
+        if file.is_file():
+            built = read_json(file).get("model_args", {})
         built |= dict((options or LoadOptions()).model_kwargs)
         arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
         names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
@@ -417,7 +448,9 @@ def borrow(
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
-        axes = len(input_shape) if isinstance(input_shape, Sequence) else 0
+        axes = 0
+        if isinstance(input_shape, Sequence):
+            axes = len(input_shape)
         text = f"input_shape {input_shape} is not the shape of a sample"
         advice = (
             "Give (channels, height, width), (tokens, width), (samples,), or the four axes of a "

@@ -309,7 +309,9 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
         InputError: the map does not fit the model.
     """
     path = Path(wanted)
-    content = read_json(path) if path.is_file() else {}
+    content = {}
+    if path.is_file():
+        content = read_json(path)
     words = content.values() if isinstance(content, dict) else ()
     if not words or not all(isinstance(w, str) or type(w) is int for w in words):
         raise UsageError(

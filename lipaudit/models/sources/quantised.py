@@ -364,7 +364,10 @@ def dequantise_codes(
         ValueError: another number of bits, or shapes do not fit.
     """
     bits = 32 * qzeros.shape[1] // scales.shape[1]
-    known = {4} if layout == "awq" else {2, 3, 4, 8}
+    if layout == "awq":
+        known = {4}
+    else:
+        known = {2, 3, 4, 8}
     if bits not in known:
         raise ValueError(f"{bits} bits")
     if layout == "awq":

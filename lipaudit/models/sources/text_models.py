@@ -158,7 +158,11 @@ def choose_output(
 
 def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
     # A configuration may ask for tuples (return_dict) instead of named outputs.
-    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
+    logits: Tensor
+    if hasattr(result, "logits"):
+        logits = result.logits
+    else:
+        logits = result[0]
     return logits
 
 
@@ -506,13 +510,17 @@ def _make_call(
     module: Any, tower: str | None, feed: Feed | None, end: int | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
     """Return a function that runs a model on ids and their mask, and passes the mask on."""
-    run = module if tower is None else getattr(module, f"get_{tower}_features")
+    run = module
+    if tower is not None:
+        run = getattr(module, f"get_{tower}_features")
     config = module.config
     decoder = tower is None and config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with pad_inputs(module, x, mask, end) as (ids, attention):
-            inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
+            inputs: dict[str, Any] = {}
+            if feed is not None:
+                inputs = feed.types(ids, mask)
             if decoder:
                 # The decoder of a model without a head reads the same text, one token later.
                 begin = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
@@ -529,7 +537,9 @@ def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor
     last = z.shape[1] - first
     # The logits of a prompt are large, and not needed.
     keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
-    inputs: dict[str, Any] = {"logits_to_keep": last} if keeps else {}
+    inputs: dict[str, Any] = {}
+    if keeps:
+        inputs = {"logits_to_keep": last}
     if feed is not None:
         inputs |= feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
     logits: Tensor = module(inputs_embeds=z, **inputs).logits

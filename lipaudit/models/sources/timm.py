@@ -290,8 +290,15 @@ def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
 
 
-WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
-MEAN, STD = 0.5, 0.5
+WIDTH = 48
+HIDDEN = 96
+DEPTH = 3
+HEADS = 4
+PATCH = 2
+SIZE = 8
+CLASSES = 10
+MEAN = 0.5
+STD = 0.5
 # The architecture of timm that the demos are, with its arguments.
 AS_TIMM = (
     "vit_tiny_patch16_224",

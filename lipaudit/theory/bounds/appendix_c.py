@@ -20,7 +20,8 @@ def appendix_c(known: Ingredients) -> Tensor:
         return known.nothing
     # As Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||. ||X^T M|| <= ||X|| ||M||, so it
     # is never above Theorem 3; the limit of ||X^T M|| that is computed may be.
-    x, off = known.tokens.norm, known.tokens.off
+    x = known.tokens.norm
+    off = known.tokens.off
     spread = bound_token_spread(known.at.p, off @ off.mT)
     spread = spread.minimum(x * known.softmax_norm_max)
     return known.weights.v * (known.p_norm + 2 * x * known.a_norm * spread)

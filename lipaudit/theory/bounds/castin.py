@@ -27,7 +27,8 @@ def castin(known: Ingredients, r: float = 0.0) -> Tensor:
     # a ||dx_i||. With c the largest column sum of P, and rows that sum to 1, ||P||^2 <= c: over
     # all rows the three are at most c^(1/2), a c^(1/2) and a times ||dX||_F. Now c <= N and
     # (x + y + z)^2 <= 3 (x^2 + y^2 + z^2) give 3 (N + a^2 (N + 1)), and N + 1 <= 4 N + 1.
-    n, a = known.tokens.count, known.reach(r)
+    n = known.tokens.count
+    a = known.reach(r)
     # (a^2 b + n)^(1/2) as a hypotenuse: squares of huge logits would overflow.
     return 3**0.5 * known.weights.v * (a * (4 * n + 1).sqrt()).hypot(n.sqrt())
 

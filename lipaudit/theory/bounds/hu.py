@@ -25,7 +25,8 @@ def hu(known: Ingredients, r: float = 0.0) -> Tensor:
     """
     if not known.affine:
         return known.nothing
-    weights, n = known.weights, known.tokens.count
+    weights = known.weights
+    n = known.tokens.count
     # Theorem 3 with ||M|| <= 1/2 and ||P||^2 <= N: ||J|| <= ||W_V|| (sqrt N + ||X||^2 ||A||). Of
     # the two terms sqrt N <= size is required below, and ||X||^2 ||A|| <= size ||W_Q|| ||W_K|| for
     # ||A|| <= |s| ||W_Q|| ||W_K||. As published the formula has no s: below 1 it is left out,

@@ -25,13 +25,18 @@ def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
     # What values, keys and the query move is at most c^(1/2), a c^(1/2) and a, with c the largest
     # column sum of P: see `castin`. c <= N; and unmasked logits of at most a in size give
     # P_ij <= e^(2 a) / N, so that c <= e^(2 a).
-    a, root = known.reach(r), known.tokens.count.sqrt()
-    heads, column = known.heads, a.exp().minimum(root)
+    a = known.reach(r)
+    root = known.tokens.count.sqrt()
+    heads = known.heads
+    column = a.exp().minimum(root)
     if heads.causal:
         column = root
     elif heads.bias is not None:
         # Whether every token sees every other one and no position bias acts, per head.
-        free = heads.bias == 0 if heads.bias.is_floating_point() else heads.bias
+        if heads.bias.is_floating_point():
+            free = heads.bias == 0
+        else:
+            free = heads.bias
         if heads.valid is not None:
             free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
         column = column.where(free.all(-1).all(-1), root)

@@ -118,9 +118,11 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     if isinstance(x, Form) and isinstance(y, Form):
         return _add_forms(x, y)
     if isinstance(x, Form):
-        form, constant = x, as_constant(y, x)
+        form = x
+        constant = as_constant(y, x)
     else:
-        form, constant = y, as_constant(x, y)
+        form = y
+        constant = as_constant(x, y)
     constant = constant.to(DOUBLE)
     parts = form.waits
     if parts and shape_of(form.shape, constant.shape) == form.shape:
@@ -290,7 +292,10 @@ def convolve(
         rows = gaps[0] * (weight.shape[-2] - 1)
         columns = gaps[1] * (weight.shape[-1] - 1)
         x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    pads = (0, 0) if isinstance(padding, str) else as_pair(padding)
+    if isinstance(padding, str):
+        pads = (0, 0)
+    else:
+        pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         images = t.flatten(0, 1)
@@ -305,7 +310,9 @@ def convolve(
         out = torch.einsum("rgchwij,gocij->rgohw", windows, kernels)
         return torch.unflatten(out.flatten(1, 2), 0, t.shape[:2])
 
-    constant = None if bias is None else bias.view(-1, 1, 1)
+    constant = None
+    if bias is not None:
+        constant = bias.view(-1, 1, 1)
     roundings = weight[0].numel() + 1
     return linear_map(x.settle(), op, weight, roundings=roundings, constant=constant)
 
@@ -340,8 +347,12 @@ def reduce_axes(
     behind = [axis + 1 for axis in axes]  # the rows of a stack come first
 
     def op(t: Tensor) -> Tensor:
-        total = t.sum(behind, keepdim=keepdim) if behind else t
-        return total / count if mean else total
+        total = t
+        if behind:
+            total = t.sum(behind, keepdim=keepdim)
+        if mean:
+            return total / count
+        return total
 
     return linear_map(input.settle(), op, roundings=count + 1)
 

@@ -118,7 +118,8 @@ def div(x: Any, y: Any) -> Form:
 def _product(x: Form, y: Form, f: Bilinear) -> Form:
     """Return f(x, y) of two forms, f being torch.matmul or torch.mul."""
     symbols = x.symbols
-    n, dtype = symbols.n, symbols.dtype
+    n = symbols.n
+    dtype = symbols.dtype
     matrices = f is torch.matmul
     if matrices:
         dense, blocks = _multiply_matrices(x, y)
@@ -148,7 +149,9 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
         symbols.add_products(dense, x_linear, y.dense[:n], _rows_matmul if matrices else f)
 
     # What rounding and underflow take from sums of so many products.
-    terms = x.shape[-1] if matrices else 1
+    terms = 1
+    if matrices:
+        terms = x.shape[-1]
     lost = gamma((2 * terms + 8) * symbols.order, dtype) * moving
     lost = lost + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     # Underflow: every product of every generator may lose the smallest normal number.
@@ -250,7 +253,8 @@ def _reach(x: Form) -> Tensor:
 def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1."""
     symbols = x.symbols
-    n, dtype = symbols.n, symbols.dtype
+    n = symbols.n
+    dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
     # Any scales are valid: those that are the radii, of what moves at all, leave least.
     s = (x.mass + x.slack).clamp_min(_STILL).to(dtype).reciprocal()
@@ -364,7 +368,9 @@ def _share(
         symbols.spared = True
         return None
 
-    radii, stacks, sizes = [], [], []
+    radii = []
+    stacks = []
+    sizes = []
     for radius, coefficients in pairs:
         r = cast_up(radius, dtype).reshape(heads, queries, keys)
         g = coefficients.movedim(0, -3).reshape(heads, len(coefficients), keys, width)
@@ -390,7 +396,9 @@ def _share(
 
 def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply two stacks, one of which has one row."""
-    return _rows_times(x, y[0]) if len(y) == 1 else _times_rows(x[0], y)
+    if len(y) == 1:
+        return _rows_times(x, y[0])
+    return _times_rows(x[0], y)
 
 
 def _rows_times(rows: Tensor, y: Tensor) -> Tensor:

@@ -230,7 +230,9 @@ FACES = 3
 """Number of faces on which the multipliers of the whole ball are moved, one after the other."""
 GROUPS = 16
 """Largest number of groups of margins that have faces of their own: each group takes its steps."""
-ROOT_STEPS, STEPS, LAST_STEPS = 20, 10, 400
+ROOT_STEPS = 20
+STEPS = 10
+LAST_STEPS = 400
 """Steps of the multipliers: on each face of the ball, on a part, and on a part where every sign is
 known."""
 RATE = 0.2

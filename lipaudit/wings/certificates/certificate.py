@@ -166,14 +166,17 @@ def _prove_words(
     found = list_substitutes(texts.reader, texts.drafts[0], k)
     if found is None:
         return Certificate(certified=False, why="tokens")
-    x, words = net.point(sample), [word for word, _ in found]
+    x = net.point(sample)
+    words = [word for word, _ in found]
     every = sample.rows(torch.zeros(len(found) + 1, dtype=torch.long))
     place = find_tokens(sample)[0]
     for row, (_, ids) in zip(every.x[1:], found, strict=True):
         row[place] = torch.tensor(ids, device=x.device)
-    moves, least = [], math.inf
+    moves = []
+    least = math.inf
     for part in every.split(MOVES):
-        z, logits = net.point(part), net.output(part)
+        z = net.point(part)
+        logits = net.output(part)
         # The proof sees embeddings only: they must tell all that the model reads of the words.
         same = net.forward(z, sample.rows(torch.zeros(len(part), dtype=torch.long)))
         if not agree(logits, same):
@@ -221,13 +224,16 @@ def _prove_box(
     A part is cut in the pixel that moves the smallest margin most: half its width times the
     gradient at the centre. The mean gradient is added, as a wide pixel may be flat at the centre.
     """
-    parts, nodes, least = [(low, high)], 0, math.inf
+    parts = [(low, high)]
+    nodes = 0
+    least = math.inf
     while parts:
         if nodes >= proof.nodes or proof.seconds <= 0:
             why: Why = "seconds" if proof.seconds <= 0 else "nodes"
             return Certificate(False, why, least, nodes)
         low, high = parts.pop()
-        centre, nodes = (low + high) / 2, nodes + 1
+        centre = (low + high) / 2
+        nodes += 1
         # In double precision: a difference that was rounded down would miss an end.
         wide = [end.to(torch.float64) - centre.to(torch.float64) for end in (low, high)]
         radius = torch.maximum(-wide[0], wide[1])
@@ -238,13 +244,15 @@ def _prove_box(
         if part.certified:
             continue
         with torch.enable_grad():
-            z, y = centre.clone().requires_grad_(), torch.tensor([label], device=centre.device)
+            z = centre.clone().requires_grad_()
+            y = torch.tensor([label], device=centre.device)
             margin = worst_margins(net.forward(z, sample), y)
         slope = pull((z, margin), torch.ones_like(margin)).abs()
         if float(margin.detach()) < 0:
             return Certificate(False, "broken", float(margin.detach()), nodes)
         widest = (radius * (slope + slope.mean())).flatten().argmax()
-        first, second = high.clone(), low.clone()
+        first = high.clone()
+        second = low.clone()
         first.view(-1)[widest] = second.view(-1)[widest] = centre.view(-1)[widest]
         parts += [(low, first), (second, high)]
     return Certificate(True, "", least, nodes)
@@ -260,8 +268,11 @@ def choose_order(net: Net, sample: Batch, asked: str = "auto", inputs: int = 0) 
 
 def _count_inputs(net: Net, sample: Batch) -> int:
     """Count the entries of a sample that may change."""
-    free, point = net.free(sample), net.point(sample)
-    return point.numel() if free is None else int(free.sum()) * point.shape[-1]
+    free = net.free(sample)
+    point = net.point(sample)
+    if free is None:
+        return point.numel()
+    return int(free.sum()) * point.shape[-1]
 
 
 def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
@@ -286,7 +297,8 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     inputs = inputs or _count_inputs(net, sample)
     rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0)
     # Upper estimate: every number that an innermost module returns may add a symbol of its own.
-    born, widths = accumulate([rows, *counts]), [net.point(sample).numel(), *counts]
+    born = accumulate([rows, *counts])
+    widths = [net.point(sample).numel(), *counts]
     needed = TENSORS * torch.finfo(net.dtype).bits // 8 * max(map(mul, born, widths))
     if net.device.type == "cpu":
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -373,12 +385,18 @@ class Bracket:
         seed: int,
         texts: Texts | None = None,
     ) -> None:
-        self.net, self.sample, self.proof, self.texts = net, sample, proof, texts
-        self.trials, self.seed = trials, seed
+        self.net = net
+        self.sample = sample
+        self.proof = proof
+        self.texts = texts
+        self.trials = trials
+        self.seed = seed
         with torch.no_grad():
             self.predicted = int(net.output(sample).argmax())
         self.label = -1 if sample.y is None else int(sample.y)
-        self.stood, self.nearest, self.certified = 0.0, math.inf, -1.0
+        self.stood = 0.0
+        self.nearest = math.inf
+        self.certified = -1.0
         self.tried: dict[float, Certificate] = {}
         self.seconds: dict[float, float] = {}
         self.notes: list[Note] = []
@@ -411,7 +429,8 @@ class Bracket:
         """Search the smallest adversarial radius, then the largest certified one."""
         if not self.correct:
             return
-        x, linf = self.net.point(self.sample), self.proof.norm == "linf"
+        x = self.net.point(self.sample)
+        linf = self.proof.norm == "linf"
         # The largest radius to search: the width of the box, or the size of the sample.
         if self.net.box is None:
             most = float(x.abs().max() if linf else torch.linalg.vector_norm(x))
@@ -424,7 +443,8 @@ class Bracket:
             if self.nearest == known:
                 return
             # Move the example towards the sample while it stays broken.
-            low, high = 0.0, 1.0
+            low = 0.0
+            high = 1.0
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
                 with torch.no_grad():
@@ -468,10 +488,12 @@ class Bracket:
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, first the sample without attack; each sample has its own random stream."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
-        point, free = self.net.point(self.sample), self.net.free(self.sample)
+        point = self.net.point(self.sample)
+        free = self.net.free(self.sample)
         chunk = Chunk(0, point, y, free, self.texts)
         model = self.net.make_classifier(self.sample)
-        box, patch = self.net.box, self.proof.patch
+        box = self.net.box
+        patch = self.proof.patch
         return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)
 
 

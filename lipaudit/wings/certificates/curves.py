@@ -398,7 +398,9 @@ def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -
 
 def prelu(input: Form, weight: Tensor) -> Form:
     """Return a leaky ReLU with a slope per channel (axis 1)."""
-    behind = input.ndim - 2 if weight.numel() > 1 else 0
+    behind = 0
+    if weight.numel() > 1:
+        behind = input.ndim - 2
     return leaky_relu(input, weight.view(-1, *[1] * behind))
 
 
@@ -502,7 +504,10 @@ def max_pool2d(
     places = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
     places = places.view(1, 1, height, width)
     size = as_pair(kernel_size)
-    step = size if stride in (None, []) else as_pair(stride)
+    if stride in (None, []):
+        step = size
+    else:
+        step = as_pair(stride)
     pad = as_pair(padding)
     gap = as_pair(dilation)
     windows = F.unfold(places, size, gap, pad, step)[0].mT.long()

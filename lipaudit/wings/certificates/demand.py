@@ -104,7 +104,9 @@ class TrialRun:
         nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
         results = [form.node for form in forms_of(result)]
         self.calls.append(Call(func, name, nodes, options, results))
-        return iter(result) if name == "iter" else result
+        if name == "iter":
+            return iter(result)
+        return result
 
 
 class Plan:
@@ -125,7 +127,9 @@ class Plan:
         if cut is None:
             return rule(*args, **kwargs)
         axis, _ = cut
-        reach = len(args) if name in ENTRIES else 1
+        reach = 1
+        if name in ENTRIES:
+            reach = len(args)
         size = max(_size(value, axis) for value in args[:reach])
         parts = list(args)
         for i, value in enumerate(args[:reach]):
@@ -176,7 +180,9 @@ def _demand(call: Call) -> Cut | None:
     if cut is None:
         _demand_all((call.args, call.kwargs))
         return None
-    reach = len(call.args) if call.name in ENTRIES else 1
+    reach = 1
+    if call.name in ENTRIES:
+        reach = len(call.args)
     axis, place = cut
     for node in call.args[:reach]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
@@ -216,7 +222,10 @@ def _cut(call: Call) -> Cut | None:
     if not read.numel():
         return None
     for axis in _axes(call, read):
-        by_place = read.movedim(axis, 0).flatten(1) if read.ndim > 1 else read[:, None]
+        if read.ndim > 1:
+            by_place = read.movedim(axis, 0).flatten(1)
+        else:
+            by_place = read[:, None]
         places = by_place.any(1).nonzero()[:, 0]
         if len(places) == 1 and read.shape[axis] > 1:
             return axis, int(places)

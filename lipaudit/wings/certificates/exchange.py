@@ -129,14 +129,16 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         InputError: there are no certificates, the model or the samples are others, or the file is
             damaged.
     """
-    section, before = report.section("certify"), report.run
+    section = report.section("certify")
+    before = report.run
     if section is None or not section.ids or not section.rows:
         raise InputError("the report has no certificates", "Write one: certify -o report.json.")
     options = CertifyOptions.parse(section.settings)
     if options.counted:
         raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    plan, count = {"certify": options}, {"certify": len(section.ids)}
+    plan = {"certify": options}
+    count = {"certify": len(section.ids)}
     job = prepare(Request(before.model.spec, plan, RunOptions.parse(run), count))
     if not _is_of(section, options, before, job):
         raise InputError(
@@ -207,7 +209,9 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
         arrays = {}
         for key, array in np.load(io.BytesIO(content)).items():
             arrays[key] = torch.tensor(array, device=device)
-        which, state, y = arrays["which"], arrays["state"], arrays["y"]
+        which = arrays["which"]
+        state = arrays["state"]
+        y = arrays["y"]
         if y.shape != (2, *state.shape) or which.shape != state.shape[:1]:
             raise ValueError("other shapes")
         return Nodes(which.long(), state.long(), y.double())

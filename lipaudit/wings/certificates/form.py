@@ -78,13 +78,16 @@ class NoRuleError(InputError):
     """
 
     def __init__(self, operation: str, module: str = "") -> None:
-        where = f" (in {module})" if module else ""
+        where = ""
+        if module:
+            where = f" (in {module})"
         super().__init__(
             f"no certificate for this model: no rule for the operation {operation}{where}",
             "Certificates support the operations of common transformers. Use `lipaudit "
             "attack`, which works on any model.",
         )
-        self.operation, self.module = operation, module
+        self.operation = operation
+        self.module = module
 
 
 class UnboundedError(EvaluationError):
@@ -151,7 +154,8 @@ class Form(Tensor):
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.shown, device=centre.device
         )
-        shell.memory, shell.seen = Memory(), 0
+        shell.memory = Memory()
+        shell.seen = 0
         return shell
 
     def __init__(

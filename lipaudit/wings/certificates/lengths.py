@@ -39,7 +39,8 @@ def lengths(
         around: by default 0.
     """
     symbols = x.symbols
-    n, first_error = symbols.n, symbols.first_error
+    n = symbols.n
+    first_error = symbols.first_error
     axis = axis % x.ndim
     if any(bool((b.group != b.group.narrow(axis, 0, 1)).any()) for b in x.blocks):
         x.whole()
@@ -90,7 +91,9 @@ def _bound_sum(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: 
     shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
-            weighted = part if gain is None else part * gain
+            weighted = part
+            if gain is not None:
+                weighted = part * gain
             vectors = weighted.movedim(axis + 1, -1)
             vectors = vectors.reshape(len(part), count, k).transpose(0, 1)
             if not unit:

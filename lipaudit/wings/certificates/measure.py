@@ -141,14 +141,18 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     from lipaudit.measures.texts import make_reader, read_texts
     from lipaudit.wings.certificates.certificate import Bracket
 
-    reader = make_reader(net) if options.counted == "words" else None
+    reader = None
+    if options.counted == "words":
+        reader = make_reader(net)
     told = options.counted != "patch" or options.seconds is not None
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
             proof = make_proof(net, sample, options, options.seconds or math.inf)
             seed = base.seed_of(sample.ids[0], options.seed)
-            texts = read_texts(reader, sample, characters=False) if reader else None
+            texts = None
+            if reader:
+                texts = read_texts(reader, sample, characters=False)
             trials = options.trials
             bracket = Bracket(net, sample, proof=proof, trials=trials, seed=seed, texts=texts)
             for done, _ in enumerate(bracket.settle(options.eps)):
@@ -173,9 +177,13 @@ def _tell_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     """Tell how many passes prove a sample after its attacks; return whether there was need."""
     from lipaudit.wings.certificates.certificate import certificate
 
-    net, sample, patch = bracket.net, bracket.sample, bracket.proof.patch or (1, 1)
+    net = bracket.net
+    sample = bracket.sample
+    patch = bracket.proof.patch or (1, 1)
     unbroken = (int(float(eps)) for eps in options.eps if bracket.nearest > float(eps))
-    counts = sorted(unbroken) if bracket.correct else []
+    counts = []
+    if bracket.correct:
+        counts = sorted(unbroken)
     if max(counts, default=1) == 1:
         return False
     begun = time.monotonic()
@@ -233,7 +241,10 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
     # At one order the longest sample needs the most memory: check each order in use.
-    lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
+    if batch.mask is None:
+        lengths = [batch.x.shape[1]]
+    else:
+        lengths = batch.mask.sum(1).tolist()
     places = {length: i for i, length in enumerate(lengths)}
     each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
     inputs = [options.count_inputs(net, sample) for sample in each]
@@ -293,9 +304,12 @@ def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> d
     for sample, bracket in ((each.sample, each) for each in brackets):
         # The function of token embeddings depends on the text around them.
         if net.kind == "text" or sample.start == 0:
-            name = sample.ids[0] if net.kind == "text" else "model"
+            name = "model"
+            if net.kind == "text":
+                name = sample.ids[0]
             files[f"{name}.onnx"] = export_onnx(net, sample)
-        x, free = net.point(sample).double(), net.free(sample)
+        x = net.point(sample).double()
+        free = net.free(sample)
         for eps in options.eps if bracket.correct else ():
             change = float(eps) * (x.new_ones(x.shape) if free is None else free[..., None])
             low, high = (
@@ -358,7 +372,9 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     arrays = base.join_arrays(parts)
     # A repeated sample counts once in every row.
     once = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
-    robust, certified, correct = once["robust"], once["certified"], once["correct"]
+    robust = once["robust"]
+    certified = once["certified"]
+    correct = once["correct"]
     norm = options.norm or "linf"
     rows = base.make_rows(
         CERTIFY_TABLE,
@@ -375,11 +391,13 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         nodes=once["nodes"].sum(0),
         seconds=once["seconds"].sum(0).round(3),
     )
-    notes, columns = _write_notes(parts, arrays, options), _make_columns(arrays, rows)
+    notes = _write_notes(parts, arrays, options)
+    columns = _make_columns(arrays, rows)
     first = base.make_section(CERTIFY_TABLE, parts, options, rows, notes, samples=columns)
     if not options.radius:
         return [first]
-    radius, nearest = once["radius"][correct], once["radius_adversarial"][correct]
+    radius = once["radius"][correct]
+    nearest = once["radius_adversarial"][correct]
     broken = np.isfinite(nearest)
     row = RADII_TABLE.row(
         norm=norm,
@@ -398,14 +416,16 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
     import numpy as np
 
-    known, correct = arrays["label"] >= 0, arrays["correct"]
+    known = arrays["label"] >= 0
+    correct = arrays["correct"]
     columns = {
         "label": np.where(known, arrays["label"], np.nan),
         "predicted": arrays["predicted"],
         "correct": np.where(known, correct, np.nan),
     }
     for i, row in enumerate(rows):
-        robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
+        robust = arrays["robust"][:, i]
+        certified = arrays["certified"][:, i]
         # The first that applies: a wrong sample is neither broken nor certified.
         verdict = np.select(
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"

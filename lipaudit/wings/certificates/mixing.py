@@ -247,7 +247,8 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Fo
 def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
     """Return rho = q / 2 +- off, with the squares of linear parts as its quadratic part."""
     symbols = d.symbols
-    n, dtype = symbols.n, symbols.dtype
+    n = symbols.n
+    dtype = symbols.dtype
     keys = p.shape[-1]
     # What q has beside the squares, in [-first, first + second]: by entries, or by lengths.
     first, second = curves.square_remainder(d.sizes.linear, d.nonlinear)
@@ -361,7 +362,10 @@ def rms_norm(
 
 
 def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if isinstance(normalized_shape, int):
+        shape = [normalized_shape]
+    else:
+        shape = list(normalized_shape)
     if shape != list(x.shape[-len(shape) :]):
         raise NoRuleError(f"a normalisation of the axes {tuple(shape)}")
     return shape
@@ -379,7 +383,8 @@ def _divide_by_root(y: Form, eps: float) -> Form:
 def _mean_square(y: Form) -> Form:
     """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2)."""
     symbols = y.symbols
-    n, dtype = y.shape[-1], symbols.dtype
+    n = y.shape[-1]
+    dtype = symbols.dtype
     gradient = (y.centre * (2 / n)).to(dtype)
     dense, blocks = y.by_row().map_rows(lambda t: _total(t * gradient))
     moves = up(y.mass + y.slack)

@@ -497,7 +497,8 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
             """Return logits."""
             return net.forward(z, sample)
 
-    text, advice = f"{net.architecture} cannot be written as ONNX", "Leave --export out."
+    text = f"{net.architecture} cannot be written as ONNX"
+    advice = "Leave --export out."
     for version in (OPSET, GELU_OPSET):
         file: Any = io.BytesIO()
         # Where it fails, it prints the graph.

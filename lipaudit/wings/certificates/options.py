@@ -31,7 +31,8 @@ OF_SMOOTHING = SmoothingOptions.options()
 _of_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), exclude=True)
 
 # Placeholder radii for planning attacks before the radius search: of a ball, and of what counts.
-SOME, ONE = parse_radius("1/255"), parse_radius("1")
+SOME = parse_radius("1/255")
+ONE = parse_radius("1")
 # Default number of parts into which the values of one place of a patch are split.
 PARTS = 64
 # Options that stand beside those that take the place of MODEL.
@@ -228,7 +229,9 @@ class CertifyOptions(MeasureOptions):
     @property
     def files(self) -> tuple[Path, ...]:
         """Return the list of exported properties, whose folder has the others, and the proofs."""
-        exported = None if self.export is None else self.export / "instances.csv"
+        exported = None
+        if self.export is not None:
+            exported = self.export / "instances.csv"
         return tuple(path for path in (exported, self.proofs) if path is not None)
 
     @property
@@ -239,7 +242,10 @@ class CertifyOptions(MeasureOptions):
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
         """Return height and width of a patch; None for balls, or if unknown."""
-        own = net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
+        if self.patch_size is None:
+            own = net.patch
+        else:
+            own = (self.patch_size, self.patch_size)
         return own if self.counted == "patch" else None
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
@@ -250,7 +256,9 @@ class CertifyOptions(MeasureOptions):
             return NEIGHBOURS * sample.x.shape[1]
         patch = self.choose_patch(net)
         most = max(map(float, self.eps), default=0)
-        return int(most) * net.input_shape[0] * math.prod(patch) if patch else 0
+        if patch:
+            return int(most) * net.input_shape[0] * math.prod(patch)
+        return 0
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return the attacks on these balls, the smallest ball first.

@@ -276,7 +276,9 @@ def name_paths(whole: Any) -> Iterator[None]:
     try:
         yield
     except NoRuleError as error:
-        innermost = paths[-1] if paths else ""
+        innermost = ""
+        if paths:
+            innermost = paths[-1]
         raise NoRuleError(error.operation, innermost) from error
     finally:
         for hook in hooks:

@@ -158,7 +158,9 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
 
     from lipaudit.wings.certificates.denoiser import add_denoiser
 
-    denoised = net if options.denoiser is None else add_denoiser(net, options.denoiser)
+    denoised = net
+    if options.denoiser is not None:
+        denoised = add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
     size = 1 if net.kind == "text" else CHUNK
     for number, batch in enumerate(piece for whole in batches for piece in whole.split(size)):
@@ -170,7 +172,8 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             clean = net.output(batch).argmax(1) == labels
         start = time.perf_counter()
         for i, votes in enumerate(count_votes(denoised, batch, options)):
-            one, seconds = slice(i, i + 1), time.perf_counter() - start
+            one = slice(i, i + 1)
+            seconds = time.perf_counter() - start
             arrays = {"label": labels[one].cpu().numpy(), "clean": clean[one].cpu().numpy()}
             arrays |= {"votes": votes[None].numpy(), "seconds": np.array([seconds])}
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
@@ -194,7 +197,8 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     import torch
 
     point, free, (first, second) = net.point(batch), net.free(batch), options.copies
-    each, finished = first + second, 0
+    each = first + second
+    finished = 0
     rngs = [torch.Generator().manual_seed(base.seed_of(i, options.seed)) for i in batch.ids]
     counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
     for start in range(0, len(batch) * each, options.batch_size):
@@ -285,10 +289,12 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     """Make the section: a row per radius, and the votes and the radius of every sample."""
     import numpy as np
 
-    arrays, once = base.join_arrays(parts), base.mark_unique(parts)
+    arrays = base.join_arrays(parts)
+    once = base.mark_unique(parts)
     sigma, (_, copies), eps = options.smooth or 0.0, options.copies, options.eps
     label, selection, estimation = arrays["label"], *arrays["votes"].swapaxes(0, 1)
-    chosen, row = selection.argmax(1), np.arange(len(label))
+    chosen = selection.argmax(1)
+    row = np.arange(len(label))
     votes = estimation[row, chosen]
     share = limit_share(votes, copies, options.alpha)
     radius = certify_radius(share, sigma)

@@ -200,13 +200,17 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     """
     device = radius.device
     shape = radius.shape
-    width = shape[-1] if radius.ndim else 1
+    width = 1
+    if radius.ndim:
+        width = shape[-1]
     radius = radius.reshape(-1, width)
     positive = radius > 0
     row, column = positive.nonzero(as_tuple=True)
     # The r-th positive entry of a row goes to layer r: as many layers as the fullest row needs.
     layer = (positive.cumsum(1) - 1)[row, column]
-    layers = int(positive.sum(1).max()) if len(row) else 0
+    layers = 0
+    if len(row):
+        layers = int(positive.sum(1).max())
     rows = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
     rows[layer, row, column] = radius[row, column].to(dtype)
     numbers = torch.full((layers, len(radius)), -1, device=device)

@@ -149,12 +149,14 @@ class _Reading:
         if not used or used - {*outputs} or not all(self.clauses):
             raise ValueError("no condition on declared outputs")
         size = max(map(len, self.clauses))
-        rows, limits = [], []
+        rows = []
+        limits = []
         for clause in self.clauses:
             full = (clause * size)[:size]
             rows.append([[float(each.get(y, 0)) for y in outputs] for each in full])
             limits.append([_round_up(-each[""]) for each in full])
-        low, high = [], []
+        low = []
+        high = []
         for name in inputs:
             # Rounded outwards: the box holds the range.
             low.append(-_round_up(-self.least[name]))
@@ -175,7 +177,9 @@ def _make_tensor(values: list[Any]) -> Tensor:
 def _round_up(value: Fraction) -> float:
     """Return the smallest number of float64 that is not below: seldom is a decimal one itself."""
     nearest = float(value)
-    return nearest if nearest >= value else math.nextafter(nearest, math.inf)
+    if nearest >= value:
+        return nearest
+    return math.nextafter(nearest, math.inf)
 
 
 def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:

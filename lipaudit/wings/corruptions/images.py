@@ -105,7 +105,8 @@ def blur_glass(x: Pixels, draw: Draw, sigma: Number, reach: int, repetitions: in
         down, right = draw.integers(-reach, reach, (2, height, width))
         moves = (down * width + right).ravel().tolist()
         for i in range(height - reach, reach, -1):
-            first, last = (i + 1) * width - reach, i * width + reach
+            first = (i + 1) * width - reach
+            last = i * width + reach
             for at in range(first, last, -1):
                 # The scripts mean to swap two pixels, but views of NumPy only copy one.
                 source[at] = source[at + moves[at]]
@@ -126,7 +127,8 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     angle = math.radians(degrees)
     down = np.ceil(steps * math.sin(angle) - 0.5).astype(int)
     right = np.ceil(steps * math.cos(angle) - 0.5).astype(int)
-    rows, columns = np.arange(x.shape[0]), np.arange(x.shape[1])
+    rows = np.arange(x.shape[0])
+    columns = np.arange(x.shape[1])
     blurred = np.zeros_like(x)
     for weight, dy, dx in zip(weights, down, right, strict=True):
         shifted = x.take(rows + dy, 0, mode="clip")
@@ -154,7 +156,10 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
         places = (n - cut) // 2 + zoomed[start:][:n]
         low = places.astype(int)
         share = places - low
-        share = share[:, None, None] if axis == 0 else share[:, None]
+        if axis == 0:
+            share = share[:, None, None]
+        else:
+            share = share[:, None]
         below = x.take(low, axis)
         above = x.take(low + 1, axis, mode="clip")
         x = below * (1 - share) + above * share
@@ -186,7 +191,10 @@ def add_snow(
     flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes).clip(0, 1)
     flakes = drag(flakes, radius, sigma, draw.uniform(-135, -45))
-    grey = x @ GREY if channels == 3 else x.mean(2)
+    if channels == 3:
+        grey = x @ GREY
+    else:
+        grey = x.mean(2)
     white = np.maximum(x, grey[..., None] * 1.5 + 0.5)
     whitened = share * x + (1 - share) * white
     return whitened + flakes + np.rot90(flakes, 2)
@@ -195,9 +203,11 @@ def add_snow(
 def draw_plasma(draw: Draw, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
     """Draw a cloud in [0, 1] by the diamond-square algorithm; the size is a power of two."""
     field = np.zeros((size, size))
-    step, wide = size, 100.0
+    step = size
+    wide = 100.0
     while step >= 2:
-        half, count = step // 2, size // step
+        half = step // 2
+        count = size // step
         jitter = wide * draw.uniform(-wide, wide, (3, count, count))
         corners = field[::step, ::step]
         # Sums of each corner and the next one, below it and to its right.
@@ -259,7 +269,8 @@ def bend(x: Pixels, draw: Draw, alpha: Number, sigma: Number, most: Number) -> P
     points = np.array(sides) // 2 + third * np.array([[1, 1], [-1, 1], [-1, -1]])
     moved = points + scale * draw.uniform(-most, most, points.shape)
     affine = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
-    linear, shift = affine[:2], affine[2]
+    linear = affine[:2]
+    shift = affine[2]
     grid = np.indices(sides)
     places = np.tensordot(linear.T, grid, 1) + shift[:, None, None]
     x = _look_up(x, places, "mirror")
@@ -283,7 +294,10 @@ def pixelate(x: Pixels, _: Draw, share: Number) -> Pixels:
 def compress_jpeg(x: Pixels, _: Draw, quality: int) -> Pixels:
     """Store as JPEG and read again; other than three channels one by one."""
     pixels = (255 * x).round().astype(np.uint8)
-    pieces = [pixels] if x.shape[2] == 3 else list(np.moveaxis(pixels, 2, 0))
+    if x.shape[2] == 3:
+        pieces = [pixels]
+    else:
+        pieces = list(np.moveaxis(pixels, 2, 0))
     layers = []
     for piece in pieces:
         file = io.BytesIO()

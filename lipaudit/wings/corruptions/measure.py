@@ -151,15 +151,18 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
     import numpy as np
     import torch
 
-    predict, notes = _predict_texts, list[Note]()
+    predict = _predict_texts
+    notes = list[Note]()
     if net.kind == "image":
-        predict, side = _predict_images, max(net.input_shape[1:])
+        predict = _predict_images
+        side = max(net.input_shape[1:])
         known = find_published(side)
         text = f"severities are those of {PUBLISHED[known]}, for {known} px; these images have "
         text += f"{side} px. frost, its 15th corruption, needs photographs: it is left out"
         notes.append(Note.info("published-severities", text))
     for batch in batches:
-        y, right = check(net, batch, options), list[Any]()
+        y = check(net, batch, options)
+        right = list[Any]()
         with torch.no_grad():
             clean = [net.output(batch).argmax(1)] * len(options.severity)
             for classes in chain(clean, predict(net, batch, options)):
@@ -210,7 +213,8 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     """Make the section `corrupt`: rows of the clean samples, the mean, and each corruption."""
     import numpy as np
 
-    once, right = base.mark_unique(parts), base.join_parts(parts, "right") * 1.0
+    once = base.mark_unique(parts)
+    right = base.join_parts(parts, "right") * 1.0
     # (samples, rows, severities)
     levels = np.insert(right, 1, right[:, 1:].mean(1), 1)
     figures = {f"severity_{s}": levels[..., i] for i, s in enumerate(options.severity)}

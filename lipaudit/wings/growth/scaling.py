@@ -88,7 +88,9 @@ class ScalingOptions(MeasureOptions):
     @property
     def tokens(self) -> int | None:
         """Return the number of tokens that texts need."""
-        return max(self.lengths) if "real" in self.modes else None
+        if "real" in self.modes:
+            return max(self.lengths)
+        return None
 
 
 def _list_followed() -> list[str]:

@@ -112,7 +112,10 @@ def find_examples(
             f"{path} has no examples of {len(lost)} of the {len(ids)} samples, as of {lost[:1]}",
             f"{SAVE} on the same samples: the same --data, --seed and --samples.",
         )
-    wrong = [t for t in each if t.shape != (len(names), *shape) or not t.is_floating_point()]
+    wrong = []
+    for t in each:
+        if t.shape != (len(names), *shape) or not t.is_floating_point():
+            wrong.append(t)
     if wrong:
         raise InputError(
             f"the examples in {path} are not samples of shape {tuple(shape)}",

@@ -432,14 +432,14 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     facts = parts[0].facts
     names = dict.fromkeys(name for part in parts for name in part.values)
     # Parts without any label have no column `correct`: nothing there is known to be wrong.
-    arrays = {
-        name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
-        for name in names
-        if not name.startswith("share_")
-    }
-    columns: dict[str, Any] = {
-        n: v for n, v in arrays.items() if n in JACOBIAN_TABLE.sample_columns
-    }
+    arrays = {}
+    for name in names:
+        if not name.startswith("share_"):
+            arrays[name] = np.concatenate(
+                [p.values.get(name, np.ones(len(p.ids), bool)) for p in parts]
+            )
+    shown = JACOBIAN_TABLE.sample_columns
+    columns: dict[str, Any] = {name: each for name, each in arrays.items() if name in shown}
     # The NaN of a failed norm stays NaN: it is not a value that was not computed.
     columns |= {name: columns[name].tolist() for name in ("norm", "upper")}
     several = "block_norm" in arrays

@@ -96,9 +96,13 @@ def by_layer(
                 queue.insert(0, (piece, known))
                 continue
             pieces.append({n: torch.cat([layer[n].cpu() for layer in each], 1) for n in each[0]})
-        joined = {name: torch.cat([p[name] for p in pieces]) for name in pieces[0]}
+        joined = {}
+        for name in pieces[0]:
+            joined[name] = torch.cat([p[name] for p in pieces])
         # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
-        values = {n: (v.float() if v.dtype in HALF else v).numpy() for n, v in joined.items()}
+        values = {}
+        for n, v in joined.items():
+            values[n] = (v.float() if v.dtype in HALF else v).numpy()
         facts = {"heads": names} | describe(selected)
         yield Part(batch.ids, values, facts, remarks + tuple(changes))
 

@@ -211,10 +211,9 @@ def summarise_shares(
     ids = np.array(base.sample_ids(parts))[once]
     shares = arrays["share"][once]
     largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
-    samples = [
-        "" if np.isnan(column[i]) else str(ids[i])
-        for i, column in zip(largest, shares.T, strict=True)
-    ]
+    samples = []
+    for i, column in zip(largest, shares.T, strict=True):
+        samples.append("" if np.isnan(column[i]) else str(ids[i]))
     medians = {name: _reduce(values[once], np.median) for name, values in arrays.items()}
     rows = base.make_rows(
         HEADS_TABLE,

@@ -123,7 +123,9 @@ class _Recorder(AttentionMode):
         output, *parts = _attend(call) or (call.output,)
         # A node of its own, which holds where the model writes into its output.
         output = output.view_as(output)
-        edges = [get_gradient_edge(t) if t.requires_grad else None for t in (output, *parts)]
+        edges = []
+        for t in (output, *parts):
+            edges.append(get_gradient_edge(t) if t.requires_grad else None)
         self.calls[address] = _Attention(*edges)
         return None, address, output
 
@@ -297,7 +299,11 @@ class _Graph:
         """Find the calls of a layer; they have the addresses of the survey."""
         module = site.address.module
         known = {address for address in recorder.calls if address.module == module}
-        surveyed = {a for each in self.sites for a in each.addresses if a.module == module}
+        surveyed = set()
+        for each in self.sites:
+            for a in each.addresses:
+                if a.module == module:
+                    surveyed.add(a)
         if not surveyed >= known or not known >= {*site.addresses}:
             self.missing[site.index] = "its attention is not found in a pass with gradients"
             return
@@ -412,12 +418,11 @@ class _Graph:
         ]
         if set(self.missing.values()) - {NO_PATH}:
             kinds = [[None], [None]]
-        plain = [
-            edge
-            for addition in self._additions
-            for edge, inside in zip(addition.branches, addition.inside, strict=True)
-            if self._outputs.keys().isdisjoint(inside)
-        ]
+        plain = []
+        for addition in self._additions:
+            for edge, inside in zip(addition.branches, addition.inside, strict=True):
+                if self._outputs.keys().isdisjoint(inside):
+                    plain.append(edge)
         return [*kinds, [*plain]]
 
     def _pull_around(
@@ -482,11 +487,10 @@ class _Graph:
             if inside:
                 of_heads = torch.cat([heads[index] for index in dict.fromkeys(inside)], 1)
                 sums[:, i, 1:3] = of_heads[:, :, 1:].sum(1)
-            plain = [
-                term
-                for term, part in zip(terms, addition.inside, strict=True)
-                if self._outputs.keys().isdisjoint(part)
-            ]
+            plain = []
+            for term, part in zip(terms, addition.inside, strict=True):
+                if self._outputs.keys().isdisjoint(part):
+                    plain.append(term)
             if plain:
                 sums[:, i, 3] = torch.stack(plain).sum(0)
         return sums

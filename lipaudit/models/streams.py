@@ -64,7 +64,10 @@ def find_additions(output: Tensor, parts: Collection[Node]) -> list[Addition]:
     kept = list(found.values())
     for outer in found.values():
         inner = [each for each in kept if each is not outer and outer.holds(each.sum.node)]
-        held = [part for part in parts if any(each.holds(part) for each in inner)]
+        held = []
+        for part in parts:
+            if any(each.holds(part) for each in inner):
+                held.append(part)
         if not inner:
             continue
         dropped = inner

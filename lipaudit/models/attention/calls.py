@@ -72,10 +72,9 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
     if len(linears) == 1:
         return linears[0]
     weights = [linear.weight for linear in linears]
-    biases = [
-        w.new_zeros(w.shape[1]) if each.bias is None else each.bias
-        for each, w in zip(linears, weights, strict=True)
-    ]
+    biases = []
+    for each, w in zip(linears, weights, strict=True):
+        biases.append(w.new_zeros(w.shape[1]) if each.bias is None else each.bias)
 
     def arrange(*parts: Tensor) -> Tensor:
         rows = (each.outputs(y) for each, y in zip(linears, parts, strict=True))
@@ -154,7 +153,11 @@ class Origins:
 
         A constant with gradients enabled by the model does not count: it depends on nothing.
         """
-        found = [leaf for t in tensors for leaf in leaves(t)[0] if leaf in self.by_leaf]
+        found = []
+        for t in tensors:
+            for leaf in leaves(t)[0]:
+                if leaf in self.by_leaf:
+                    found.append(leaf)
         return [Leaf(leaf, self.by_leaf[leaf]) for leaf in found]
 
 
@@ -240,7 +243,9 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Say whether the axes are (samples, heads, tokens, width) already."""
-        roles = [[factor.role for factor in axis] for axis in self.leading]
+        roles = []
+        for axis in self.leading:
+            roles.append([factor.role for factor in axis])
         return roles == [["sample"], ["head"]] and self.queries == TOKENS
 
     @property
@@ -274,7 +279,9 @@ class Layout:
         factors: list[Factor] = []
         sizes: list[int] = []
         for axis, size in zip((*self.leading, rows), t.shape[:-1], strict=True):
-            known = [samples if part.role == "sample" else part.size for part in axis]
+            known = []
+            for part in axis:
+                known.append(samples if part.role == "sample" else part.size)
             if len(axis) == 1:
                 known = [size]
             whole = prod(n for n in known if n)
@@ -397,9 +404,10 @@ class Loop:
         forms = [c.form for c in calls if isinstance(c.form, Explicit)]
         form: Fused | Explicit
         if fused:
-            masks = [
-                f.mask.expand(s) for f, s in zip(fused, shapes, strict=True) if f.mask is not None
-            ]
+            masks = []
+            for f, s in zip(fused, shapes, strict=True):
+                if f.mask is not None:
+                    masks.append(f.mask.expand(s))
             form = replace(fused[0], mask=cat(masks) if masks else None)
         else:
             logits, p = (

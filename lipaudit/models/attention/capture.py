@@ -415,7 +415,9 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     # Gradients are compared at the inputs of the linear maps, where both are exact.
     readers = {"x": queries, "x_kv": memory}
     closed = [(readers[name][0], z) for name, z in pulled.items()]
-    made = [{id(y) for part in side for y, _ in part.leaves} for side in (queries, memory)]
+    made = []
+    for side in (queries, memory):
+        made.append({id(y) for part in side for y, _ in part.leaves})
     one = heads.x_kv is None or bool(made[0] & made[1])
     apart = []
     for group in [queries + memory] if one or not queries else [queries, memory]:

@@ -164,13 +164,16 @@ def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor,
         for one, whole in zip(moved[name].columns, moved[name].maps, strict=True)
     )
     pairs = zip(moved["q"].columns, moved["q"].maps, strict=True)
-    heads = [
-        one for one, whole in pairs if not torch.equal(_profile(one, -1), _profile(whole, -1))
-    ]
+    heads = []
+    for one, whole in pairs:
+        if not torch.equal(_profile(one, -1), _profile(whole, -1)):
+            heads.append(one)
     if not heads or not over_tokens:
         return TOKENS
     parts = _split_axis(size, -1, {"columns": heads})
-    factors = [Factor("head" if kinds else "token", count) for count, kinds in parts]
+    factors = []
+    for count, kinds in parts:
+        factors.append(Factor("head" if kinds else "token", count))
     return _free_sizes(factors, "token")
 
 
@@ -217,7 +220,10 @@ def _find_spans(profile: Tensor) -> list[tuple[int, int]]:
     stride = 1
     rest = profile
     while not rest.all():
-        divisors = [n for n in range(1, len(rest) + 1) if len(rest) % n == 0]
+        divisors = []
+        for n in range(1, len(rest) + 1):
+            if len(rest) % n == 0:
+                divisors.append(n)
         blocks = {n: rest.view(-1, n) for n in divisors}
         run = max(n for n, block in blocks.items() if (block == block[:, :1]).all())
         rest = rest[::run]

@@ -95,7 +95,9 @@ def _linearize_layer(layer: Layer) -> Linearization:
     frame = layer.frame
     site = layer.site
     assert frame is not None
-    given = [frame.args[k] if isinstance(k, int) else frame.kwargs[k] for k in site.inputs]
+    given = []
+    for k in site.inputs:
+        given.append(frame.args[k] if isinstance(k, int) else frame.kwargs[k])
     # An argument that is given twice (queries and keys) is one input.
     inputs = list({id(t): t for t in given}.values())
     # All inputs of all samples are one vector: the module may arrange samples as it likes.
@@ -317,9 +319,9 @@ def _linearize_residual(
 
     def run(z: Tensor, index: Tensor) -> Tensor:
         # Rows of per-sample arguments; masks and positions may be shared.
-        picked = [
-            v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(x) else v for v in given
-        ]
+        picked = []
+        for v in given:
+            picked.append(v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(x) else v)
         picked[residual.input] = z
         args, kwargs = tree_unflatten(picked, spec)
         output: Tensor = tree_flatten(module(*args, **kwargs))[0][residual.output]

@@ -47,7 +47,9 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     """
     ways = list({origin.address: origin.way for origin in origins if origin.linear}.values())
     for mark, _ in ways[0] if ways else ():
-        passed = [[maps for other, maps in way if other is mark] for way in ways]
+        passed = []
+        for way in ways:
+            passed.append([maps for other, maps in way if other is mark])
         if all(passed):
             return frozenset(address for maps in passed for address in maps[0])
     return frozenset()
@@ -280,7 +282,9 @@ class Surveyor(Tracer):
             folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
             if rows != wanted and not folded:
                 return
-        origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
+        origins = []
+        for t in tensors:
+            origins.append([leaf.origin for leaf in call.origins.leaves(t)])
         every = [origin for part in origins for origin in part]
         layout, kinds, structure, reason = analyse(call, self.batch)
         arranged = call.arrange(layout, len(self.batch))
@@ -477,7 +481,9 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     form = group[0].form
     if not form or any(layer.form != form for layer in group):
         return None
-    shapes = [[t.shape for t in layer.first] for layer in group]
+    shapes = []
+    for layer in group:
+        shapes.append([t.shape for t in layer.first])
     # Of q, k and v: what each call reads.
     rows, columns = ([[layer.reads[i][k] for layer in group] for i in range(3)] for k in (0, 1))
     # Heads read columns of their own; chunks of queries read rows of their own.
@@ -486,7 +492,9 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
     whole = all(split) or (single and (split[0] or split[1]))
     # Indices of tokens, not the linear maps that make them: each head may have maps of its own.
-    tokens = [[sorted(i for _, i in each) for each in part] for part in rows]
+    tokens = []
+    for part in rows:
+        tokens.append([sorted(i for _, i in each) for each in part])
     if whole and _are_same(shapes) and all(map(_are_same, tokens)):
         return 1
     shared = all(map(_are_same, rows[1:] + columns[1:]))
@@ -506,14 +514,18 @@ def _are_apart(reads: Sequence[set[tuple[Address, int]]]) -> bool:
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls share the modules of their q, and the maps of their k."""
     q, k = ([layer.origins[i] for layer in (a, b)] for i in (0, 1))
-    modules = [{(o.address.module, o.address.op, o.root) for o in part} for part in q]
+    modules = []
+    for part in q:
+        modules.append({(o.address.module, o.address.op, o.root) for o in part})
     maps = [{origin.address for origin in part} for part in k]
     return bool(modules[0] and maps[0]) and modules[0] == modules[1] and maps[0] == maps[1]
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two calls, of one head each, of the same tensor."""
-    roots = [{o.root for o in layer.origins[0] if o.linear} for layer in (a, b)]
+    roots = []
+    for layer in (a, b):
+        roots.append({o.root for o in layer.origins[0] if o.linear})
     return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
 
 
@@ -535,11 +547,10 @@ def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
     made_by = [origin for _, leaves in behind for _, origin in leaves]
     maps = [origin for origin in made_by if origin.linear]
     # Values that are the input of the keys' map come from no map of this layer.
-    projections = [
-        leaves[0].origin.address.module
-        for mark, leaves in behind
-        if len(leaves) == 1 and leaves[0].origin.linear and all(o.root is not mark for o in maps)
-    ]
+    projections = []
+    for mark, leaves in behind:
+        if len(leaves) == 1 and leaves[0].origin.linear and all(o.root is not mark for o in maps):
+            projections.append(leaves[0].origin.address.module)
     for frame in reversed(frames):
         if not all(map(frame.holds, projections)):
             continue

@@ -122,7 +122,10 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
                     for keys in (missing, surplus, wrong)
                 )
             # Biases of zeros, which AutoGPTQ stores for layers without a bias.
-            zeros = {k for k, v in (state or {}).items() if k.endswith(".bias") and not v.any()}
+            zeros = set()
+            for k, v in (state or {}).items():
+                if k.endswith(".bias") and not v.any():
+                    zeros.add(k)
             surplus = [k for k in surplus if k not in zeros]
             notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
         else:
@@ -138,9 +141,10 @@ def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
 
     "grouped_mm" does not support float64, "eager" does.
     """
-    configs = {
-        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
-    }
+    configs = {}
+    for part in module.modules():
+        if hasattr(part, "config"):
+            configs[id(part.config)] = part.config
     settings = [(each, getattr(each, EXPERTS, None)) for each in configs.values()]
     return [(config, choice) for config, choice in settings if isinstance(choice, str)]
 
@@ -444,7 +448,10 @@ def _load_weights(
     """
     if state is None and not getattr(config, "quantization_config", None):
         # Counters and positions may be integers; transformers would cast weights to floats.
-        codes = [k for k, kind in kinds.items() if k.endswith("weight") and kind[0] in "IU"]
+        codes = []
+        for k, kind in kinds.items():
+            if k.endswith("weight") and kind[0] in "IU":
+                codes.append(k)
         refuse_codes(codes, path)
     halves = [HALF_NAMES.get(each, torch.float32) for each in {*kinds.values()} if "F" in each]
     if raw and len(halves) == 1:

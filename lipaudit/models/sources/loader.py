@@ -485,7 +485,9 @@ def restore(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     # Scripted modules keep neither mode nor tables among their variables.
     kept = ("_parameters", "_buffers", "_modules")
-    states = {m: {k: vars(m)[k] for k in kept if k in vars(m)} for m in modes}
+    states = {}
+    for m in modes:
+        states[m] = {k: vars(m)[k] for k in kept if k in vars(m)}
     tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
     named = [(table, dict(table.items())) for table in tables]
     held = {id(t): t for _, tensors in named for t in tensors.values() if t is not None}

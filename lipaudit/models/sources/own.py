@@ -55,7 +55,10 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
         with explain_failure(f"{place} cannot be imported", advice):
             module = _import_module(place)
         if not hasattr(module, name):
-            functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
+            functions = []
+            for k, v in vars(module).items():
+                if callable(v) and k[0] != "_":
+                    functions.append(k)
             otherwise = None if functions else "The module has no functions."
             raise InputError(f"{place} has no {name!r}", suggestion(name, functions, otherwise))
         if isinstance(getattr(module, name), nn.Module):

@@ -453,7 +453,9 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
     """Concatenate forms and constants; an empty one counts as absent, as in torch."""
     tensors = [each for each in tensors if each.shape != (0,)]
     like = next(each for each in tensors if isinstance(each, Form))
-    forms = [each if isinstance(each, Form) else lift(each, like) for each in tensors]
+    forms = []
+    for each in tensors:
+        forms.append(each if isinstance(each, Form) else lift(each, like))
     rows = max(len(form.generators) for form in forms)
     stacks = []
     for form in forms:

@@ -180,7 +180,9 @@ def _is_of(section: Section, options: CertifyOptions, before: Run, job: Job) -> 
     if batch.y is not None:
         labels = batch.y.tolist()
     told: Mapping[str, Any] = section.samples
-    stored = [-1 if y is None else y for y in told["label"]]
+    stored = []
+    for y in told["label"]:
+        stored.append(-1 if y is None else y)
     read = dict(zip(batch.ids, labels, strict=True))
     if read != dict(zip(section.ids, stored, strict=True)):
         return False

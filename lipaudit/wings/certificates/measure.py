@@ -162,7 +162,9 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
                 bracket.search(options.tol)
             brackets.append(bracket)
         values = [_read_bracket(bracket, options) for bracket in brackets]
-        arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
+        arrays = {}
+        for name in values[0]:
+            arrays[name] = np.array([each[name] for each in values])
         facts = {
             "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
             "dtype": str(net.dtype).removeprefix("torch."),
@@ -266,7 +268,9 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
     robust = [bracket.correct and bracket.nearest > eps for eps in radii]
     # Of a number of patches that was not tried all places are proven.
-    places = [bracket.tried[eps].places if eps in bracket.tried else 1.0 for eps in radii]
+    places = []
+    for eps in radii:
+        places.append(bracket.tried[eps].places if eps in bracket.tried else 1.0)
     patch = options.counted == "patch"
     values = {
         "label": bracket.label,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.tables.trials import Norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Shaped
+
+    Samples = Float[Tensor, " batch *sample"]
 
 # Share of the radius by which an attack may leave its ball.
 SLACK = 1e-3
@@ -46,13 +50,13 @@ class Ball:
             return self
         return replace(self, mask=self.mask[rows])
 
-    def free(self, delta: Float[Tensor, " batch *sample"]) -> Float[Tensor, " batch *sample"]:
+    def free(self, delta: Samples) -> Samples:
         """Set a perturbation to zero at masked positions."""
         if self.mask is None:
             return delta
         return delta * add_axes(self.mask, delta)
 
-    def clamp(self, z: Float[Tensor, " batch *sample"]) -> Float[Tensor, " batch *sample"]:
+    def clamp(self, z: Samples) -> Samples:
         """Move every entry into the box."""
         if self.box is None:
             return z
@@ -66,9 +70,7 @@ def add_axes(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape(values.shape + (1,) * missing)
 
 
-def project(
-    z: Float[Tensor, " batch *sample"], x: Float[Tensor, " batch *sample"], ball: Ball
-) -> Float[Tensor, " batch *sample"]:
+def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     """Project z onto the ball around x: onto the norm ball, then into the box.
 
     For a sample x inside its box the result satisfies both constraints (clipping to the box
@@ -102,9 +104,7 @@ def project(
     return ball.clamp(x + delta)
 
 
-def check_inside(
-    z: Any, x: Float[Tensor, " batch *sample"], ball: Ball, attack: str
-) -> Float[Tensor, " batch *sample"]:
+def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     """Check that the result of an attack is inside the ball, and remove its rounding error.
 
     An attack may compute in float32, on samples mapped to another box. Every entry then has an
@@ -163,7 +163,7 @@ def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
     return 1.0
 
 
-def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
+def is_resolved(x: Samples, ball: Ball) -> bool:
     """Say whether the radius is larger than the rounding of points in the ball around x."""
     if ball.eps == 0:
         return True
@@ -178,8 +178,8 @@ def blame_attack(attack: str, what: str) -> EvaluationError:
 
 
 def distance(
-    z: Float[Tensor, " batch *sample"],
-    x: Float[Tensor, " batch *sample"],
+    z: Samples,
+    x: Samples,
     norm: Norm,
     patch: tuple[int, int] | None = None,
 ) -> Float[Tensor, " batch"]:
@@ -215,9 +215,7 @@ def select_places(
     return tall.repeat_interleave(patch[1], 3)
 
 
-def steepest(
-    gradient: Float[Tensor, " batch *sample"], ball: Ball
-) -> Float[Tensor, " batch *sample"]:
+def steepest(gradient: Samples, ball: Ball) -> Samples:
     """Return the direction of unit norm along which the loss rises fastest.
 
     sign(g) for linf, g / ||g||_2 for l2 (per token for token-l2), 0 where g is 0. For l1 only the
@@ -237,9 +235,7 @@ def steepest(
     return gradient / lengths
 
 
-def random_start(
-    x: Float[Tensor, " batch *sample"], ball: Ball, generator: torch.Generator
-) -> Float[Tensor, " batch *sample"]:
+def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
     """Draw a point of each ball: uniform in the cube (linf), in a uniform direction at eps (l2).
 
     For l1, a normal point is projected onto the ball, so that several entries change.

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import (
@@ -28,6 +27,12 @@ from lipaudit.attacks.balls import (
 )
 from lipaudit.attacks.kinds import Attack
 from lipaudit.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    Samples = Float[Tensor, " batch *sample"]
+    Labels = Int[Tensor, " batch"]
 
 # Step of coordinates with a NaN gradient, as a share of the sample's largest value: far above
 # rounding in float32 (2^-24), and too small for most models to turn.
@@ -224,8 +229,8 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
 
 
 def logits_and_gradient(
-    f: Classifier, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
-) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch *sample"]]:
+    f: Classifier, x: Samples, y: Labels
+) -> tuple[Float[Tensor, "batch classes"], Samples]:
     """Return the logits at x, and the gradient with respect to x of each cross-entropy.
 
     An oracle runs piece by piece, forward and backward, so no pass is repeated.
@@ -247,9 +252,7 @@ def logits_and_gradient(
     return logits.detach(), pull((leaf, loss), torch.ones_like(loss))
 
 
-def margins(
-    logits: Float[Tensor, "batch classes"], y: Int[Tensor, " batch"]
-) -> Float[Tensor, " batch"]:
+def margins(logits: Float[Tensor, "batch classes"], y: Labels) -> Float[Tensor, " batch"]:
     """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
     label = y[:, None]
     own = logits.gather(1, label)[:, 0]
@@ -289,11 +292,11 @@ AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]
 @torch.no_grad()
 def fgsm(
     f: Classifier,
-    x: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
+    x: Samples,
+    y: Labels,
     ball: Ball,
     _turn: Turn | None = None,
-) -> Float[Tensor, " batch *sample"]:
+) -> Samples:
     """Step from x by eps along the gradient of the cross-entropy, and project.
 
     x_adv = x + eps sign(g) for linf and x + eps g / ||g||_2 for l2, cut to the box. Optimal for a
@@ -313,14 +316,14 @@ def fgsm(
 @torch.no_grad()
 def pgd(
     f: Classifier,
-    x: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
+    x: Samples,
+    y: Labels,
     ball: Ball,
     *,
-    start: Float[Tensor, " batch *sample"],
+    start: Samples,
     steps: int,
     step_size: float | None = None,
-) -> Float[Tensor, " batch *sample"]:
+) -> Samples:
     """Increase the cross-entropy from `start`; return the iterate closest to success.
 
     z <- project(z + step_size d), with d the steepest direction of the norm. In l1 the steepest
@@ -384,7 +387,7 @@ def choose_closer(
 def fill_patches(
     f: Classifier,
     x: Float[Tensor, "batch channels height width"],
-    y: Int[Tensor, " batch"],
+    y: Labels,
     ball: Ball,
     turn: Turn,
 ) -> Float[Tensor, "batch channels height width"]:

@@ -11,16 +11,21 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.attacks import balls
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.kinds import Trial
 from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+    Samples = Float[Tensor, " batch *sample"]
 
 # Largest change of a logit between two passes of a deterministic model, as a share of the distance
 # of the sample's largest logit from its median. Changes are relative to the median, so neither an
@@ -71,7 +76,7 @@ class Checks:
 def examine(
     logits: Float[Tensor, "batch classes"],
     again: Float[Tensor, "batch classes"],
-    gradient: Float[Tensor, " batch *sample"],
+    gradient: Samples,
     y: Int[Tensor, " batch"],
     nonfinite: int = 0,
 ) -> Checks:
@@ -228,9 +233,7 @@ def _list_efforts(trial: Trial) -> set[str]:
     return {attack.kind.effort for attack in trial.attacks}
 
 
-def note_resolution(
-    x: Float[Tensor, " batch *sample"], ball: Ball, *, single: bool
-) -> tuple[Note, ...]:
+def note_resolution(x: Samples, ball: Ball, *, single: bool) -> tuple[Note, ...]:
     """Warn if rounding of x + delta loses much of delta, because samples are large.
 
     Args:

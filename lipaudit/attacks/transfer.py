@@ -13,16 +13,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project
 from lipaudit.attacks.oracle import Classifier, Turn, choose_closer, margins
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+    Samples = Float[Tensor, " batch *sample"]
 
 # Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
@@ -176,11 +181,11 @@ def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
 @torch.no_grad()
 def try_examples(
     f: Classifier,
-    x: Float[Tensor, " batch *sample"],
+    x: Samples,
     y: Int[Tensor, " batch"],
     ball: Ball,
     turn: Turn,
-) -> Float[Tensor, " batch *sample"]:
+) -> Samples:
     """Return the saved example of each sample that is closest to success, inside the ball.
 
     An example outside of the ball, found at a larger radius, is projected onto it.

@@ -49,7 +49,11 @@ class Policy:
         The limit is `chunk_entries` by default.
         """
         size = max(1, (limit or self.chunk_entries) // max(1, entries))
-        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+        chunks = []
+        for start in range(0, total, size):
+            stop = min(start + size, total)
+            chunks.append(slice(start, stop))
+        return chunks
 
 
 POLICY = Policy()

@@ -101,19 +101,22 @@ class Turn(NamedTuple):
 def _remember(step: Tensor, fall: Tensor) -> Turn:
     bend = _dot(step, fall)
     lengths = step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
-    return Turn(step, fall, torch.where(bend > 1e-12 * lengths, 1 / bend, 0.0))
+    weight = torch.where(bend > 1e-12 * lengths, 1 / bend, 0.0)
+    return Turn(step, fall, weight)
 
 
 def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
     """Move active rows, in shorter steps until they rise; rows that cannot rise stay."""
     promised = _dot(move, place.slope)[:, 0]
-    arrived = promised <= torch.finfo(move.dtype).eps ** 0.5 * place.height.abs()
+    rounding = torch.finfo(move.dtype).eps ** 0.5
+    arrived = promised <= rounding * place.height.abs()
     rows = (active & ~arrived).nonzero()[:, 0]
     size = 1.0
     for _ in range(_TRIES):
         if not len(rows):
             break
-        tried = measure_heights(heights, place.x[rows] + size * move[rows])
+        x = place.x[rows] + size * move[rows]
+        tried = measure_heights(heights, x)
         least = place.height[rows] + _RISE * size * promised[rows]
         rises = tried.height >= least
         risen = rows[rises]
@@ -202,10 +205,12 @@ def steepest_tokens(
     """
     head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
-    last = torch.empty(SEARCHES, 0, 3 * len(basis) + 1, dtype=basis.dtype)
+    parameters = 3 * len(basis) + 1
+    last = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
     for n in lengths:
         slope = _Slope(head, radius, n, causal)
-        fresh = slope.starts(SEARCHES * STARTS, generator).view(SEARCHES, STARTS, -1)
+        fresh = slope.starts(SEARCHES * STARTS, generator)
+        fresh = fresh.view(SEARCHES, STARTS, -1)
         ends = slope.climb_all(torch.cat([fresh, last], 1), generator)
         yield slope.steepest(ends, basis, seed)
         last = ends[:, None]
@@ -214,8 +219,8 @@ def steepest_tokens(
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
     """Return the head on the CPU in the coordinates that its projections read, and their axes."""
     read = affine_projections(heads)
-    weights = torch.cat([projection.weight[0].cpu() for projection in read], 1)
-    left_singular, size, _ = torch.linalg.svd(weights, full_matrices=False)
+    weights = [projection.weight[0].cpu() for projection in read]
+    left_singular, size, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
     rank = int((size > 1e-12 * size[0]).sum())
     basis = left_singular[:, : max(rank, 1)].mT
     narrow = []
@@ -263,21 +268,25 @@ class _Slope:
         wq = to_q.weight[0]
         wk = to_k.weight[0]
         wv = to_v.weight[0]
-        follower, apart = normalize(_normal(generator, 2, count, len(wq)), dim=-1)
+        directions = _normal(generator, 2, count, len(wq))
+        follower, apart = normalize(directions, dim=-1)
         bias = torch.zeros_like(wq[0])
         if to_q.bias is not None:
             bias = to_q.bias[0]
         # On this side of the ball the bias turns a follower's attention away from other followers.
         towards = (follower @ wk @ bias)[:, None]
         follower = torch.where(towards > 0, -follower, follower)
-        query = normalize((self.radius * follower @ wq + bias) @ wk.mT, dim=1)
+        query = self.radius * follower @ wq + bias
+        query = normalize(query @ wk.mT, dim=1)
         # The leaders on opposite sides across the query, where the values differ most.
         apart = apart @ wv @ wv.mT
         apart = normalize(apart - _dot(apart, query) * query, dim=1)
         leader = normalize(apart + _TILT * query, dim=1)
         opposite = normalize(-apart + _TILT * query, dim=1)
-        points = torch.stack([leader, opposite, follower], 1) * (_EDGE * math.pi / 2)
-        turns = torch.rand(count, 1, generator=generator, dtype=points.dtype).sqrt().asin()
+        points = torch.stack([leader, opposite, follower], 1)
+        points = points * (_EDGE * math.pi / 2)
+        power = torch.rand(count, 1, generator=generator, dtype=points.dtype)
+        turns = power.sqrt().asin()
         turns[::2] = 0.0
         return torch.cat([points.flatten(1), turns], 1)
 
@@ -285,16 +294,17 @@ class _Slope:
         """Return the highest end of each search, with whole copies."""
         rows = starts.flatten(0, 1)
         # u, brought closer to the leading left singular vector by power steps.
-        if self.causal:
-            tokens = self.n
-        else:
+        tokens = self.n
+        if not self.causal:
             tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
-        u = normalize(_normal(generator, len(rows), size), dim=1)
+        u = _normal(generator, len(rows), size)
+        u = normalize(u, dim=1)
         for _ in range(_POWER_STEPS):
             place = measure_heights(self._measure, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
-            u = normalize(place.slope[:, -size:] + place.height[:, None] * u, dim=1)
+            image = place.slope[:, -size:] + place.height[:, None] * u
+            u = normalize(image, dim=1)
         place = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
         # From both whole numbers of copies beside the end, in a few more steps.
@@ -327,11 +337,15 @@ class _Slope:
         if self.causal:
             x = points[:, self._places]
             at = move_heads(self.head, x, causal=True)
-            norm = head_norms(at, seeds=[seed] * len(x)).norm[:, 0]
+            norms = head_norms(at, seeds=[seed] * len(x))
+            norm = norms.norm[:, 0]
         else:
             at = move_heads(self.head, points, causal=False)
-            norms = [duplicated_norm(at.row(i), counts)[0] for i, counts in enumerate(copies)]
-            norm = torch.cat(norms)
+            of_searches = []
+            for i, counts in enumerate(copies):
+                duplicated = duplicated_norm(at.row(i), counts)
+                of_searches.append(duplicated[0])
+            norm = torch.cat(of_searches)
         return Steepest(points @ basis, copies.long(), norm)
 
     @property
@@ -352,17 +366,22 @@ class _Slope:
         return torch.arange(self.n).clamp_max(2)
 
     def _points(self, rows: Tensor) -> Tensor:
-        z = rows[:, : self._turn].view(len(rows), 3, -1)
-        z = z[:, : self.n]
-        length = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min(1e-12)
+        """Return R sin|z| z / |z|."""
+        z = rows[:, : self._turn]
+        z = z.view(len(rows), 3, -1)[:, : self.n]
+        length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        length = length.clamp_min(1e-12)
         return self.radius * torch.sin(length) * z / length
 
     def _copies(self, rows: Tensor) -> Tensor:
+        """Return how often each point is repeated: (n / 3)^(sin^2 t) for the leaders."""
         turns = rows[:, self._turn]
         leaders = torch.exp(self._log_most * torch.sin(turns) ** 2)
         if self.whole:
             leaders = leaders.detach().round()
-        return torch.stack([leaders, leaders, self.n - 2 * leaders], 1)[:, : self.n]
+        followers = self.n - 2 * leaders
+        copies = torch.stack([leaders, leaders, followers], 1)
+        return copies[:, : self.n]
 
     @property
     def _log_most(self) -> float:
@@ -382,8 +401,10 @@ class _Slope:
             at = move_heads(self.head, x, causal=False)
             at = replace(at, bias=copies.log()[:, None, None])
             root = copies.sqrt()[..., None]
-        u = rows[:, self._turn + 1 :].view(*x.shape[:2], -1)
-        outputs = (at.attention() @ at.v)[:, 0]
+        u = rows[:, self._turn + 1 :]
+        u = u.view(*x.shape[:2], -1)
+        outputs = at.attention() @ at.v
+        outputs = outputs[:, 0]
         (pulled,) = torch.autograd.grad(outputs, x, root * u, create_graph=True)
         length = (pulled / root).flatten(1).norm(dim=1)
         return length / u.flatten(1).norm(dim=1)
@@ -425,15 +446,15 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
     dv = unit.v.shape[3]
     starts = random_starts(seeds, n * dv).to(unit.q)
     u = starts[unit.sample].view(-1, 1, n, dv)
-    parts = [_climb_in_ball(some, r, u) for some in split_heads(unit)]
-    return torch.cat(parts, 1) * size.to(u)
+    norms = [_climb_in_ball(some, r, u) for some in split_heads(unit)]
+    return torch.cat(norms, 1) * size.to(u)
 
 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
     """Return the largest ||J^T u|| on the way of each head, from the starts u of the samples."""
     # In the coordinates that the projections of a head read; R preserves lengths there.
-    weights = torch.cat([projection.weight for projection in projections(heads)], -1)
-    read = torch.linalg.qr(weights, mode="r").R
+    weights = [projection.weight for projection in projections(heads)]
+    read = torch.linalg.qr(torch.cat(weights, -1), mode="r").R
     move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])
     largest = torch.zeros_like(heads.q[..., 0, 0])
     u = u.expand(-1, heads.q.shape[1], -1, -1)
@@ -451,7 +472,7 @@ def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor
     """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u."""
     move = move.detach().clone().requires_grad_()
     u = u.detach().clone().requires_grad_()
-    widths = [rows.shape[-1] for rows in (heads.q, heads.k, heads.v)]
+    widths = [heads.q.shape[-1], heads.k.shape[-1], heads.v.shape[-1]]
     with torch.enable_grad():
         dq, dk, dv = torch.split(move @ read, widths, -1)
         moved = replace(heads, q=heads.q + dq, k=heads.k + dk, v=heads.v + dv)
@@ -466,6 +487,7 @@ def _unit_matrices(t: Tensor) -> Tensor:
     # By the largest entry first: squares of entries below 1e-154 vanish, and what is divided by
     # the tiny number in place of their sum is no unit vector.
     tiny = torch.finfo(t.dtype).tiny
-    t = t / t.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    largest = t.abs().amax((-2, -1), keepdim=True)
+    t = t / largest.clamp_min(tiny)
     size = torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True)
     return t / size.clamp_min(tiny)

@@ -48,7 +48,8 @@ def logit_gradients(
         if slope is not None:
             slope = slope.mT
     # a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij
-    gradients = heads.scale[..., None, None, None] * partners[:, :, None]
+    scale = heads.scale[..., None, None, None]
+    gradients = scale * partners[:, :, None]
     if slope is not None:
         gradients = slope[:, :, chunk, :, None] * gradients
     if more is not None:
@@ -93,7 +94,8 @@ def mean_value(
     tensor([0., 0.], dtype=torch.float64)
     """
     weights = p.sum(-2, keepdim=True)
-    total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    total = weights.sum(-1, keepdim=True)
+    total = total.clamp_min(torch.finfo(p.dtype).tiny)
     return (weights / total) @ v
 
 
@@ -113,7 +115,8 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     share = others.sum(-1, keepdim=True)
     if sink is not None:
         share = share + sink
-    value = v.gather(-2, key.expand(*key.shape[:-1], v.shape[-1]))
+    channels = v.shape[-1]
+    value = v.gather(-2, key.expand(*key.shape[:-1], channels))
     gap = share * value - images
     o = images.addcmul_(largest, value)
     return Anchored(o, key, gap, largest * gap, share)
@@ -208,9 +211,11 @@ class Attend:
                 total[name] = torch.zeros_like(getattr(self, name))
         for p, i, j in map_rows(self.heads, self.p):
             # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), the largest of a row apart.
-            ds = u[:, i] @ self.v[:, j].mT
+            rows_of_u = u[:, i]
+            key = self.key[:, i] - (j.start or 0)
+            ds = rows_of_u @ self.v[:, j].mT
             ds.sub_(inner[:, i]).mul_(p)
-            ds.scatter_(-1, self.key[:, i] - (j.start or 0), largest[:, i])
+            ds.scatter_(-1, key, largest[:, i])
             plain = ds
             if self.slope is not None:
                 plain = ds * self.slope
@@ -225,7 +230,7 @@ class Attend:
                     rows = rows + _times_sets(ds.mT, *self.extra["k"])
                 total["k"][:, j] += rows
             if "v" in total:
-                total["v"][:, j] += p.mT @ u[:, i]
+                total["v"][:, j] += p.mT @ rows_of_u
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
@@ -254,8 +259,9 @@ class Attend:
                 key = self.key[:, i] - (j.start or 0)
                 largest = ds.gather(-1, key)
                 dp = ds.mul_(p).scatter_(-1, key, 0.0)
+                total = dp.sum(-1, keepdim=True)
                 out.baddbmm_(dp, self.v[:, j])
-                out.addcmul_(dp.sum(-1, keepdim=True), self.o[:, i], value=-1)
+                out.addcmul_(total, self.o[:, i], value=-1)
                 out.addcmul_(largest, self.c[:, i])
             outputs.append(out)
         if len(outputs) == 1:
@@ -266,7 +272,8 @@ class Attend:
         """Return dS of some queries and keys; None where q and k are constant."""
         ds = None
         if "q" in tangents:
-            ds = tangents["q"][:, i] @ self.k[:, j].mT
+            dq = tangents["q"][:, i]
+            ds = dq @ self.k[:, j].mT
         if "k" in tangents:
             q = self.q[:, i]
             dk = tangents["k"][:, j].mT
@@ -389,22 +396,25 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, tuple[Tensor,
     for name, term in terms.items():
         vectors = term.flatten(0, 1)
         # Which of the vectors are those of each problem: batch rows and heads may share one.
-        numbers = torch.arange(len(vectors), device=term.device).view(term.shape[:2])
-        extra[name] = vectors, numbers.expand(shape).flatten()
+        numbers = torch.arange(len(vectors), device=term.device)
+        numbers = numbers.view(term.shape[:2]).expand(shape)
+        extra[name] = vectors, numbers.flatten()
     return slope, extra
 
 
 def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
     """Return G of the projections that are not affine: one for all problems, or one each."""
     local = {}
-    for name, projection in (("q", heads.to_q), ("k", heads.to_k), ("v", heads.to_v)):
+    readers = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
+    for name, projection in readers.items():
         if projection is None or projection.local is None:
             continue
         g = projection.local
         if g.shape[:2] == (1, 1):
             local[name] = g[0]
         else:
-            local[name] = g.expand(*heads.q.shape[:2], -1, -1, -1).flatten(0, 1)
+            g = g.expand(*heads.q.shape[:2], -1, -1, -1)
+            local[name] = g.flatten(0, 1)
     return local
 
 

@@ -34,6 +34,7 @@ from lipaudit.theory.ingredients import (
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    PerHead = Float[Tensor, "batch heads"]
     Rows = Float[Tensor, "batch heads n"]
 
 
@@ -85,16 +86,18 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
     kappa = rows.z @ rows.z.mT
     inner = at.gram - at.v2.mT
     inner = at.p @ inner.mul_(kappa)
-    inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
+    totals = (at.p @ rows.z) @ rows.z.mT
+    inner.addcmul_(totals, at.w2)
     squares = inner.mul_(at.p).sum(-1)
 
     z = vector_norm(rows.z, dim=-1)
     v2 = at.v2[..., 0]
     o2 = at.o2[..., 0]
-    moments = torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT
-    m0, m1, m2 = moments.unbind(-2)
+    factors = torch.stack([z, z * v2.sqrt(), z * v2], -2)
+    m0, m1, m2 = (factors @ at.p.mT).unbind(-2)
     # m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2)
-    terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
+    behind_m0 = 2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2
+    terms = m1.square() + m0 * behind_m0
     # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
     # cost 2 m, kappa d, <v_j, v_l> d_v, other sums and products 20.
     channels = max(rounding(at.v), rounding(rows.z))
@@ -112,7 +115,7 @@ KEYS_MATTER = 0.25
 """Smallest ratio of B B^T to A A^T for which tighter block norms are worth their cost."""
 
 
-def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
+def bound_by_blocks(known: Ingredients) -> PerHead:
     """Return an upper bound of the Jacobian norm at X, for heads of every kind.
 
     Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
@@ -123,7 +126,8 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
     """
     heads = known.heads
     joint = heads.x_kv is None
-    entries = known.at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
+    pairs = known.at.p[0, 0].numel()
+    entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= heads.policy.dense_entries:
         return _bound_dense_blocks(heads)
     if are_affine(heads):
@@ -141,10 +145,12 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
     for b in range(len(heads.q)):
         j = products.dense_jacobian(heads.row(b)).flatten(0, 1)
         # In units of its largest entry no power of J overflows.
-        size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
+        largest = j.abs().amax((-2, -1))
+        size = largest.clamp_min(torch.finfo(j.dtype).tiny)
         j = j / size[:, None, None]
         gram = j @ j.mT
-        blocks = gram.reshape(-1, n, dv, n, dv).transpose(-3, -2)
+        blocks = gram.reshape(-1, n, dv, n, dv)
+        blocks = blocks.transpose(-3, -2)
         norms.append(spectral.spectral_norm(blocks))
         sizes.append(size)
     squares = spectral.nonnegative_norm(torch.stack(norms))
@@ -167,7 +173,7 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
 # paths hardly overlap in J J^T, while in J their norms add.
 
 
-def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> Float[Tensor, "batch heads"]:
+def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     """Bound ||J||.
 
     `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
@@ -177,7 +183,8 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> Float[Tensor, "
     f = row_lengths(at, rows, pw)
     matrix = block_norms(at, rows, pw, t, f, joint=joint)
     # In units of its largest entry no square of M overflows.
-    largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
+    largest = matrix.amax((-2, -1))
+    largest = largest.clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])
     z = spectral.positive_vector(matrix.float(), STEPS).to(matrix)
     norm = spectral.nonnegative_norm(matrix, u=z)
@@ -221,7 +228,8 @@ def block_norms(
     value = rows.wv * at.p
     matrix += value @ value.mT
     # C C^T
-    matrix.diagonal(0, -2, -1).add_(t[..., 0].square())
+    diagonal = matrix.diagonal(0, -2, -1)
+    diagonal.add_(t[..., 0].square())
     if joint:
         # (A + B) C^T: ||(Phi + w u^T) X|| <= ||Phi X|| + ||w|| ||X^T u||; block (l, i) is the
         # transpose.
@@ -240,10 +248,12 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n 
     """
     length = vector_norm(pw, dim=-1)
     # sum_i ||u_i||^2 ||F_i||_F^2
-    keys = (rows.u[..., 0] * length).square().sum(-1)
+    lengths = rows.u[..., 0] * length
+    keys = lengths.square().sum(-1)
     # ||W_V||^2 ||P^T e||^2, e = 1 / sqrt n
     columns = at.p.sum(-2).square().sum(-1)
-    values = rows.wv[..., 0, 0].square() * columns / at.p.shape[-2]
+    weight = rows.wv[..., 0, 0].square()
+    values = weight * columns / at.p.shape[-2]
     matter = ~(keys <= KEYS_MATTER * values)
     if matter.any():
         index = (*matter.nonzero(as_tuple=True), None)
@@ -265,7 +275,8 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     # The terms add up to at most 3 (A + 2 W C); each is a sum of m terms of sums of m, off by at
     # most (2 m + 32) u, 4 times which is allowed for the 3 and what A, C and W are off by
     # themselves. What underflows is below the smallest number.
-    error = 4 * rounding(at.p) * terms + 8 * at.p.shape[-1] ** 2 * tiny
+    underflow = 8 * at.p.shape[-1] ** 2 * tiny
+    error = 4 * rounding(at.p) * terms + underflow
     # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w, which moves by at most
     # (|dg| + 2 |dc|) W. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
     # raised by and off by less than rounding() each, c by half of that and a few u.
@@ -280,7 +291,7 @@ def row_spread(at: Centred, length: Rows) -> Rows:
 
 def value_key_norm(
     at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
-) -> Float[Tensor, "batch heads"]:
+) -> PerHead:
     """Bound ||A B^T||, given limits of ||F_i||.
 
     A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l: with rho_l >= ||P F_l^T||
@@ -297,9 +308,11 @@ def value_key_norm(
     y = e @ p
     # F_l y = sum_j P_lj y_j (v_j - o_l)
     py = p @ y.mT
-    image = vector_norm((p * y) @ at.v - at.o * py, dim=-1)
+    sums = (p * y) @ at.v - at.o * py
+    image = vector_norm(sums, dim=-1)
     # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
-    longest = (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
+    longest = at.v2.amax(-2) + at.o2.amax(-2)
+    longest = longest.mul_(2.0).sqrt()
     off = 2 * share * py[..., 0] * longest
     # ||P'||, P' = P - e y^T
     leading = e.mT @ y
@@ -322,7 +335,8 @@ def value_key_norm(
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input (`joint`) or two."""
     # What the largest entry of each row contributes, some queries at a time.
-    chunks = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
+    per_query = at.p[:, :, 0].numel()
+    chunks = heads.policy.chunks(at.p.shape[2], per_query)
     maps = ((at.p[:, :, i], i, slice(None)) for i in chunks)
     largest = attend.anchor_blocks(maps, at.v, heads.sink_share())
     blocks = _local_beta(heads, at, largest)
@@ -342,7 +356,8 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
     root = factor(to_k)
-    mixed = (to_v.weight.mT @ to_k.weight)[:, None]
+    mixed = to_v.weight.mT @ to_k.weight
+    mixed = mixed[:, None]
     key_maps = local_map(to_k)
     value_maps = local_map(to_v)
     norms = value_norms(heads)
@@ -354,16 +369,21 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         precision = torch.float32
     beta = torch.empty_like(p, dtype=precision)
     tokens = torch.arange(p.shape[-1], device=p.device)
-    per_key = p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
+    channels = root.shape[-2] + 3 * mixed.shape[-2]
+    per_key = p[..., 0].numel() * channels
     for j in heads.policy.chunks(p.shape[-1], per_key):
         key_map = _pick(key_maps, j).mT
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
-        a = (_pick(value_maps, j) @ mixed @ key_map) @ b
+        a = _pick(value_maps, j) @ mixed @ key_map
+        a = a @ b
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
         anchored = rows.key.mT == tokens[j, None]
-        w = at.v[..., j, :, None] - rows.o.mT[:, :, None]
-        w = torch.where(anchored[:, :, :, None], rows.gap.mT[:, :, None], w)
+        anchored = anchored[:, :, :, None]
+        outputs = rows.o.mT[:, :, None]
+        gaps = rows.gap.mT[:, :, None]
+        w = at.v[..., j, :, None] - outputs
+        w = torch.where(anchored, gaps, w)
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
@@ -391,8 +411,10 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
         # c_ij = P_ij (v_j - o_i), with the largest entry of each row apart.
-        c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
-        largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
+        c = at.v[:, :, None] - rows.o[:, :, i, None]
+        c = at.p[:, :, i, :, None] * c
+        largest = rows.key[:, :, i, :, None]
+        largest = largest.expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
         # s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i
         a = attend.logit_gradients(heads, "q", i)

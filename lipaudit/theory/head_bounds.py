@@ -44,6 +44,8 @@ from lipaudit.theory.spectral import spectral_norm
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+    PerHead = Float[Tensor, "batch heads"]
+
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
 
@@ -59,9 +61,7 @@ BALANCES = (0.5, 1.0, 2.0)
 
 
 @torch.inference_mode()
-def head_bounds(
-    heads: Heads, *, bounds: Iterable[Bound] | None = None
-) -> dict[str, Float[Tensor, "batch heads"]]:
+def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[str, PerHead]:
     """Return the bounds of every head, and what the bounds are made of, in float64.
 
     The ingredients: `p_norm` ||P||, `softmax_norm_max` over the rows of P, `x_norm` the norm of X
@@ -86,7 +86,9 @@ def head_bounds(
         bounds = load_bounds().values()
     records = list(bounds)
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
-        rows = [head_bounds(heads.row(b), bounds=records) for b in range(len(heads.q))]
+        rows = []
+        for b in range(len(heads.q)):
+            rows.append(head_bounds(heads.row(b), bounds=records))
         return _concatenate(rows, 0)
     heads = heads.to(torch.float64)
     for name in ("x", "q", "k", "v"):
@@ -158,9 +160,7 @@ def _describe_result(result: object, shape: torch.Size) -> TypeError:
 
 
 @torch.inference_mode()
-def ball_sharp(
-    heads: Heads, r: float, *, sharp: Float[Tensor, "batch heads"] | None = None
-) -> Float[Tensor, "batch heads"]:
+def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHead:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
     Any mask or position bias that does not depend on X. It is `sharp` at r = 0, grows linearly at
@@ -202,7 +202,7 @@ def bound_growth(heads: Heads, r: float) -> Tensor:
 
 
 @torch.inference_mode()
-def ball_size_bounds(heads: Heads, r: float) -> dict[str, Float[Tensor, "batch heads"]]:
+def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
     castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `AFFINE_ONLY`
@@ -245,7 +245,8 @@ def read_point(heads: Heads) -> BallPoint:
     rows = affine_rows(known)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
-    p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
+    tiny = torch.finfo(at.p.dtype).tiny
+    p = at.p.clamp_min(tiny) * visible
     # z_j less its mean under P_i
     mean = p @ rows.z
     mean2 = mean.square().sum(-1, keepdim=True)
@@ -254,13 +255,16 @@ def read_point(heads: Heads) -> BallPoint:
     w = at.w2.sqrt() * visible
     # ||A|| = |s| ||R_Q R_K^T||
     to_q, to_k, _ = projections(heads)
-    a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
+    a = spectral_norm(factor(to_q) @ factor(to_k).mT)
+    a = at.s.abs() * a[..., None]
     slope, bend = _log_growth(p, z, rows.u)
     # Which form of `spread` is less, and which limit of the weighted one.
     twice = 2 * p * _others(p)
-    one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
+    largest = p.amax(-1, keepdim=True)
+    one_hot = twice.amax(-1, keepdim=True) < largest
     uneven, _ = bound_weights(p, p, w)
-    even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
+    widest = w.amax(-1, keepdim=True)
+    even = torch.where(one_hot, twice, p) * widest
     return BallPoint(
         p=p,
         z=z,
@@ -289,10 +293,12 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """
     i = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     others = _others(p)
-    c_i = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
+    diagonal = p.diagonal(0, -2, -1)[..., None]
+    c_i = diagonal * (1 - i) + others * i  # |c_i|
     square = others.square() + _others(p.square())  # sum_l c_l^2
     # a_ij = ||(z_j - E_i z, u_i c)||
-    slope = (z.square() + u.square() * square + 2 * z * u * c_i).sqrt()
+    slope = z.square() + u.square() * square + 2 * z * u * c_i
+    slope = slope.sqrt()
     # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
     bend = 0.5 * (c_i + square.sqrt())
     return slope, bend
@@ -318,7 +324,9 @@ class BallLimits:
 
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     """Bound how far everything moves on the ball of radius rho."""
-    growth = at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)
+    # No log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
+    bend = at.bend * at.a
+    growth = at.p.log() + at.slope * rho + bend * (rho * rho)
     p = growth.clamp_max(0.0).exp()
     # sum_j P_ij ||f_j - E_i f||^2 is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il
     # ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
@@ -331,18 +339,20 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     z = _deviation(p, at.z) + rho * at.a * widest
     v = _deviation(p, at.w) + rho * at.wv * widest
     # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
-    output = at.wv * p.amax(-1, keepdim=True).sqrt() + (z + u * widest) * v
+    largest = p.amax(-1, keepdim=True)
+    output = at.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (at.wv + output)
     return BallLimits(p, spread, u, z, v, shift)
 
 
-def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads"]:
+def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
     """Bound C on a ball, given what nothing exceeds there."""
     widest = at.w.amax(-1, keepdim=True)
     longest = widest + on.shift
     # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
-    columns = (2 * at.wv * on.u + on.shift * on.u.square()) * on.spread
+    columns = 2 * at.wv * on.u + on.shift * on.u.square()
+    columns = columns * on.spread
     # h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X. Where `uneven`
     # does not hold, the larger of both goes on from it: no limit falls as rho grows.
     even = on.spread * widest
@@ -354,14 +364,17 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads
     limits = []
     for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
         h = columns + mixed / t * on.spread
-        h.diagonal(0, -2, -1).add_((diagonal + t * mixed)[..., 0])
+        on_diagonal = diagonal + t * mixed
+        h.diagonal(0, -2, -1).add_(on_diagonal[..., 0])
         lengths = torch.linalg.vector_norm(h, dim=-2)  # of the columns
         limits.append(lengths.amax(-1))
     return torch.stack(limits).amin(0)
 
 
 def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
-    return (p * lengths.square()).sum(-1, keepdim=True).sqrt()
+    """Return (sum_j P_ij ||.||_j^2)^1/2."""
+    variance = (p * lengths.square()).sum(-1, keepdim=True)
+    return variance.sqrt()
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

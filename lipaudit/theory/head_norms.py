@@ -57,6 +57,8 @@ from lipaudit.theory.spectral import Norms, random_starts, spectral_norms, take_
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    PerHead = Float[Tensor, "batch heads"]
+
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
 _PLAIN = "donot_use_mm_for_euclid_dist"
@@ -130,7 +132,8 @@ def layer_norms(
             norms = _solve(some, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(largest)))
         if heads.out is not None:
-            out = heads.out.double() * size.to(heads.out.device)[:, None, None]
+            gains = size.to(heads.out.device)
+            out = heads.out.double() * gains[:, None, None]
             out, exponent = take_size(out)
             linearize = partial(products.layer_products, out=out, gains=size)
             norms = _solve(some, unit, linearize, seeds, accuracy)
@@ -190,7 +193,8 @@ def _solve(
     length = vector_norm(vector, dim=1).clamp_min(1e-300)
     norm = (family.pulled_norm(vector) / length).cpu()
     # P of large logits differs between the precisions, and so does the leading vector.
-    again = ((norms.norm - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    difference = (norms.norm - norm).abs()
+    again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]
     upper = torch.maximum(norms.upper, norm)
     norms = replace(norms, norm=norm, upper=upper, vector=None)
     if len(again):
@@ -217,8 +221,8 @@ def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
 
 
 def splitting_gain(
-    heads: Heads, exact: Float[Tensor, "batch heads"], *, seeds: Sequence[int], tol: float = 1e-3
-) -> Float[Tensor, "batch heads"]:
+    heads: Heads, exact: PerHead, *, seeds: Sequence[int], tol: float = 1e-3
+) -> PerHead:
     """Return how much duplicating every token raises ||J||; NaN if it did not converge.
 
     With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||) for
@@ -266,7 +270,7 @@ def splitting_gain(
     return torch.where(largest <= exact, 1.0, largest / exact)
 
 
-def forward_error(heads: Heads) -> Float[Tensor, "batch heads"]:
+def forward_error(heads: Heads) -> PerHead:
     """Estimate the relative change of ||J|| by the rounding of q and k in the model.
 
     The rows q_i, k_j have relative errors of about eps, and so have the biases of logits: a logit
@@ -302,7 +306,7 @@ def forward_error(heads: Heads) -> Float[Tensor, "batch heads"]:
     return torch.expm1(2 * moved.amax(-1)).clamp_max(1.0)
 
 
-def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
+def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
     Args:
@@ -325,7 +329,7 @@ def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tenso
     return 2 * error + square / twice
 
 
-def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
+def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
     There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
@@ -342,7 +346,8 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     v = v + r * phi_v
     # T(c) with ||P|| <= N^1/2 and ||c_ij|| <= 2 P_ij max ||v||
     root = heads.q.shape[2] ** 0.5
-    parts = root * phi_v + 2 * v * (root * q * phi_k + k * phi_q)
+    logits = root * q * phi_k + k * phi_q
+    parts = root * phi_v + 2 * v * logits
     return 2 * _sum_error(heads) * parts
 
 
@@ -363,7 +368,8 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     sink = heads.sink_share()
     columns = torch.zeros_like(heads.k[..., 0])
     # Of c, and of d: sum_ij ||c_ij||^2, and max_i sum_j ||c_ij||
-    squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
+    squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)
+    most = torch.zeros_like(squares)
     for start, stop in heads.row_blocks():
         p = heads.rows(start, stop)
         if sink is None:
@@ -375,13 +381,16 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         rows = attend.anchor_outputs(p, v, sink_rows)
         # ||c_ij|| = P_ij ||v_j - o_i||, with the largest entry of each row apart.
         true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
-        true = true.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
+        largest = vector_norm(rows.c, dim=-1, keepdim=True)
+        true = true.scatter(-1, rows.key, largest)
         # d_ij = 2 P_ij max ||v||, in the largest entry 2 (1 - P_ia) max ||v||
-        lost = 2 * _longest(v)[..., None, None] * p.scatter(-1, rows.key, rows.share)
+        lost = p.scatter(-1, rows.key, rows.share)
+        lost = 2 * _longest(v)[..., None, None] * lost
         columns += p.sum(-2)
         for part, c in enumerate((true, lost)):
             squares[part] += c.square().sum((-2, -1))
-            most[part] = torch.maximum(most[part], c.sum(-1).amax(-1))
+            row_sums = c.sum(-1)
+            most[part] = torch.maximum(most[part], row_sums.amax(-1))
     # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
     values = columns.amax(-1).sqrt() * phi_v
     true, lost = values + q * squares.sqrt() * phi_k + k * most * phi_q
@@ -397,7 +406,7 @@ def _bound_projections(heads: Heads) -> list[Tensor]:
     return limits
 
 
-def _longest(rows: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch heads"]:
+def _longest(rows: Float[Tensor, "batch heads n d"]) -> PerHead:
     return vector_norm(rows, dim=-1).amax(-1)
 
 
@@ -412,7 +421,9 @@ def _largest_gradients(heads: Heads) -> tuple[Tensor, Tensor]:
         in_keys = in_keys * steepest
         in_queries = in_queries * steepest
     if pairs.with_k is not None:
-        in_keys = in_keys + vector_norm(pairs.with_k, dim=-1).amax((-2, -1))
+        t = vector_norm(pairs.with_k, dim=-1)
+        in_keys = in_keys + t.amax((-2, -1))
     if pairs.with_q is not None:
-        in_queries = in_queries + vector_norm(pairs.with_q, dim=-1).amax((-2, -1))
+        r = vector_norm(pairs.with_q, dim=-1)
+        in_queries = in_queries + r.amax((-2, -1))
     return in_keys, in_queries

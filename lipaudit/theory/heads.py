@@ -141,7 +141,8 @@ class Heads:
             # The bias holds all logits: a product over no channels is zero.
             q = q[..., :0]
             k = k[..., :0]
-        logits = (self.scale[..., None, None] * q) @ k.mT
+        scale = self.scale[..., None, None]
+        logits = (scale * q) @ k.mT
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
         hidden = None
@@ -152,7 +153,8 @@ class Heads:
             sink = self.sink
             if sink.shape[-1] > 1:
                 sink = sink[..., start:stop]
-            last_key = sink[..., None].expand(*logits.shape[:-1], 1)
+            rows = logits.shape[:-1]
+            last_key = sink[..., None].expand(*rows, 1)
             logits = torch.cat([logits, last_key], -1)
 
         p = torch.softmax(logits, -1)

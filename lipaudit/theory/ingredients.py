@@ -30,6 +30,8 @@ from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    PerHead = Float[Tensor, "batch heads"]
+
 T = TypeVar("T")
 
 
@@ -145,7 +147,8 @@ class Tokens:
             valid = heads.valid.to(x)
         valid = valid[..., None]
         self.count = valid.sum(-2)
-        mean = x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0)
+        count = self.count[..., None].clamp_min(1.0)
+        mean = x.sum(1, keepdim=True) / count
         self.off = valid * (x - mean)
         self.radius = vector_norm(x, dim=-1).amax(-1, keepdim=True)
         self._x = x
@@ -207,7 +210,8 @@ class Ingredients:
         basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
         wide, narrow = to_q.weight.shape[-2:]
         eps = torch.finfo(basis.dtype).eps
-        left = narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
+        added = (wide + narrow) * eps
+        left = narrow**1.5 * eps / added**0.5
         if self.heads.x_kv is not None:  # queries of another input share no direction with keys
             basis = torch.zeros_like(to_k.weight[..., :1])
         return Weights(
@@ -238,19 +242,24 @@ class Ingredients:
         p = heads.attention()
         # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
         visible = heads.visible(0, p.shape[2]).any(-2)
-        seen = visible.expand(*p.shape[:2], -1).to(p)[..., None]
+        visible = visible.expand(*p.shape[:2], -1)
+        seen = visible.to(p)[..., None]
         k = heads.k
         v = heads.v
         if heads.sink is None:
-            share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
-            k = k - (share * k).sum(-2, keepdim=True)
-            v = v - (share * v).sum(-2, keepdim=True)
+            count = seen.sum(-2, keepdim=True).clamp_min(1.0)
+            share = seen / count
+            mean_key = (share * k).sum(-2, keepdim=True)
+            mean_value = (share * v).sum(-2, keepdim=True)
+            k = k - mean_key
+            v = v - mean_value
         v = seen * v
-        scale = heads.scale.expand(p.shape[:2])[..., None, None]
+        scale = heads.scale.expand(p.shape[:2])
+        scale = scale[..., None, None]
         return Centred(p, seen, seen * k, v, p @ v, scale)
 
     @cached_property
-    def p_norm(self) -> Float[Tensor, "batch heads"]:
+    def p_norm(self) -> PerHead:
         """||P||."""
         return map_norm(self.at.p, policy=self.policy)
 
@@ -265,26 +274,26 @@ class Ingredients:
         return torch.stack(maxima).amax(0)
 
     @property
-    def g1_max(self) -> Float[Tensor, "batch heads"]:
+    def g1_max(self) -> PerHead:
         """max_i g_1(P_i)."""
         return self._row_maxima[0]
 
     @property
-    def softmax_norm_max(self) -> Float[Tensor, "batch heads"]:
+    def softmax_norm_max(self) -> PerHead:
         """max_i ||M(P_i)||."""
         return self._row_maxima[1]
 
     @property
-    def nothing(self) -> Float[Tensor, "batch heads"]:
+    def nothing(self) -> PerHead:
         """NaN, for a bound that cannot be given."""
         return torch.full_like(self.heads.q[..., 0, 0], torch.nan)
 
     @property
-    def a_norm(self) -> Float[Tensor, "batch heads"]:
+    def a_norm(self) -> PerHead:
         """||A||, A = s W_Q W_K^T."""
         return self.heads.scale.abs() * self.weights.a
 
-    def reach(self, r: float) -> Float[Tensor, "batch heads"]:
+    def reach(self, r: float) -> PerHead:
         """Return ||A|| (R + r)^2, which no logit of tokens of norm R + r exceeds."""
         return self.a_norm * (self.tokens.longest + r).square()
 
@@ -309,7 +318,8 @@ def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
     keys = at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:
-        in_keys = _largest_image(heads.q * queries[..., None], to_k, keys, known.policy)
+        q = heads.q * queries[..., None]
+        in_keys = _largest_image(q, to_k, keys, known.policy)
         in_queries = _largest_image(at.k, to_q, queries, known.policy)
         reach = heads.scale.abs() * (in_keys + in_queries)
     else:
@@ -330,14 +340,16 @@ def _largest_gradient(
     norms = torch.zeros_like(p[..., 0])
     local = local_map(projection)
     weight = factor(projection).mT
-    per_token = 2 * p[:, :, 0].numel() * heads.q.shape[-1]
+    partners = p[:, :, 0].numel()
+    per_token = 2 * partners * heads.q.shape[-1]
     for i in known.policy.chunks(p.shape[2], per_token):
         phi = local
         if local.shape[2] > 1:
             phi = local[:, :, i]
         # Unseen pairs do not count.
-        seen = (p[:, :, i] > 0)[..., None]
-        rows = seen * logit_gradients(heads, name, i)
+        seen = p[:, :, i] > 0
+        rows = logit_gradients(heads, name, i)
+        rows = seen[..., None] * rows
         norms[..., i] = spectral_norm(rows @ (phi @ weight))
     return (norms * used).amax(-1)
 
@@ -373,7 +385,7 @@ def sum_spread(
 
 def bound_token_spread(
     p: Float[Tensor, "batch heads n m"], gram: Float[Tensor, "batch m m"]
-) -> Float[Tensor, "batch heads"]:
+) -> PerHead:
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. Its Schatten-4 norm takes three
@@ -385,7 +397,8 @@ def bound_token_spread(
     by at most e W.
     """
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
-    largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
+    largest = gram.diagonal(0, -2, -1).amax(-1)
+    largest = largest.clamp_min(torch.finfo(gram.dtype).tiny)
     gram = gram / largest[:, None, None]
     flat = p.flatten(1, 2)
     # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
@@ -393,11 +406,12 @@ def bound_token_spread(
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
     sums = sum_spread(flat, gram, c)
     power, terms, total = sums.view(3, *p.shape[:3])
-    e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
+    e = 2 * rounding(p)
     # Its root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum w_j.
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
     square = (1 + e) * (root + e * total)
-    return (square.amax(-1) * largest[:, None]).sqrt()
+    square = square.amax(-1) * largest[:, None]
+    return square.sqrt()
 
 
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
@@ -406,10 +420,12 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     E = (rows Phi_i)(rows Phi_i)^T has ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2): eigenvalues
     are computed only for tokens whose upper limit reaches every lower one.
     """
-    small = torch.linalg.qr(rows, mode="r").R[:, :, None]
+    small = torch.linalg.qr(rows, mode="r").R
+    small = small[:, :, None]
     local = local_map(projection)
     weight = factor(projection).mT
-    entries = len(rows) * rows.shape[1] * rows.shape[3] * weight.shape[-1]
+    batch, heads, _, d = rows.shape
+    entries = batch * heads * d * weight.shape[-1]
     parts = []
     for i in policy.chunks(local.shape[2], entries):
         images = small @ local[:, :, i] @ weight
@@ -418,9 +434,11 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
         # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
         e = images @ images.mT
         square = matrix_norm(e @ e)
-        lower = (square / matrix_norm(e)).nan_to_num(0.0).amax(-1, keepdim=True)
+        lower = (square / matrix_norm(e)).nan_to_num(0.0)
+        lower = lower.amax(-1, keepdim=True)
         norm = square.sqrt()
         largest = norm >= lower * (1 - 1e-9)
-        norm[largest] = torch.linalg.eigvalsh(e[largest])[..., -1].clamp_min(0.0)
+        eigenvalues = torch.linalg.eigvalsh(e[largest])
+        norm[largest] = eigenvalues[..., -1].clamp_min(0.0)
         parts.append(norm.amax(-1))
     return torch.stack(parts).amax(0).sqrt()

@@ -59,7 +59,9 @@ class HeadProducts:
         """Return J J^T u of every problem."""
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
         pulled = self.attend.pull(u.view_as(self.attend.o))
-        images = [y @ gram for y, gram in zip(pulled, self.grams, strict=True)]
+        images = []
+        for y, gram in zip(pulled, self.grams, strict=True):
+            images.append(y @ gram)
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
@@ -67,7 +69,8 @@ class HeadProducts:
         square = u.new_zeros(len(u))  # without a projection J is 0
         pulled = self.attend.pull(u.view_as(self.attend.o))
         for y, gram in zip(pulled, self.grams, strict=True):
-            square = square + (y * (y @ gram)).sum((1, 2))
+            products = y * (y @ gram)
+            square = square + products.sum((1, 2))
         return square.sqrt()
 
     def select(self, index: Tensor) -> HeadProducts:
@@ -114,10 +117,12 @@ class LayerProducts:
         count = len(self.gains)
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
-            y = (x @ weight).view(*x.shape[:2], count, -1)
+            y = x @ weight
+            y = y.view(*x.shape[:2], count, -1)
             by_head.append(y.transpose(1, 2).flatten(0, 1))
         o = self.attend.push(by_head)
-        o = o.view(len(u), count, *o.shape[1:]).transpose(1, 2)
+        o = o.view(len(u), count, *o.shape[1:])
+        o = o.transpose(1, 2)
         if self.out is None:
             o = self.gains[:, None] * o
         else:
@@ -136,8 +141,9 @@ class LayerProducts:
         by_head = u.transpose(1, 2).flatten(0, 1)
         images = []
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
-            rows = y.view(len(u), count, *y.shape[1:]).transpose(1, 2)
-            images.append(rows.flatten(2) @ weight.mT)
+            rows = y.view(len(u), count, *y.shape[1:])
+            rows = rows.transpose(1, 2).flatten(2)
+            images.append(rows @ weight.mT)
         return images
 
     def pulled_norm(self, u: Tensor) -> Tensor:
@@ -152,8 +158,9 @@ class LayerProducts:
         count = len(self.gains)
         if len(rows) * count == len(self.attend.q):
             return self
-        index = (rows[:, None] * count + torch.arange(count)).flatten()
-        return replace(self, attend=self.attend.select(index.to(self.attend.q.device)))
+        index = rows[:, None] * count + torch.arange(count)
+        index = index.flatten().to(self.attend.q.device)
+        return replace(self, attend=self.attend.select(index))
 
     def guess(self) -> Tensor:
         """Return the image under all values of the b kron y that they stretch most, or 0."""
@@ -163,9 +170,8 @@ class LayerProducts:
         count = len(self.gains)
         problems, n, dv = attend.o.shape
         if weight is None:
-            if out is None:
-                channels = count * dv
-            else:
+            channels = count * dv
+            if out is not None:
                 channels = out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
         if out is None:
@@ -188,7 +194,8 @@ class LayerProducts:
                 t = torch.einsum("bho,hdo->bhd", sent, out)
             return t.flatten(1) @ flat.mT
 
-        start = random_starts([0], len(flat)).to(flat).expand(len(inner), -1)
+        start = random_starts([0], len(flat)).to(flat)
+        start = start.expand(len(inner), -1)
         norms = spectral_norms(
             lambda _: multiply,
             start,
@@ -201,8 +208,10 @@ class LayerProducts:
         assert norms.vector is not None
         t = (norms.vector @ flat).view(-1, count, dv)
         if out is None:
-            return (a.mT[..., None] * t[:, None]).flatten(1)
-        return (a.mT @ torch.einsum("bhd,hdo->bho", t, out)).flatten(1)
+            image = a.mT[..., None] * t[:, None]
+        else:
+            image = a.mT @ torch.einsum("bhd,hdo->bho", t, out)
+        return image.flatten(1)
 
 
 def head_products(heads: Heads) -> HeadProducts:
@@ -241,8 +250,10 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
         by_head = back.view(-1, count, back.shape[2])
         total = (sizes[:, None] * by_head).sum(1, keepdim=True)
         b = normalize(total, dim=-1).repeat_interleave(count, 0)
-        maps = map_rows(attend.heads, attend.p)
-        images = torch.cat([b[..., j] @ p.mT for p, _, j in maps], 2)
+        parts = []
+        for p, _, j in map_rows(attend.heads, attend.p):
+            parts.append(b[..., j] @ p.mT)
+        images = torch.cat(parts, 2)
     return images
 
 
@@ -269,10 +280,12 @@ def sketched_vjp_x(
     attend = linearize_attention(heads)
     square = torch.zeros_like(size)
     pulled = {}
-    for side, y in zip(attend.sides, attend.pull(u.flatten(0, 1)), strict=True):
+    by_side = attend.pull(u.flatten(0, 1))
+    for side, y in zip(attend.sides, by_side, strict=True):
         # Into few directions at once: no head is pulled back to all channels.
         directions = side.weight.mT @ sketches[side.source]
-        z = y.view(*size.shape, *y.shape[1:]) @ directions
+        by_head = y.view(*size.shape, *y.shape[1:])
+        z = by_head @ directions
         square = square + z.square().sum((2, 3))
         pulled[side.source] = z
     factor = size / square.sqrt().clamp_min(_DEAD)
@@ -300,11 +313,18 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     if heads.sink is None:
         v = v - mean_value(p, v)
     rows = anchor_outputs(p, v, heads.sink_share())
-    c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
-    anchors = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
+    # c_ij = P_ij (v_j - o_i), with the largest entry of each row apart.
+    w = v[:, :, None] - rows.o[:, :, :, None]
+    c = p[..., None] * w
+    anchors = rows.key[..., None]
+    anchors = anchors.expand(*rows.key.shape, v.shape[-1])
     c = c.scatter(3, anchors, rows.c[:, :, :, None])
     # Phi^q, Phi^k, Phi^v, each (#batch, heads, #tokens, d, D); zero for a constant.
-    phi_q, phi_k, phi_v = [local_map(to) @ to.weight.mT[:, None] for to in projections(heads)]
+    phi = []
+    for projection in projections(heads):
+        weight = projection.weight.mT[:, None]
+        phi.append(local_map(projection) @ weight)
+    phi_q, phi_k, phi_v = phi
     # P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j)
     over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
     b = logit_gradients(heads, "k", slice(None))

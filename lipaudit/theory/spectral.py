@@ -99,7 +99,8 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
         gram = a @ a.mT
     else:
         gram = a.mT @ a
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
+    largest = torch.linalg.eigvalsh(gram)[..., -1]
+    return largest.clamp_min(0.0).sqrt()
 
 
 def product_values(
@@ -128,13 +129,14 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
         tensor([[5.0000]])
     """
     gram = a.mT @ a
-    trace = gram.diagonal(0, -2, -1).sum(-1, keepdim=True)
+    diagonal = gram.diagonal(0, -2, -1)
+    trace = diagonal.sum(-1, keepdim=True)
     # R^T R = G + shift + error. In units of u trace(G): forming G costs n, Cholesky m + 1 (Higham,
     # Theorem 10.3: |error| <= gamma_{m+1} |R|^T |R|); the shift is 4 (n + m).
     n, m = a.shape[-2:]
     info = torch.finfo(a.dtype)
     shift = 2 * (n + m) * info.eps * trace + info.tiny
-    gram.diagonal(0, -2, -1).add_(shift)
+    diagonal.add_(shift)
     return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
@@ -147,8 +149,10 @@ def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor,
         u = u / u.amax(-1, keepdim=True)
         u = u.nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
         # An accelerator would wait for the answer longer than the steps take.
-        if u.device.type == "cpu" and float((u - before).abs().amax()) < 1e-6:
-            break
+        if u.device.type == "cpu":
+            change = (u - before).abs().amax()
+            if float(change) < 1e-6:
+                break
     return u
 
 
@@ -210,7 +214,8 @@ def map_norm(
     u = u / vector_norm(u, dim=-1, keepdim=True)
     u = u.nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
-    norm = ((image @ p) / u).amax((-2, -1)).sqrt()
+    square = ((image @ p) / u).amax((-2, -1))
+    norm = square.sqrt()
     lower = torch.linalg.matrix_norm(image)
     apart = norm > (1 + tol) * lower
     if apart.any() and not long:
@@ -228,7 +233,8 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
     # f(y) = y + sum_i log(e^y + gap_i) lies above k y and above y + sum_i log gap_i: where either
     # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
-    y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
+    k = ritz.shape[1]
+    y = torch.minimum(level / k, level - gaps.sum(1))
     for _ in range(60):
         column = y[:, None]
         value = y + torch.logaddexp(column, gaps).sum(1)
@@ -250,10 +256,13 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
 
     Source: Kato, J. Phys. Soc. Japan 4, 1949.
     """
-    top = ritz[:, -1:].clamp_min(torch.finfo(ritz.dtype).tiny)
-    gaps = ((top - ritz[:, :-1]) / top).clamp_min(1e-300)
+    tiny = torch.finfo(ritz.dtype).tiny
+    top = ritz[:, -1:].clamp_min(tiny)
+    gaps = (top - ritz[:, :-1]) / top
+    gaps = gaps.clamp_min(1e-300)
     # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
-    distances = ((top - shorter) / top).clamp_min(0.0)
+    distances = (top - shorter) / top
+    distances = distances.clamp_min(0.0)
     last = (distances / gaps).prod(1)
     residual = (beta / top[:, 0]).square() * last
     # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
@@ -319,7 +328,8 @@ class Norms:
     @property
     def within(self) -> Float[Tensor, "*problems"]:
         """Return the proven relative error: upper / norm - 1, with probability 1 - ETA."""
-        return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
+        error = self.upper / self.norm - 1
+        return torch.where(self.upper == self.norm, 0.0, error)
 
 
 def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
@@ -466,7 +476,8 @@ class _Krylov:
         # P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v fixed. For
         # size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
         half = self.size.double() / 2
-        log_density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
+        log_quotient = torch.lgamma(half) - torch.lgamma(half - 0.5)
+        log_density = log_quotient - 0.5 * math.log(math.pi)
         log_delta = math.log(ETA / 2) - log_density
         # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
         self.level = length.log() - log_delta
@@ -516,10 +527,12 @@ class _Krylov:
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
-            filled = block[:, : self.steps + 1 - _GROWTH * i]
+            count = self.steps + 1 - _GROWTH * i
+            filled = block[:, :count]
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
         self.coupling = vector_norm(w, dim=2, keepdim=True)
-        entries = torch.cat([alpha, self.coupling], 2)[:, 0].to("cpu", torch.float64)
+        entries = torch.cat([alpha, self.coupling], 2)
+        entries = entries[:, 0].to("cpu", torch.float64)
         finite = entries.isfinite().all(1)
         self.steps += 1
         if not finite.all():
@@ -539,9 +552,10 @@ class _Krylov:
         self.shorter = self.ritz
         self.ritz = torch.linalg.eigvalsh(self.t)
         if self.steps % _GROWTH == 0:
-            self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
-        tiny = torch.finfo(w.dtype).tiny
-        torch.div(w, self.coupling.clamp_min(tiny), out=self._vector(self.steps))
+            block = w.new_zeros(len(w), _GROWTH, w.shape[2])
+            self.basis.append(block)
+        length = self.coupling.clamp_min(torch.finfo(w.dtype).tiny)
+        torch.div(w, length, out=self._vector(self.steps))
 
     def has_settled(self, tol: float, within: float) -> Tensor:
         """Return which problems fulfil the stop rule."""
@@ -587,7 +601,8 @@ class _Krylov:
         total = torch.zeros_like(self.basis[0][rows, :1])
         parts = torch.split(weights, _GROWTH, 1)
         for part, block in zip(parts, self.basis, strict=False):
-            total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
+            count = part.shape[1]
+            total.baddbmm_(part[:, None], block[rows, :count])
         return total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
@@ -604,6 +619,8 @@ class _Krylov:
 
 def _choose_exponents(size: Tensor) -> Tensor:
     """Return even exponents that bring numbers to about one; 0 for those within 2^+-20 of it."""
-    change = -2 * (size.log2() / 2).round().clamp(-450, 450)
-    change = change.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
+    half = (size.log2() / 2).round()
+    change = -2 * half.clamp(-450, 450)
+    change = change.where(size > 0, _ROOM)
+    change = change.where(size.isfinite(), -_ROOM)
     return change.where(change.abs() > 20, 0).long()

@@ -67,7 +67,8 @@ class Adversary:
         """Return the radius at which n_max has a given value above 2."""
         double = 4 * self.gamma
         # double R^2 / 2 + tilt R = log(n_max - 1), solved for R > 0.
-        root = math.sqrt(self.tilt**2 + 2 * double * math.log(n_max - 1))
+        discriminant = self.tilt**2 + 2 * double * math.log(n_max - 1)
+        root = math.sqrt(discriminant)
         return (root - self.tilt) / double
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
@@ -78,7 +79,8 @@ class Adversary:
 
     def tokens(self, n: int, radius: float) -> Float[Tensor, "1 n D"]:
         """Return all n tokens, the first point once and the second n - 1 times."""
-        return self.points(radius)[:, torch.arange(n).clamp_max(1)]
+        place = torch.arange(n).clamp_max(1)
+        return self.points(radius)[:, place]
 
 
 def adversary(heads: Heads) -> Adversary | None:
@@ -115,7 +117,8 @@ def adversary(heads: Heads) -> Adversary | None:
     u = u / torch.linalg.vector_norm(u)
     tilt = 0.0
     if to_q.bias is not None:
-        tilt = (lead - follow) * float(scale * (to_q.bias[0] @ (wk.mT @ u)))
+        slope = scale * (to_q.bias[0] @ (wk.mT @ u))
+        tilt = (lead - follow) * float(slope)
     if tilt < 0:
         u = -u
     return Adversary(u, eigenvalue, lead, follow, abs(tilt))
@@ -190,11 +193,13 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
     tensor([[1.]], dtype=torch.float64)
     """
     # Moves of the copies of a token that sum to 0 reach only their own outputs, by T_i alone.
-    constant = replace(heads, bias=counts.log()[None, None, None], to_k=None, to_v=None)
+    bias = counts.log()[None, None, None]
+    constant = replace(heads, bias=bias, to_k=None, to_v=None)
     blocks = dense_jacobian(constant)  # block diagonal
-    repeated = (counts > 1).repeat_interleave(heads.v.shape[3])[:, None]
+    repeated = (counts > 1).repeat_interleave(heads.v.shape[3])
+    apart = spectral_norm(blocks * repeated[:, None])
     together = weighted_norm(heads, counts)
-    return torch.maximum(together, spectral_norm(blocks * repeated))
+    return torch.maximum(together, apart)
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
@@ -266,7 +271,8 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     r2 = math.nan
     if total > 0:
         r2 = 1 - residual / total
-    constant = float((y.mean() - slope * x.mean()).exp())
+    intercept = y.mean() - slope * x.mean()
+    constant = float(intercept.exp())
     return PowerLaw(constant, slope, standard_error, r2)
 
 

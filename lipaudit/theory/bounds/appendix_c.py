@@ -24,7 +24,8 @@ def appendix_c(known: Ingredients) -> Tensor:
     off = known.tokens.off
     spread = bound_token_spread(known.at.p, off @ off.mT)
     spread = spread.minimum(x * known.softmax_norm_max)
-    return known.weights.v * (known.p_norm + 2 * x * known.a_norm * spread)
+    growth = 2 * x * known.a_norm * spread
+    return known.weights.v * (known.p_norm + growth)
 
 
 APPENDIX_C = Bound(

@@ -30,7 +30,8 @@ def castin(known: Ingredients, r: float = 0.0) -> Tensor:
     n = known.tokens.count
     a = known.reach(r)
     # (a^2 b + n)^(1/2) as a hypotenuse: squares of huge logits would overflow.
-    return 3**0.5 * known.weights.v * (a * (4 * n + 1).sqrt()).hypot(n.sqrt())
+    logits = a * (4 * n + 1).sqrt()
+    return 3**0.5 * known.weights.v * logits.hypot(n.sqrt())
 
 
 CASTIN = Bound(

@@ -33,7 +33,8 @@ def hu(known: Ingredients, r: float = 0.0) -> Tensor:
     # which raises the bound; above 1 it acts.
     q = weights.q * known.heads.scale.abs().clamp_min(1.0)
     size = n * (n + 1) * (known.tokens.frobenius + r).square()
-    return (size * weights.v * (q * weights.k + 1)).masked_fill(size < n.sqrt(), math.nan)
+    bound = size * weights.v * (q * weights.k + 1)
+    return bound.masked_fill(size < n.sqrt(), math.nan)
 
 
 HU = Bound(

@@ -38,8 +38,11 @@ def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
         else:
             free = heads.bias
         if heads.valid is not None:
-            free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
-        column = column.where(free.all(-1).all(-1), root)
+            queries = heads.valid[:, None, :, None]
+            keys = heads.valid[:, None, None, :]
+            free = free | ~(queries & keys)
+        plain = free.all(-1).all(-1)
+        column = column.where(plain, root)
     return known.weights.v * ((1 + a) * column + a)
 
 

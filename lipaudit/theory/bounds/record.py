@@ -161,7 +161,8 @@ def load_bounds() -> Mapping[str, Bound]:
     """
     # The files of this folder: `castin.py` has its record under the name `CASTIN`. Read on first
     # use: they import this module.
-    names = {module.name for module in iter_modules([str(Path(__file__).parent)])} - {"record"}
+    folder = str(Path(__file__).parent)
+    names = {module.name for module in iter_modules([folder])} - {"record"}
     modules = {name: import_module(f"{__package__}.{name}") for name in names}
     records: list[Bound] = [getattr(module, name.upper()) for name, module in modules.items()]
     records.sort(key=lambda bound: bound.place)

@@ -29,7 +29,8 @@ def theorem3(known: Ingredients, m: Tensor | None = None) -> Tensor:
         # M(P_i) 1 = 0: constants of a row drop out. ||E||_F <= m ||dS||_F ||X|| ||W_V||, and
         # ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
         x = known.tokens.norm
-        return known.weights.v * (known.p_norm + 2 * x * known.a_norm * x * m)
+        growth = 2 * x * known.a_norm * x * m
+        return known.weights.v * (known.p_norm + growth)
     # Ours, for rows of Q and K that are rotated or normalised can be larger than ||X|| ||W_Q||
     # says. A logit has the gradients a_ij in q_i and b_ij in k_j: G_i has the rows a_ij over j,
     # H_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is

@@ -45,8 +45,12 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     """
     spread = _count_spread(linear, product)
     if not spread:
-        cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past.get(leaf, ()))
-        return any(sum(n > 1 for n in _count_spread(linear, cut)) <= 1 for cut in cuts)
+        for leaf in leaves(linear.x)[0]:
+            if product.node in past.get(leaf, ()):
+                behind_cut = _count_spread(linear, leaf)
+                if sum(count > 1 for count in behind_cut) <= 1:
+                    return True
+        return False
     *heads, queries, keys = spread
     return queries == 1 and (keys == 1 or max(heads) == 1)
 
@@ -115,9 +119,11 @@ class _Softmax:
         b = self.product.b
         parts = _broadcast(a, b.mT, v)
         lead = v.shape[:-2]
-        folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
+        lead_of_a = a.shape[:-2]
+        folded = lead_of_a == b.shape[:-2] and math.prod(lead) == math.prod(lead_of_a)
         if parts is None and folded:  # v has its heads joined to the samples
-            a, b = (t.reshape(*lead, *t.shape[-2:]) for t in (a, b))
+            a = a.reshape(*lead, *a.shape[-2:])
+            b = b.reshape(*lead, *b.shape[-2:])
             parts = _broadcast(a, b.mT, v)
         # Keys may have been joined to the logits: zeros of a padding, say.
         if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != p.shape[-1]:
@@ -192,7 +198,9 @@ class AttentionMode(TorchFunctionMode):
         Behind the cut at its result, q k^T would be lost.
         """
         edges = [product.edge for product in self._products]
-        edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
+        for softmax in self._awaited:
+            if softmax.p.grad_fn is not None:
+                edges.append(get_gradient_edge(softmax.p))
         known = {edge.node: edge for edge in edges}
         hits = leaves(linear.x, known, self._past)[1]
         past = [node for node in hits if maps_logits(linear, known[node], self._past)]
@@ -208,7 +216,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> AttentionCall | Tensor:
         """Complete an attention call, or note a product that may become one."""
         out = func(*operands, **kwargs)
-        if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
+        if kwargs or not _are_two_tensors(operands):
             return out
         a, b = operands
         softmax, made = self._find_weights(a, b)
@@ -237,7 +245,12 @@ class AttentionMode(TorchFunctionMode):
         """Return the awaited softmax behind one of two operands, and behind which."""
         for softmax in self._awaited:
             node = softmax.p.grad_fn
-            made = [node is not None and bool(leaves(t, (node,), self._past)[1]) for t in operands]
+            if node is None:
+                continue
+            made = []
+            for t in operands:
+                _, hits = leaves(t, (node,), self._past)
+                made.append(bool(hits))
             if all(made):  # P P is still a map: (P P) v is one attention, measured numerically
                 break
             if any(made):
@@ -297,8 +310,14 @@ class AttentionMode(TorchFunctionMode):
         if axes == [*out] and len(width) == 1:
             return product
         order = [axes.index(c) for c in out]
-        # A copy: in a view, autograd would miss what the model writes in place.
-        return _finish(product, lambda t: t.reshape(*t.shape[:-1], *width).permute(order).clone())
+
+        def restore(t: Tensor) -> Tensor:
+            """Return the product with the axes of the result."""
+            t = t.reshape(*t.shape[:-1], *width)
+            # A copy: in a view, autograd would miss what the model writes in place.
+            return t.permute(order).clone()
+
+        return _finish(product, restore)
 
     def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note a softmax whose logits contain a noted product, until its values come.
@@ -310,10 +329,13 @@ class AttentionMode(TorchFunctionMode):
             logits = args[0]
         else:
             logits = kwargs["input"]
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        dim = kwargs.get("dim", -1)
+        if len(args) > 1:
+            dim = args[1]
         if self._products and logits.requires_grad and p.isnan().any():
             empty = logits.isneginf().all(dim, keepdim=True)
-            p = torch.where(empty, p.detach(), torch.softmax(logits.where(~empty, 0.0), dim).to(p))
+            seen = torch.softmax(logits.where(~empty, 0.0), dim)
+            p = torch.where(empty, p.detach(), seen.to(p))
         self._await_values(logits, p, dim)
         return p
 
@@ -321,13 +343,14 @@ class AttentionMode(TorchFunctionMode):
         """Note an exponential while noted products may be its logits."""
         e = func(*args, **kwargs)
         if self._products and e.requires_grad:
-            self._exponentials[e] = e.grad_fn, args[0] if args else kwargs["input"]
+            logits = args[0] if args else kwargs["input"]
+            self._exponentials[e] = e.grad_fn, logits
         return e
 
     def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note a written-out softmax, e / sum(e) with e = exp(logits), until its values come."""
         quotient = func(*args, **kwargs)
-        if len(args) == 2 and not kwargs and all(isinstance(t, Tensor) for t in args):
+        if not kwargs and _are_two_tensors(args):
             e, divisor = args
             node, logits = self._exponentials.get(e, (None, None))
             # If e was written to, it has another node. The divisor is the sum of each row
@@ -354,13 +377,19 @@ class AttentionMode(TorchFunctionMode):
         if _is_turned(logits, first.edge):
             first = _Product(first.edge, first.b.mT, first.a.mT, turned=True)
         self._products.clear()  # products before this softmax do not belong to the next one
-        softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
+        others = bool(inputs) or len(hits) > 1
+        softmax = _Softmax(first, logits, p, others)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
+
+
+def _are_two_tensors(operands: Sequence[Any]) -> bool:
+    return len(operands) == 2 and all(isinstance(t, Tensor) for t in operands)
 
 
 def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
     """Return an operand with these axes, of size 1 where it lacks one."""
-    t = t.permute([letters.index(c) for c in wanted if c in letters])
+    order = [letters.index(letter) for letter in wanted if letter in letters]
+    t = t.permute(order)
     for place, letter in enumerate(wanted):
         if letter not in letters:
             t = t.unsqueeze(place)
@@ -386,8 +415,10 @@ def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
     pulled = vjp(logits, product, row)
     if pulled is None or pulled.ndim != logits.ndim or pulled.shape[-2] != logits.shape[-1]:
         return False
-    *_, rows, columns = [len(places.unique()) for places in pulled.nonzero().T] or [0, 0]
-    return rows > 1 == columns
+    *_, row_of_entry, column_of_entry = pulled.nonzero().T
+    rows = len(row_of_entry.unique())
+    columns = len(column_of_entry.unique())
+    return rows > 1 and columns == 1
 
 
 def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -401,22 +432,27 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
-    rows = torch.arange(1, weights[..., 0].numel() + 1, device=p.device).to(weights)
+    count = weights[..., 0].numel()
+    rows = torch.arange(1, count + 1, device=p.device).to(weights)
     numbers = rows.view(*weights.shape[:-1], 1).expand_as(weights)
-    pulled, factor = (vjp(weights, p, u) for u in (numbers, torch.ones_like(weights)))
+    pulled = vjp(weights, p, numbers)
+    factor = vjp(weights, p, torch.ones_like(weights))
     if pulled is None or factor is None:
         return logits, p
     number = (pulled / factor).round()[..., 0]
     # In an axis with several entries, the second one is a stride behind the first.
-    strides = [
-        float(number.select(a, -1).amin() - number.amin()) / max(1, size - 1)
-        for a, size in enumerate(number.shape)
-    ]
-    order = sorted(range(number.ndim), key=lambda a: -strides[a])
-    if number.numel() != len(rows) or not torch.equal(number.permute(order).flatten(), rows):
+    strides = []
+    for axis, size in enumerate(number.shape):
+        last = number.select(axis, -1).amin()
+        strides.append(float(last - number.amin()) / max(1, size - 1))
+    order = sorted(range(number.ndim), key=lambda axis: -strides[axis])
+    ordered = number.permute(order).flatten()
+    if not torch.equal(ordered, rows):
         return logits, p
     shape = (*weights.shape[:-1], -1)
-    return logits.permute(*order, -1).reshape(shape), p.permute(*order, -1).reshape(shape)
+    logits = logits.permute(*order, -1)
+    p = p.permute(*order, -1)
+    return logits.reshape(shape), p.reshape(shape)
 
 
 def _make_fused_call(
@@ -432,8 +468,9 @@ def _make_fused_call(
 ) -> AttentionCall:
     # Grouped keys are repeated in the graph, so that each head has gradients of its own.
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        heads = query.shape[-3]
+        key = key.repeat_interleave(heads // key.shape[-3], -3)
+        value = value.repeat_interleave(heads // value.shape[-3], -3)
     if scale is None:
         s = 1 / math.sqrt(query.shape[-1])
     else:
@@ -446,8 +483,9 @@ def _make_fused_call(
 
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...] | None:
     """Return the tensors with the same leading axes; None if these do not fit."""
+    leading = [t.shape[:-2] for t in tensors]
     try:
-        batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
+        batch = torch.broadcast_shapes(*leading)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return None
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)

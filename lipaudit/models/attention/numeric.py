@@ -40,23 +40,28 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     """
     linear = linearize_module(layer)
     if isinstance(linear, str):
-        nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
+        shape = (layer.samples, layer.site.heads)
+        nan = torch.full(shape, torch.nan, dtype=torch.float64)
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
     one = layer.output[:, 0]
-    start = random_starts(seeds, one.numel() // layer.samples).to(one.device)
-    start = _zero_padding(start.view(one.shape), layer).reshape(start.shape)
+    size = one.numel() // layer.samples
+    start = random_starts(seeds, size).to(one.device)
+    rows = _zero_padding(start.view(one.shape), layer)
+    start = rows.reshape(start.shape)
 
     def of_head(head: int) -> Norms:
         def spread(u: Tensor) -> Tensor:
             """Return u as rows of this head, and zeros for the others."""
             whole = torch.zeros_like(layer.output)
-            whole[:, head] = _zero_padding(u.reshape(whole[:, head].shape), layer)
+            rows = u.reshape(whole[:, head].shape)
+            whole[:, head] = _zero_padding(rows, layer)
             return whole.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
             """J_h J_h^T u at every sample."""
-            product = linear.outer(spread(u)).view_as(layer.output)[:, head]
-            return _zero_padding(product, layer).reshape(u.shape)
+            product = linear.outer(spread(u)).view_as(layer.output)
+            rows = _zero_padding(product[:, head], layer)
+            return rows.reshape(u.shape)
 
         # The samples share one graph, because the module runs as a whole: converged samples
         # stay in it, and it is never built again for the others.
@@ -64,7 +69,8 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
         require_range(linear, norms.norm, spread(torch.ones_like(start)))
         return norms
 
-    return Norms.join([*map(of_head, range(layer.site.heads))], partial(torch.stack, dim=1))
+    norms = [of_head(head) for head in range(layer.site.heads)]
+    return Norms.join(norms, partial(torch.stack, dim=1))
 
 
 def linearize_module(layer: Layer) -> Linearization | str:
@@ -73,7 +79,9 @@ def linearize_module(layer: Layer) -> Linearization | str:
     site = layer.site
     samples = layer.samples
     missing = len(layer.numbers) < len(site.addresses)
-    if not site.inputs or layer.frame is None or missing or len(layer.output) % samples:
+    if not site.inputs or layer.frame is None or missing:
+        return outside
+    if len(layer.output) % samples:
         return outside
     try:
         linear = _linearize_layer(layer)
@@ -95,27 +103,30 @@ def _linearize_layer(layer: Layer) -> Linearization:
     frame = layer.frame
     site = layer.site
     assert frame is not None
-    given = []
-    for k in site.inputs:
-        given.append(frame.args[k] if isinstance(k, int) else frame.kwargs[k])
-    # An argument that is given twice (queries and keys) is one input.
-    inputs = list({id(t): t for t in given}.values())
+    given: dict[int, Tensor] = {}
+    for key in site.inputs:
+        argument = frame.args[key] if isinstance(key, int) else frame.kwargs[key]
+        # An argument that is given twice (queries and keys) is one input.
+        given[id(argument)] = argument
+    inputs = list(given.values())
     # All inputs of all samples are one vector: the module may arrange samples as it likes.
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def output(z: Tensor, _index: Tensor) -> Tensor:
+        moved = {}
         parts = torch.split(z[0], [t.numel() for t in inputs])
-        moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
+        for t, part in zip(inputs, parts, strict=True):
+            moved[id(t)] = part.view(t.shape)
         calls: list[AttentionCall] = []
 
         def attention(call: AttentionCall, _address: Address) -> None:
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
-                loop = site.loop
                 whole = call
-                if loop is not None:
-                    whole = loop.join([calls[i] for i in layer.numbers])
-                raise _Output(whole.arrange(site.layout, layer.samples).output)
+                if site.loop is not None:
+                    whole = site.loop.join([calls[i] for i in layer.numbers])
+                arranged = whole.arrange(site.layout, layer.samples)
+                raise _Output(arranged.output)
 
         args = [moved.get(id(value), value) for value in frame.args]
         kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
@@ -191,11 +202,14 @@ def find_residuals(
         end = _find_first_moving(output)
         if start is None or end is None:
             return
-        (i, x), (j, y) = start, end
+        i, x = start
+        j, y = end
         # The output depends on the input although the graph is cut: a skip path.
         if x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
             key = frame.name, frame.number
-            by_sample = y.shape[:1] == (samples,) and (key not in found or found[key].by_sample)
+            by_sample = y.shape[:1] == (samples,)
+            if key in found:
+                by_sample = by_sample and found[key].by_sample
             found[key] = Residual(*key, i, j, by_sample)
 
     def attention(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
@@ -205,14 +219,25 @@ def find_residuals(
     for samples in (1, 2):
         place = trace.CallStack(on_leave=partial(leave, samples))
         with trace.fork_random(net.module):
-            copies = batch[:1].trim().rows(torch.zeros(samples, dtype=torch.long))
-            trace.run(net, copies, trace.Tracer(partial(attention, place), place=place))
+            first = batch[:1].trim()
+            copies = first.rows(torch.zeros(samples, dtype=torch.long))
+            tracer = trace.Tracer(partial(attention, place), place=place)
+            trace.run(net, copies, tracer)
 
     def choose(site: Site) -> Residual | None:
-        inside = [f for f in around.get(site.address, ()) if (f.name, f.number) in found]
-        alone = [f for f in inside if entire and {*f.attentions} <= {*site.addresses}]
-        order = [found[f.name, f.number] for f in (*reversed(alone), *inside)]
-        return min(order, key=lambda residual: not residual.by_sample, default=None)
+        residuals: list[Residual] = []  # from the smallest to the largest
+        alone: list[Residual] = []
+        for frame in around.get(site.address, ()):
+            residual = found.get((frame.name, frame.number))
+            if residual is None:
+                continue
+            residuals.append(residual)
+            if {*frame.attentions} <= {*site.addresses}:
+                alone.append(residual)
+        if entire:
+            residuals = [*reversed(alone), *residuals]
+        # The first with a row per sample, else the first.
+        return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
     return tuple(map(choose, sites))
 
@@ -320,11 +345,15 @@ def _linearize_residual(
     def run(z: Tensor, index: Tensor) -> Tensor:
         # Rows of per-sample arguments; masks and positions may be shared.
         picked = []
-        for v in given:
-            picked.append(v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(x) else v)
+        for value in given:
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
+                picked.append(value[index])
+            else:
+                picked.append(value)
         picked[residual.input] = z
         args, kwargs = tree_unflatten(picked, spec)
-        output: Tensor = tree_flatten(module(*args, **kwargs))[0][residual.output]
+        results, _ = tree_flatten(module(*args, **kwargs))
+        output: Tensor = results[residual.output]
         if mask is None or x.shape[:2] != mask.shape:
             return output
         return output * mask[index, :, None]

@@ -45,7 +45,8 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
 
     The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
     """
-    ways = list({origin.address: origin.way for origin in origins if origin.linear}.values())
+    way_of = {origin.address: origin.way for origin in origins if origin.linear}
+    ways = list(way_of.values())
     for mark, _ in ways[0] if ways else ():
         passed = []
         for way in ways:
@@ -159,7 +160,9 @@ def _is_reordered(one: Tensor, other: Tensor) -> bool:
     """
     if one.shape != other.shape or torch.equal(one, other):
         return False
-    return torch.equal(*(torch.unique(t, dim=0) for t in (one, other)))
+    tokens = torch.unique(one, dim=0)
+    other_tokens = torch.unique(other, dim=0)
+    return torch.equal(tokens, other_tokens)
 
 
 def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.OutputMap | None:
@@ -185,10 +188,10 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     mix = affine[0][0]
     order = mix.abs().argmax(0)
     gain = mix.gather(0, order[None])[0]
-    single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
-    if single:
-        return capture.OutputMap(keep(linear.weight), order, gain)
-    return None
+    one_each = bool(((mix != 0).sum(0) == 1).all())
+    if not one_each or int(order.bincount().amax()) > 1:
+        return None
+    return capture.OutputMap(keep(linear.weight), order, gain)
 
 
 _Reads = tuple[set[tuple[Address, int]], set[tuple[Address, int]]]
@@ -267,32 +270,27 @@ class Surveyor(Tracer):
             if origin is None or origin.linear is None or origin.address not in self.products:
                 continue
             # A row of the logits is a column of the product: one query, and all tokens.
-            read = graph.Probed(logits, (leaf,), origin.linear.outputs).pull(query) != 0
-            if read.any(0).sum() == 1 and read.any(1).sum() > len(self.batch):
+            source = graph.Probed(logits, (leaf,), origin.linear.outputs)
+            read = source.pull(query) != 0
+            columns = read.any(0).sum()
+            rows = read.any(1).sum()
+            if columns == 1 and rows > len(self.batch):
                 self.scores.add(origin.address)
 
     def on_attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
-        form = call.form
+        if not _has_axes_of_queries(call):
+            return
         tensors = (call.q, call.k, call.v)
-        if isinstance(form, Explicit):
-            # The logits have the axes of the queries: one row per window, head and query.
-            rows = form.logits.shape[:-1]
-            wanted = call.q.shape[:-1]
-            folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
-            if rows != wanted and not folded:
-                return
         origins = []
         for t in tensors:
             origins.append([leaf.origin for leaf in call.origins.leaves(t)])
         every = [origin for part in origins for origin in part]
         layout, kinds, structure, reason = analyse(call, self.batch)
         arranged = call.arrange(layout, len(self.batch))
-        frames = self.place.frames
         loop = self.loops.get(address)
         addresses = (address,) if loop is None else loop.addresses
-        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
-        scope = _find_scope(frames, call)
+        scope = _find_scope(self.place.frames, call)
         direct = False
         if structure is not None:
             # The projections read the inputs of the module, each side its own.
@@ -302,7 +300,7 @@ class Surveyor(Tracer):
             direct = apart and given.issuperset(read)
         site = capture.Site(
             index=len(self.layers),
-            module=next(around).name,
+            module=self._name_module(addresses),
             heads=arranged.q.shape[1],
             kinds=kinds,
             structure=structure,
@@ -310,7 +308,7 @@ class Surveyor(Tracer):
             address=address,
             layout=layout,
             sources=frozenset(origin.address for origin in every),
-            explicit=isinstance(form, Explicit),
+            explicit=isinstance(call.form, Explicit),
             scope=scope.name,
             inputs=tuple(scope.inputs),
             arguments=tuple(scope.name_inputs()),
@@ -322,19 +320,35 @@ class Surveyor(Tracer):
         if structure is None:
             self.uncut |= find_inner_maps(every)
             site = self._require_runnable(site, call, arranged)
-        properties: tuple[object, ...] = ()
-        if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
-            properties = (call.q.ndim,)
-            if isinstance(form, Fused):
-                properties += form.scale, form.mask is None, form.causal
-            else:
-                properties += (form.logits.shape[-1],)
-        if site.heads > 1 or not all(part and all(o.linear for o in part) for part in origins):
-            origins = [[replace(origin, linear=None) for origin in part] for part in origins]
-        parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
-        first = tuple(t[: len(t) // 2] for t in parts)
-        reads = tuple(_find_reads(call, t) for t in tensors)
-        self.layers[address] = Surveyed(site, parts, first, origins, reads, properties)
+        linear = all(part and all(origin.linear for origin in part) for part in origins)
+        if site.heads > 1 or not linear:
+            for part in origins:
+                part[:] = [replace(origin, linear=None) for origin in part]
+        parts = (arranged.q.detach(), arranged.k.detach(), arranged.v.detach())
+        self.layers[address] = Surveyed(
+            site=site,
+            parts=parts,
+            first=tuple(t[: len(t) // 2] for t in parts),
+            origins=origins,
+            reads=tuple(_find_reads(call, t) for t in tensors),
+            form=self._describe_form(call),
+        )
+
+    def _name_module(self, addresses: Sequence[Address]) -> str:
+        """Return the path of the innermost module that makes all these calls."""
+        for frame in reversed(self.place.frames):
+            if all(frame.holds(address.module) for address in addresses):
+                return frame.name
+        raise AssertionError("the model itself makes every call")
+
+    def _describe_form(self, call: AttentionCall) -> tuple[object, ...]:
+        """Return what calls of one loop have in common; nothing if it can be no part of one."""
+        if call.q.ndim not in (3, 4) or len(call.q) != len(self.batch):
+            return ()
+        form = call.form
+        if isinstance(form, Fused):
+            return call.q.ndim, form.scale, form.mask is None, form.causal
+        return call.q.ndim, form.logits.shape[-1]
 
     def _require_runnable(
         self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
@@ -345,10 +359,12 @@ class Surveyor(Tracer):
             return replace(site, inputs=())
         # The number of heads of a text model follows its number of tokens: without a closed
         # form, nothing else distinguishes the two axes.
-        if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
+        is_text = self.batch.x.ndim == 2
+        if is_text and heads == self.batch.x.shape[1] != tokens:
             why: object = "its heads and tokens cannot be distinguished"
         else:
-            why = linearize_module(capture.make_layer(site, call, self.batch, self.place.frames))
+            layer = capture.make_layer(site, call, self.batch, self.place.frames)
+            why = linearize_module(layer)
         if not isinstance(why, str):
             return site
         reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
@@ -357,8 +373,10 @@ class Surveyor(Tracer):
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
         """Check also whether a linear map is the output projection of a layer."""
         super().remember(linear, result)
-        outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
-        layer = next((self.layers[a] for a in outputs if a in self.layers), None)
+        behind = self.origins.leaves(linear.x)
+        outputs = {leaf.origin.address: leaf.tensor for leaf in behind}
+        layers = [self.layers[address] for address in outputs if address in self.layers]
+        layer = layers[0] if layers else None
         # In a loop, the joined output of all calls is projected.
         if layer is None or set(outputs) != set(layer.site.addresses):
             return
@@ -370,7 +388,8 @@ class Surveyor(Tracer):
                 t = parts[0]
             else:
                 t = site.loop.cat(parts)
-            return site.layout.arrange(t, 2).transpose(1, 2).flatten(2).flatten(0, 1)
+            t = site.layout.arrange(t, 2)
+            return t.transpose(1, 2).flatten(2).flatten(0, 1)
 
         if site.structure is not None and not layer.projected:
             parts = tuple(outputs[a] for a in site.addresses)
@@ -395,8 +414,10 @@ class Surveyor(Tracer):
             # Exactly: kernels round alike in two passes over batches of one size.
             moved = not all(map(torch.equal, layer.parts, parts))
             self._moved.setdefault(layer.site.module, set()).add(moved)
+        if not len(layer.first[0]):
+            return
         for before, t in zip(layer.first, parts, strict=True):
-            if len(layer.first[0]) and not agree(before, t[: len(before)], each=1):
+            if not agree(before, t[: len(before)], each=1):
                 layer.refuse("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
@@ -405,7 +426,9 @@ class Surveyor(Tracer):
         The companion of a sample changes only some of their calls.
         """
         alone = {module for module, moved in self._moved.items() if len(moved) > 1}
-        alone |= {each.site.module for each in self.layers.values() if len(each.first[0]) == 0}
+        for layer in self.layers.values():
+            if len(layer.first[0]) == 0:
+                alone.add(layer.site.module)
         kept = [layer for layer in self.layers.values() if layer.site.module not in alone]
         for index, layer in enumerate(kept):
             layer.site = replace(layer.site, index=index)
@@ -416,7 +439,8 @@ class Surveyor(Tracer):
         loops: list[Loop] = []
         # Chunks of a head first: they may be like those of a head with maps of its own. Calls with
         # maps of their own are heads only: nothing says that their queries are other tokens.
-        for alike, axes in ((_share_maps, (1, 2)), (_share_values, (1,))):
+        axes_of_groups = {_share_maps: (1, 2), _share_values: (1,)}
+        for alike, axes in axes_of_groups.items():
             for group in self._group(alike):
                 axis = _find_loop_axis(group)
                 addresses = tuple(g.site.address for g in group)
@@ -429,11 +453,12 @@ class Surveyor(Tracer):
         """Return the layers that are alike; those that are alike to no other are left out."""
         groups: list[list[Surveyed]] = []
         for layer in self.layers.values():
-            group = next((each for each in groups if alike(each[0], layer)), None)
-            if group is None:
-                groups.append([layer])
+            for group in groups:
+                if alike(group[0], layer):
+                    group.append(layer)
+                    break
             else:
-                group.append(layer)
+                groups.append([layer])
         return [group for group in groups if len(group) > 1]
 
     def mark_parts(self) -> None:
@@ -442,13 +467,33 @@ class Surveyor(Tracer):
         The norm of a part of the queries is not the norm of a head.
         """
         for group in [*self._group(_share_input), *self._group(_share_maps)]:
+            partners = tuple(layer.site.index for layer in group)
             for layer in group:
-                layer.site = replace(layer.site, partners=tuple(g.site.index for g in group))
-                q, k, _ = layer.parts
-                if q.shape[2] < k.shape[2] and any(
-                    torch.equal(g.parts[1], k) and not torch.equal(g.parts[0], q) for g in group
-                ):
+                layer.site = replace(layer.site, partners=partners)
+                if _has_part_of_queries(layer, group):
                     layer.refuse("its queries are computed in several parts")
+
+
+def _has_axes_of_queries(call: AttentionCall) -> bool:
+    """Say whether the logits have one row per window, head and query."""
+    if not isinstance(call.form, Explicit):
+        return True
+    rows = call.form.logits.shape[:-1]
+    wanted = call.q.shape[:-1]
+    folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
+    return rows == wanted or folded
+
+
+def _has_part_of_queries(layer: Surveyed, group: Sequence[Surveyed]) -> bool:
+    """Say whether a call of a group has other queries than one with the same keys."""
+    q, k, _ = layer.parts
+    if q.shape[2] >= k.shape[2]:
+        return False
+    for other in group:
+        other_q, other_k, _ = other.parts
+        if torch.equal(other_k, k) and not torch.equal(other_q, q):
+            return True
+    return False
 
 
 def _is_shared(q: Tensor) -> bool:
@@ -461,19 +506,26 @@ def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
     """Say whether a channel of the next map's input holds one channel of several heads."""
     unit = torch.zeros_like(source.t)
     unit[:, 0] = 1.0
-    columns = (source.pull(unit) != 0).any(0).view(heads, -1)
-    return bool(columns.any(1).sum() > 1 and columns.any(0).sum() == 1)
+    columns = (source.pull(unit) != 0).any(0)
+    columns = columns.view(heads, -1)
+    read_heads = columns.any(1).sum()
+    read_channels = columns.any(0).sum()
+    return bool(read_heads > 1 and read_channels == 1)
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
     """Return the rows and columns of the linear maps that q, k or v depends on."""
-    reads: _Reads = set(), set()
+    rows: set[tuple[Address, int]] = set()
+    columns: set[tuple[Address, int]] = set()
     for leaf, origin in call.origins.leaves(t):
-        if origin.linear is not None:
-            read = graph.Probed(t, (leaf,), origin.linear.outputs).read != 0
-            for found, axis in zip(reads, (1, 0), strict=True):
-                found.update((origin.address, i) for i in read.any(axis).nonzero()[:, 0].tolist())
-    return reads
+        if origin.linear is None:
+            continue
+        read = graph.Probed(t, (leaf,), origin.linear.outputs).read != 0
+        for row in read.any(1).nonzero()[:, 0].tolist():
+            rows.add((origin.address, row))
+        for column in read.any(0).nonzero()[:, 0].tolist():
+            columns.add((origin.address, column))
+    return rows, columns
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
@@ -485,12 +537,18 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     for layer in group:
         shapes.append([t.shape for t in layer.first])
     # Of q, k and v: what each call reads.
-    rows, columns = ([[layer.reads[i][k] for layer in group] for i in range(3)] for k in (0, 1))
+    rows = []
+    columns = []
+    for i in range(3):
+        rows.append([layer.reads[i][0] for layer in group])
+        columns.append([layer.reads[i][1] for layer in group])
     # Heads read columns of their own; chunks of queries read rows of their own.
-    split = [*map(_are_apart, columns)]
+    own_q, own_k, own_v = map(_are_apart, columns)
     # Heads of several calls that share keys would repeat them in another order than groups do.
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
-    whole = all(split) or (single and (split[0] or split[1]))
+    whole = own_q and own_k and own_v
+    if single:
+        whole = own_q or own_k
     # Indices of tokens, not the linear maps that make them: each head may have maps of its own.
     tokens = []
     for part in rows:
@@ -498,9 +556,11 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     if whole and _are_same(shapes) and all(map(_are_same, tokens)):
         return 1
     shared = all(map(_are_same, rows[1:] + columns[1:]))
-    widths = {(shape[0][:2], shape[0][3]) for shape in shapes}
+    widths = {(q[:2], q[3]) for q, _, _ in shapes}
     causal = form[-1] is True
-    return 2 if shared and _are_apart(rows[0]) and len(widths) == 1 and not causal else None
+    if shared and _are_apart(rows[0]) and len(widths) == 1 and not causal:
+        return 2
+    return None
 
 
 def _are_same(values: Sequence[Any]) -> bool:
@@ -513,12 +573,14 @@ def _are_apart(reads: Sequence[set[tuple[Address, int]]]) -> bool:
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls share the modules of their q, and the maps of their k."""
-    q, k = ([layer.origins[i] for layer in (a, b)] for i in (0, 1))
     modules = []
-    for part in q:
-        modules.append({(o.address.module, o.address.op, o.root) for o in part})
-    maps = [{origin.address for origin in part} for part in k]
-    return bool(modules[0] and maps[0]) and modules[0] == modules[1] and maps[0] == maps[1]
+    maps = []
+    for layer in (a, b):
+        q, k, _ = layer.origins
+        modules.append({(o.address.module, o.address.op, o.root) for o in q})
+        maps.append({origin.address for origin in k})
+    known = bool(modules[0] and maps[0])
+    return known and modules[0] == modules[1] and maps[0] == maps[1]
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
@@ -531,10 +593,14 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 
 def _share_values(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls may be heads that a loop computes by maps of their own."""
-    if not a.form or a.form != b.form or [t.shape for t in a.first] != [t.shape for t in b.first]:
+    shapes = [t.shape for t in a.first]
+    other_shapes = [t.shape for t in b.first]
+    if not a.form or a.form != b.form or shapes != other_shapes:
         return False
-    pairs = zip(a.origins, b.origins, strict=True)
-    return all(len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
+    for x, y in zip(a.origins, b.origins, strict=True):
+        if len(x) != len(y) or not all(map(Origin.reads_same, x, y)):
+            return False
+    return True
 
 
 def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:

@@ -71,14 +71,21 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
     """Return linear maps of one input as one: y = (y_1, y_2, ...), x [W_1 W_2 ...]."""
     if len(linears) == 1:
         return linears[0]
-    weights = [linear.weight for linear in linears]
+    weights = []
     biases = []
-    for each, w in zip(linears, weights, strict=True):
-        biases.append(w.new_zeros(w.shape[1]) if each.bias is None else each.bias)
+    for linear in linears:
+        weight = linear.weight
+        weights.append(weight)
+        if linear.bias is None:
+            biases.append(weight.new_zeros(weight.shape[1]))
+        else:
+            biases.append(linear.bias)
 
     def arrange(*parts: Tensor) -> Tensor:
-        rows = (each.outputs(y) for each, y in zip(linears, parts, strict=True))
-        return torch.cat([*rows], 1)
+        rows = []
+        for linear, y in zip(linears, parts, strict=True):
+            rows.append(linear.outputs(y))
+        return torch.cat(rows, 1)
 
     return Linear(linears[0].x, torch.cat(weights, 1), torch.cat(biases), arrange)
 
@@ -246,7 +253,8 @@ class Layout:
         roles = []
         for axis in self.leading:
             roles.append([factor.role for factor in axis])
-        return roles == [["sample"], ["head"]] and self.queries == TOKENS
+        usual = roles == [["sample"], ["head"]]
+        return usual and self.queries == TOKENS
 
     @property
     def keeps_queries(self) -> bool:
@@ -257,7 +265,8 @@ class Layout:
     def arrange(self, t: Tensor, samples: int) -> Tensor:
         """Return q, O or P, (..., queries, width), as (windows, heads, queries, width)."""
         factors, sizes = self._divide(t, self.queries, samples)
-        return _sort_axes(t.reshape(*sizes, t.shape[-1]), factors)
+        t = t.reshape(*sizes, t.shape[-1])
+        return _sort_axes(t, factors)
 
     def arrange_keys(self, t: Tensor, samples: int) -> Tensor:
         """Return k or v, (..., keys, width), as (windows, heads, keys, width)."""
@@ -278,7 +287,8 @@ class Layout:
         """Return the factors of all axes but the last, and their sizes."""
         factors: list[Factor] = []
         sizes: list[int] = []
-        for axis, size in zip((*self.leading, rows), t.shape[:-1], strict=True):
+        axes = (*self.leading, rows)
+        for axis, size in zip(axes, t.shape[:-1], strict=True):
             known = []
             for part in axis:
                 known.append(samples if part.role == "sample" else part.size)
@@ -298,12 +308,14 @@ class Layout:
 
 def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
     """Return t, with an axis per factor, as (windows, heads, tokens, width)."""
-    order = sorted(range(len(factors)), key=lambda i: ROLES.index(factors[i].role))
+    ranks = [ROLES.index(factor.role) for factor in factors]
+    order = sorted(range(len(factors)), key=lambda axis: ranks[axis])
     counts = dict.fromkeys(ROLES, 1)
     for factor, size in zip(factors, t.shape, strict=False):
         counts[factor.role] *= size
     windows = counts["sample"] * counts["window"]
-    return t.permute(*order, -1).reshape(windows, counts["head"], counts["token"], t.shape[-1])
+    t = t.permute(*order, -1)
+    return t.reshape(windows, counts["head"], counts["token"], t.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -328,10 +340,13 @@ class AttentionCall:
 
     def arrange(self, layout: Layout, samples: int) -> AttentionCall:
         """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
-        q, o = (layout.arrange(t, samples) for t in (self.q, self.output))
-        k, v = (layout.arrange_keys(t, samples) for t in (self.k, self.v))
+        q = layout.arrange(self.q, samples)
+        o = layout.arrange(self.output, samples)
+        k = layout.arrange_keys(self.k, samples)
+        v = layout.arrange_keys(self.v, samples)
         form = self.form
         rows = self.q.shape[:-1]
+        keys = self.k.shape[-2]
 
         # All are views in the graph: a gradient with respect to the converted logits is that of
         # the model's own.
@@ -340,23 +355,21 @@ class AttentionCall:
 
         if isinstance(form, Explicit):
             # Weights of another size are not P: they stay as they are.
-            fits = form.weights.numel() % rows.numel() == 0
-            if fits:
-                weights = place(form.weights)
-            else:
-                weights = form.weights
+            weights = form.weights
+            if weights.numel() % rows.numel() == 0:
+                weights = place(weights)
             logits = place(form.logits)
             p = place(form.p)
             form = replace(form, logits=logits, p=p, weights=weights, place=place)
         else:
             mask = form.mask
             if form.causal and not layout.keeps_queries:  # it counts the model's queries
-                mask = _hide_later(self.q.shape[-2], self.k.shape[-2], mask, self.q)
+                mask = _hide_later(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
             if mask is not None and layout.is_plain:  # a broadcast mask stays small
                 mask = mask[(None,) * (4 - mask.ndim)]
             elif mask is not None:
-                mask = place(mask.expand(*rows, self.k.shape[-2]))
+                mask = place(mask.expand(*rows, keys))
             form = replace(form, mask=mask)
         return replace(self, q=q, k=k, v=v, output=o, form=form)
 
@@ -390,14 +403,14 @@ class Loop:
 
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
         """Return the calls as one, (batch, heads, tokens, width)."""
-        # Heads have keys and values of their own; chunks of queries share them.
         first = calls[0]
-        over_heads = self.axis == 1
         cat = self.cat
-        k, v = (
-            cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
-            for n in "kv"
-        )
+        if self.axis == 1:  # heads have keys and values of their own
+            k = cat(c.k for c in calls)
+            v = cat(c.v for c in calls)
+        else:  # chunks of queries share them
+            k = _show_heads(first.k)
+            v = _show_heads(first.v)
         output = cat(c.output for c in calls)
         shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
         fused = [c.form for c in calls if isinstance(c.form, Fused)]
@@ -410,16 +423,22 @@ class Loop:
                     masks.append(f.mask.expand(s))
             form = replace(fused[0], mask=cat(masks) if masks else None)
         else:
-            logits, p = (
-                cat(getattr(f, n).reshape(*s[:-1], -1) for f, s in zip(forms, shapes, strict=True))
-                for n in ("logits", "p")
+            logits = []
+            maps = []
+            for each, s in zip(forms, shapes, strict=True):
+                logits.append(each.logits.reshape(*s[:-1], -1))
+                maps.append(each.p.reshape(*s[:-1], -1))
+            form = Explicit(
+                products=tuple(edge for f in forms for edge in f.products),
+                logits=cat(logits),
+                p=cat(maps),
+                weights=cat(f.weights for f in forms),
+                others=any(f.others for f in forms),
+                axis=self.axis,
+                turned=forms[0].turned,
             )
-            edges = tuple(edge for f in forms for edge in f.products)
-            weights = cat(f.weights for f in forms)
-            others = any(f.others for f in forms)
-            turned = forms[0].turned
-            form = Explicit(edges, logits, p, weights, others, self.axis, turned=turned)
-        return AttentionCall(cat(c.q for c in calls), k, v, form, output, first.origins)
+        q = cat(c.q for c in calls)
+        return AttentionCall(q, k, v, form, output, first.origins)
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:
         """Join what the calls have."""

@@ -63,21 +63,30 @@ def add_inputs(
         if form is not None:  # q may be constant
             t: Tensor = getattr(call, name)
             part = projections.project(form, t, call.origins.leaves(t), len(batch))
-            parts[name], tokens[name] = part, part.x
+            parts[name] = part
+            tokens[name] = part.x
             # Padded tokens are no part of X: bounds by norms of X would count them.
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
-                tokens[name] = part.x * part.index.pick(batch.mask)[..., None]
+                real = part.index.pick(batch.mask)
+                tokens[name] = part.x * real[..., None]
     memory = tokens["k"]
     out = None
     if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
-        out = read(structure.out.kept)[structure.out.order] * structure.out.gain[:, None]
+        weight = read(structure.out.kept)
+        out = weight[structure.out.order] * structure.out.gain[:, None]
         out = torch.unflatten(out, 0, (call.q.shape[1], -1))
-    width = (*call.q.shape[::2], memory.shape[2])
+    if "q" in parts:
+        x = tokens["q"]
+        to_q = parts["q"].projection
+    else:
+        windows, _, queries, _ = call.q.shape
+        x = memory.new_zeros(windows, queries, memory.shape[2])
+        to_q = None
     heads = replace(
         attention,
-        x=tokens["q"] if "q" in tokens else memory.new_zeros(width),
+        x=x,
         x_kv=None if structure.joint else memory,
-        to_q=parts["q"].projection if "q" in parts else None,
+        to_q=to_q,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
         out=out,
@@ -175,8 +184,11 @@ def capture(
         EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
-    # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
-    cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
+    cut = []
+    for site in sites:
+        # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
+        if site.explicit or (projections and site.address in chosen):
+            cut.append(site)
     # A layer that the data switch off stays in `pending`, and is reported below.
     pending = dict(chosen)
     results = list[Result]()
@@ -216,9 +228,11 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
-        q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
-        plain = replace(call, q=q, k=k, v=v, form=Fused(0.0, logits, causal=False))
-    attention, _ = read_product(plain, batch, site.structure.q if site.structure else None)
+        q = logits.new_zeros(windows, heads, rows, 0)
+        k = logits.new_zeros(windows, heads, keys, 0)
+        plain = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
+    form_of_q = site.structure.q if site.structure else None
+    attention, _ = read_product(plain, batch, form_of_q)
     if attention.q.shape[1] != site.heads:  # their number follows that of the tokens: misread
         raise InputError(
             f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
@@ -227,10 +241,13 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
             "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which need "
             "no heads.",
         )
-    frame = next((f for f in reversed(frames) if f.name == site.scope), None)
-    order = [] if frame is None else frame.attentions
+    scopes = [frame for frame in frames if frame.name == site.scope]
+    if not scopes:
+        return Layer(site, call, batch, attention, None, [])
+    innermost = scopes[-1]
+    order = innermost.attentions
     numbers = [order.index(address) for address in site.addresses if address in order]
-    return Layer(site, call, batch, attention, frame, numbers)
+    return Layer(site, call, batch, attention, innermost, numbers)
 
 
 ONE_INPUT = "one input"
@@ -415,29 +432,40 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     # Gradients are compared at the inputs of the linear maps, where both are exact.
     readers = {"x": queries, "x_kv": memory}
     closed = [(readers[name][0], z) for name, z in pulled.items()]
-    made = []
-    for side in (queries, memory):
-        made.append({id(y) for part in side for y, _ in part.leaves})
-    one = heads.x_kv is None or bool(made[0] & made[1])
+    made_q = {id(leaf.tensor) for part in queries for leaf in part.leaves}
+    made_kv = {id(leaf.tensor) for part in memory for leaf in part.leaves}
+    one_input = heads.x_kv is None or not queries or bool(made_q & made_kv)
     apart = []
-    for group in [queries + memory] if one or not queries else [queries, memory]:
-        # R^T J^T u through the graph, for what the linear maps read, a token per row.
-        leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
-        linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
-        outputs = [leaf.tensor for leaf in leaves]
-        gradients = torch.autograd.grad(
-            call.output, outputs, u, retain_graph=True, materialize_grads=True
-        )
-        sketch = _draw_sketch(group[0].x)
-        each = zip(linears, gradients, strict=True)
-        true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
-        # The same for the closed form, whose tokens are those of the attention.
+    for group in [queries + memory] if one_input else [queries, memory]:
+        difference = _pull_to_inputs(group, call, u)
+        # Less the same by the closed form, whose tokens are those of the attention.
         for part, z in closed:
             if any(part is other for other in group):
-                rows = part.index.rows(len(true) // part.index.length).flatten()
-                true = true.index_add(0, rows, z.flatten(0, 1).to(true), alpha=-1)
-        apart.append(torch.linalg.vector_norm(true))
+                samples = len(difference) // part.index.length
+                rows = part.index.rows(samples).flatten()
+                z = z.flatten(0, 1).to(difference)
+                difference = difference.index_add(0, rows, z, alpha=-1)
+        apart.append(torch.linalg.vector_norm(difference))
     return bool(torch.stack(apart).norm() <= AGREES)
+
+
+def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:
+    """Return R^T J^T u by autograd, for what the linear maps of some projections read.
+
+    One row per token of their input.
+    """
+    leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
+    linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
+    outputs = [leaf.tensor for leaf in leaves]
+    gradients = torch.autograd.grad(
+        call.output, outputs, u, retain_graph=True, materialize_grads=True
+    )
+    sketch = _draw_sketch(group[0].x)
+    images = []
+    for linear, gradient in zip(linears, gradients, strict=True):
+        directions = linear.weight.T @ sketch
+        images.append(linear.outputs(gradient) @ directions)
+    return torch.stack(images).sum(0)
 
 
 def _draw_sketch(x: Tensor) -> Tensor:

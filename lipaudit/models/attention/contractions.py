@@ -44,16 +44,20 @@ class Contraction(NamedTuple):
     @property
     def width(self) -> int:
         """Return the number of entries of x that one sum runs over."""
-        summed = set(self.given) & set(self.letters) - set(self.out)
-        return math.prod(n for a, n in zip(self.given, self.x.shape, strict=True) if a in summed)
+        width = 1
+        for axis, size in zip(self.given, self.x.shape, strict=True):
+            if axis in self.letters and axis not in self.out:
+                width *= size
+        return width
 
     def orders(self) -> Iterator[tuple[str, Contraction]]:
         """Yield both orders of the factors, each with the op in the address of the linear map."""
         yield calls.RIGHT, self
         # A weight on the left is the same for all samples: with axes in common with the other
         # factor, it is a learned query.
-        if not self.entire and not set(self.given) & set(self.letters) & set(self.out):
-            x, given, weight, letters, out = self[:5]
+        x, given, weight, letters, out = self[:5]
+        common = set(given) & set(letters) & set(out)
+        if not self.entire and not common:
             yield calls.LEFT, Contraction(weight, letters, x, given, out)
 
     def read(self) -> Linear | None:
@@ -63,11 +67,13 @@ class Contraction(NamedTuple):
         """
         x, given, weight, letters, out = self[:5]
         for axis in set(given) & set(letters) & set(out):
-            if _is_even(weight, letters.index(axis)):
-                weight = weight.select(letters.index(axis), 0)
+            place = letters.index(axis)
+            place_in_x = given.index(axis)
+            if _is_even(weight, place):
+                weight = weight.select(place, 0)
                 letters = letters.replace(axis, "")
-            elif _is_even(x, given.index(axis)):
-                x = x.select(given.index(axis), 0)
+            elif _is_even(x, place_in_x):
+                x = x.select(place_in_x, 0)
                 given = given.replace(axis, "")
         rows = [a for a in out if a not in letters]
         blocks = [a for a in out if a in given and a in letters]
@@ -75,16 +81,22 @@ class Contraction(NamedTuple):
         columns = [a for a in out if a not in given]
         if not summed:
             return None
-        x = x.permute([given.index(a) for a in rows + blocks + summed]).flatten(len(rows))
+        x = x.permute([given.index(a) for a in rows + blocks + summed])
+        x = x.flatten(len(rows))
         weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
         count = math.prod(weight.shape[: len(blocks)])
         if blocks and count * weight.numel() > LARGEST:
             return None
-        width = math.prod(weight.shape[len(weight.shape) - len(columns) :])
+        first_column = len(blocks) + len(summed)
+        width = math.prod(weight.shape[first_column:])
         each = weight.reshape(count, x.shape[-1] // count, width)
         whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
         order = [out.index(a) for a in rows + blocks + columns]
-        return Linear(x, whole, self.bias, lambda y: y.permute(order).flatten(len(rows)))
+
+        def arrange(y: Tensor) -> Tensor:
+            return y.permute(order).flatten(len(rows))
+
+        return Linear(x, whole, self.bias, arrange)
 
 
 def _is_even(t: Tensor, axis: int) -> bool:
@@ -115,9 +127,11 @@ def _read_conv(
     groups: int = 1,
 ) -> Contraction | None:
     pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    steps, pads = ((n,) if isinstance(n, int) else n for n in (stride, padding))
-    dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
-    if not pointwise or not dense:
+    steps = {stride} if isinstance(stride, int) else set(stride)
+    pads: set[Any] = {0}  # a string asks for the padding that keeps the size: none here
+    if not isinstance(padding, str):
+        pads = {padding} if isinstance(padding, int) else set(padding)
+    if not pointwise or steps != {1} or pads != {0}:
         return None
     weight = weight.flatten(1)
     place = ascii_lowercase[: input.ndim - 2]
@@ -127,13 +141,16 @@ def _read_conv(
 
 
 def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
-    if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
+    if len(operands) != 2 or kwargs:
         return None
     a, b = operands
-    if min(a.ndim, b.ndim) < 2:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
         return None
-    lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
-    first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
+    axes = max(a.ndim, b.ndim) - 2
+    lead = ascii_lowercase[:axes]
+    # Leading axes are aligned at their end.
+    first = lead[axes + 2 - a.ndim :]
+    second = lead[axes + 2 - b.ndim :]
     return Contraction(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
 
 
@@ -144,8 +161,9 @@ def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contr
     second = list(ascii_lowercase[a.ndim :][: b.ndim])
     for i, j in zip(*dims, strict=True):
         second[j] = first[i]
-    out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
-    return Contraction(a, first, b, "".join(second), out)
+    kept = [c for c in first if c not in second]
+    kept += [c for c in second if c not in first]
+    return Contraction(a, first, b, "".join(second), "".join(kept))
 
 
 def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
@@ -162,9 +180,11 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
     first, comma, second = letters.partition(",")
     if not arrow or not comma or "," in second or "." in equation:
         return None
-    if any(len(set(each)) < len(each) for each in (first, second)):
-        return None
-    if set(first + second) - set(out) - (set(first) & set(second)):
+    axes = set(first)
+    other_axes = set(second)
+    diagonal = len(axes) < len(first) or len(other_axes) < len(second)
+    lone_sum = (axes ^ other_axes) - set(out)
+    if diagonal or lone_sum:
         return None
     return Contraction(operands[0], first, operands[1], second, out)
 

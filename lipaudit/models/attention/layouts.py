@@ -39,10 +39,12 @@ _BY_AXES = {
 
 def guess_layouts(q: Tensor, samples: int) -> tuple[Layout, ...]:
     """Return the layouts that q has in most models, most likely first."""
-    further = (SAMPLES, *[WINDOWS] * (q.ndim - 4), HEADS)
-    guesses = _BY_AXES.get(q.ndim, (further,))
-    fits = q.ndim != 3 or q.shape[0] % samples == 0
-    return tuple(Layout(axes) for axes in guesses if fits or axes == (SAMPLES,))
+    windows = [WINDOWS] * (q.ndim - 4)
+    guesses = _BY_AXES.get(q.ndim, ((SAMPLES, *windows, HEADS),))
+    # Heads and samples in one axis: its size is a multiple of the samples.
+    if q.ndim == 3 and q.shape[0] % samples:
+        guesses = ((SAMPLES,),)
+    return tuple(Layout(axes) for axes in guesses)
 
 
 def find_layouts(call: AttentionCall, samples: int) -> tuple[Layout, ...]:
@@ -61,7 +63,9 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[Layout, ...]:
         return ()
     try:
         moved = {name: _move_inputs(t, leaves[name]) for name, t in tensors.items()}
-        leading = [_find_factors(moved, axis, n) for axis, n in enumerate(call.q.shape[:-2])]
+        leading = []
+        for axis, size in enumerate(call.q.shape[:-2]):
+            leading.append(_find_factors(moved, axis, size))
         queries = _find_query_factors(moved, call.q.shape[-2])
     except RuntimeError as error:  # an op of the model has no second derivative
         if of_machine(error):
@@ -99,11 +103,16 @@ def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
         tokens = read.any(1).nonzero()
         if not len(tokens):
             continue
-        moved.rows.append(_find_moved(source, row=int(tokens[len(tokens) // 2])))
+        middle = int(tokens[len(tokens) // 2])
+        moved.rows.append(_find_moved(source, row=middle))
         whole = _find_moved(source)
         weight = None if linear is None else linear.weight
-        # The same weights for other tokens: windows that the model has projected one by one.
-        number = next((i for i, one in enumerate(weights) if _is_same(one[0], weight)), None)
+        number = None
+        for i, (known, _) in enumerate(weights):
+            # The same weights for other tokens: windows that the model has projected one by one.
+            if known is not None and weight is not None and torch.equal(known, weight):
+                number = i
+                break
         if number is None:
             column = int(read.any(0).nonzero()[0])
             weights.append((weight, column))
@@ -120,37 +129,37 @@ def _join_tokens(y: Tensor) -> Tensor:
     return y.flatten(0, -2)
 
 
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
-
-
 def _find_moved(source: Probed, *, row: int | None = None, column: int | None = None) -> Tensor:
     """Return which vectors of t move with a row or column of y; with all of it by default."""
-    every = slice(None)
-    place = every if row is None else row, every if column is None else column
+    rows = slice(None) if row is None else row
+    columns = slice(None) if column is None else column
     move = torch.zeros_like(source.read)
     # A half to one and a half: a sum of such numbers is never 0.
     generator = torch.Generator(move.device).manual_seed(0)
     noise = torch.rand(move.shape, generator=generator, dtype=move.dtype, device=move.device)
-    move[place] = noise[place] + 0.5
+    move[rows, columns] = noise[rows, columns] + 0.5
     return (source.push(move) != 0).any(-1)
 
 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
     """Return the factors of a leading axis; samples count as windows so far."""
     columns = [pattern for each in moved.values() for pattern in each.columns]
-    shown = {"columns": columns, "queries": moved["q"].rows}
-    shown["keys"] = [*moved["k"].rows, *moved["v"].rows]
-    known = bool(moved["k"].rows and moved["v"].rows)
+    keys = moved["k"].rows
+    values = moved["v"].rows
+    shown = {"columns": columns, "queries": moved["q"].rows, "keys": [*keys, *values]}
+    known = bool(keys and values)
+    # Queries of several maps (experts) may be of one token.
+    one_map = len(moved["q"].maps) == 1
     factors: list[Factor] = []
     for count, kinds in _split_axis(size, axis, shown):
         role: Role = "window"
         if "columns" in kinds:
             role = "head"
         elif known and "keys" not in kinds and size > 1:
-            # The same keys for all: other queries, or heads that read the same channels. Queries
-            # of several maps (experts) may be of one token.
-            role = "token" if "queries" in kinds and len(moved["q"].maps) == 1 else "head"
+            # The same keys for all: other queries, or heads that read the same channels.
+            role = "head"
+            if "queries" in kinds and one_map:
+                role = "token"
         factors.append(Factor(role, count))
     return tuple(factors)
 
@@ -158,17 +167,16 @@ def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Fa
 def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor, ...]:
     """Return the factors of the axis of queries: heads may be in it that share their keys."""
     # Where channels move some of the keys, attention is over channels, or over heads.
-    over_tokens = all(
-        torch.equal(one, whole)
-        for name in "kv"
-        for one, whole in zip(moved[name].columns, moved[name].maps, strict=True)
-    )
+    for name in "kv":
+        for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
+            if not torch.equal(one, whole):
+                return TOKENS
     pairs = zip(moved["q"].columns, moved["q"].maps, strict=True)
     heads = []
     for one, whole in pairs:
         if not torch.equal(_profile(one, -1), _profile(whole, -1)):
             heads.append(one)
-    if not heads or not over_tokens:
+    if not heads:
         return TOKENS
     parts = _split_axis(size, -1, {"columns": heads})
     factors = []
@@ -196,14 +204,17 @@ def _split_axis(
         The size of each factor, outermost first, and which patterns have one place of it.
     """
     spans: list[tuple[str, int, int]] = []
+    edges = {1, size}
     for kind, patterns in shown.items():
         for pattern in patterns:
-            spans += [(kind, *span) for span in _find_spans(_profile(pattern, axis))]
-    edges = sorted({1, size}.union(*((low, high) for _, low, high in spans)))
-    if any(high % low for low, high in pairwise(edges)):  # they overlap
+            for start, end in _find_spans(_profile(pattern, axis)):
+                spans.append((kind, start, end))
+                edges |= {start, end}
+    steps = [*pairwise(sorted(edges))]
+    if any(high % low for low, high in steps):  # they overlap
         return [(size, {kind for kind, _, _ in spans})]
     parts: list[tuple[int, set[str]]] = []
-    for low, high in reversed([*pairwise(edges)]):
+    for low, high in reversed(steps):
         kinds = {kind for kind, start, end in spans if start <= low and high <= end}
         parts.append((high // low, kinds))
     return parts or [(size, set())]
@@ -220,16 +231,17 @@ def _find_spans(profile: Tensor) -> list[tuple[int, int]]:
     stride = 1
     rest = profile
     while not rest.all():
-        divisors = []
-        for n in range(1, len(rest) + 1):
-            if len(rest) % n == 0:
-                divisors.append(n)
-        blocks = {n: rest.view(-1, n) for n in divisors}
-        run = max(n for n, block in blocks.items() if (block == block[:, :1]).all())
+        run = 1  # the longest block that all entries lie in from its start to its end
+        for n in _list_divisors(len(rest)):
+            blocks = rest.view(-1, n)
+            if (blocks == blocks[:, :1]).all():
+                run = n
         rest = rest[::run]
-        sizes = [n for n in divisors if len(rest) % n == 0]
-        single = [n for n in sizes if int(rest.view(-1, n).any(0).sum()) == 1]
-        count = max(single, default=1)
+        count = 1  # the most places of which the entries have one
+        for n in _list_divisors(len(rest)):
+            places = rest.view(-1, n).any(0)
+            if int(places.sum()) == 1:
+                count = n
         if count == 1:
             return [(1, len(profile))]
         stride *= run
@@ -237,6 +249,10 @@ def _find_spans(profile: Tensor) -> list[tuple[int, int]]:
         stride *= count
         rest = rest.view(-1, count).any(1)
     return spans
+
+
+def _list_divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _choose_samples(
@@ -252,12 +268,16 @@ def _choose_samples(
             if windows.size == 1:
                 orders = [[Factor("sample")]]
             for order in orders:
-                changed = [*axis[:place], *order, *axis[place + 1 :]]
-                axes = [*leading[:number], tuple(changed), *leading[number + 1 :]]
-                yield tuple(_free_sizes(one, "window") for one in axes)
+                axes = [list(each) for each in leading]
+                axes[number][place : place + 1] = order
+                yield tuple(_free_sizes(each, "window") for each in axes)
 
 
 def _free_sizes(factors: Sequence[Factor], role: Role) -> tuple[Factor, ...]:
     """Return factors of which the first one that holds windows, or tokens, follows the data."""
-    free = next((i for i, f in enumerate(factors) if f.role in (role, "token")), None)
-    return tuple(f if i != free else Factor(f.role) for i, f in enumerate(factors))
+    freed = list(factors)
+    for i, factor in enumerate(factors):
+        if factor.role in (role, "token"):
+            freed[i] = Factor(factor.role)
+            break
+    return tuple(freed)

@@ -103,7 +103,8 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     keys = _find_keys(form, product)
     ends = {edge.node for edge in form.products}
     path = [node for node in nodes(form.logits, ends) if node not in ends]  # without the product
-    slope = _read_slopes(form, product, keys, [n for n in path if op(n) in _LARGEST])
+    largest = [node for node in path if op(node) in _LARGEST]
+    slope = _read_slopes(form, product, keys, largest)
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
     sink = None
@@ -112,14 +113,18 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
-    logits, p = (t.detach()[..., keys] for t in (form.logits, form.p))
+    logits = form.logits.detach()[..., keys]
+    p = form.p.detach()[..., keys]
     # Pairs without weight do not move the output, whatever their slope is.
     seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
-    scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
+    sizes = torch.where(seen, slope, 0.0).abs()
+    scale = sizes.amax((-2, -1), keepdim=True)
     even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~seen
     # Through affine ops only, slopes are constant: at other samples, too.
-    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | (set() if sink is None else {"ConstantPadNd"})
+    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
+    if sink is not None:
+        allowed = allowed | {"ConstantPadNd"}
     plain = even and not form.others
     if plain and all(op(node) in allowed and not _is_cut_off(node) for node in path):
         ops = {op(node) for node in path}
@@ -190,10 +195,12 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         # that sum exactly to 0 over a row then give no gradient to it.
         generator = torch.Generator(device).manual_seed(1)
         shape = form.logits.shape
-        u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
+        u = torch.randint(-9, 10, shape, generator=generator, device=device)
+        u = u.to(form.logits.dtype)
         # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
-        if any(bool((each != 0).any()) for each in pull_logits(u)[1]):
+        _, reached = pull_logits(u)
+        if any(bool((each != 0).any()) for each in reached):
             raise NotClosedForm("its logits depend on the largest one of their row")
 
     def pull(cotangent: Tensor) -> Tensor:
@@ -226,9 +233,11 @@ def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool)
     bias = (logits - linear).masked_fill(masked, -torch.inf)
     if shifted:  # the largest logit of each row was subtracted
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-    rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
+    largest = linear.abs().amax(-1, keepdim=True)
+    rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest
     rounding = rounding.clamp_max(_NEGLIGIBLE)
-    absent = ~(bias.abs() > rounding).any(-1, keepdim=True).any(-2, keepdim=True)
+    rows = (bias.abs() > rounding).any(-1, keepdim=True)
+    absent = ~rows.any(-2, keepdim=True)
     if absent.all():
         return None
     return bias.masked_fill(absent, 0.0)
@@ -242,9 +251,14 @@ def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
 def _is_cut_off(node: Node) -> bool:
     """Say whether an op cuts logits off at a level that they may reach, at X or elsewhere."""
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
-    levels = [getattr(node, name, None) for name in names.get(op(node), ())]
-    constant = [t for t in levels if t is not None and not getattr(t, "requires_grad", False)]
-    return any(float(torch.as_tensor(t).abs().min()) < _OUT_OF_REACH for t in constant)
+    for name in names.get(op(node), ()):
+        level = getattr(node, name, None)
+        if level is None or getattr(level, "requires_grad", False):
+            continue
+        least = torch.as_tensor(level).abs().min()
+        if float(least) < _OUT_OF_REACH:
+            return True
+    return False
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
@@ -273,7 +287,8 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
     known = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
-    if any(id(leaf) not in known for leaf in leaves(logits)[0]):
+    inputs, _ = leaves(logits)
+    if any(id(leaf) not in known for leaf in inputs):
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
     live = heads.attention() > 0
@@ -286,7 +301,9 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     if "k" in sides:  # the same with queries and keys swapped
         turned = None if slope is None else slope.mT
         t = _read_term(logits.mT, sides["k"], samples, s * heads.q, turned, live.mT)
-    return Pairs(slope, r, None if t is None else t.transpose(2, 3))
+        if t is not None:
+            t = t.transpose(2, 3)
+    return Pairs(slope, r, t)
 
 
 def _read_term(
@@ -320,7 +337,11 @@ def _read_term(
         raise NotClosedForm(f"its position terms have {size:.1e} numbers")
     every = columns.flatten()
     outputs = tuple(leaf.tensor for leaf in part.leaves)
-    source = Probed(logits, outputs, lambda *y: part.linear.outputs(*y)[:, every])
+
+    def read_columns(*y: Tensor) -> Tensor:
+        return part.linear.outputs(*y)[:, every]
+
+    source = Probed(logits, outputs, read_columns)
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
     # For each channel of q, the change of all columns, the same at every token, that changes this
     # channel alone: (d, heads * d).
@@ -339,21 +360,27 @@ def _read_term(
     rows = source.as_rows(*pulled)
     parts = list[Tensor]()
     apart = largest_gradient = largest = plain.new_zeros(live.shape[1])
-    for c, move in enumerate(inverse.permute(2, 0, 1).flatten(1)):
+    moves = inverse.permute(2, 0, 1).flatten(1)
+    for c, move in enumerate(moves):
         (gradient,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
+        # r_ij = dS_ij / dq_i - f_ij s k_j
         known = plain[..., None, :, c]
-        rest = (gradient - (known if slope is None else slope * known)).where(live, 0.0)
+        if slope is not None:
+            known = slope * known
+        rest = (gradient - known).where(live, 0.0)
         mean = rest.sum(0) / live.sum(0).clamp_min(1)
-        apart = torch.maximum(apart, graph.find_largest((rest - mean).where(live, 0.0)))
+        spread = (rest - mean).where(live, 0.0)
+        apart = torch.maximum(apart, graph.find_largest(spread))
         largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
         largest = torch.maximum(largest, graph.find_largest(mean[None]))
         parts.append(mean)
     if not bool((apart <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
         raise NotClosedForm(BESIDE)
-    rounding = _GRADIENT_ROUNDING * torch.finfo(largest_gradient.dtype).eps * largest_gradient
-    if bool((largest > rounding).any()):
-        return torch.stack(parts, -1)[None]
-    return None
+    eps = torch.finfo(largest_gradient.dtype).eps
+    rounding = _GRADIENT_ROUNDING * eps * largest_gradient
+    if not bool((largest > rounding).any()):
+        return None
+    return torch.stack(parts, -1)[None]
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:

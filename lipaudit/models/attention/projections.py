@@ -67,16 +67,20 @@ class TokenIndex:
 
     def rows(self, samples: int) -> Tensor:
         """Return the row of X for each (window, token) of a batch."""
-        sample = torch.arange(samples, device=self.tokens.device).view(-1, 1, 1)
+        sample = torch.arange(samples, device=self.tokens.device)
+        sample = sample.view(-1, 1, 1)
         if self.samples_first:
-            return (sample * self.length + self.tokens).flatten(0, 1)
-        return (self.tokens * samples + sample).flatten(0, 1)
+            rows = sample * self.length + self.tokens
+        else:
+            rows = self.tokens * samples + sample
+        return rows.flatten(0, 1)
 
     def read(self, origin: Origin) -> Tensor:
         """Return the inputs of a linear map, token by token, that the attention reads."""
         assert origin.linear is not None  # `decode` refuses every other origin
         inputs = origin.linear.inputs
-        return inputs[self.rows(len(inputs) // self.length).flatten()].detach()
+        rows = self.rows(len(inputs) // self.length)
+        return inputs[rows.flatten()].detach()
 
     def is_same(self, other: TokenIndex) -> bool:
         """Say whether two maps of one input have their tokens in the same places."""
@@ -91,10 +95,12 @@ class TokenIndex:
         """Return the same index for longer or shorter samples, if that is unambiguous."""
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
-        every = [torch.arange(n, device=self.tokens.device)[None] for n in (self.length, length)]
-        if length != tokens or not torch.equal(self.tokens, every[0]):
+        device = self.tokens.device
+        in_order = torch.arange(self.length, device=device)[None]
+        if length != tokens or not torch.equal(self.tokens, in_order):
             return None
-        return TokenIndex(every[1], length, self.samples_first)
+        longer = torch.arange(length, device=device)[None]
+        return TokenIndex(longer, length, self.samples_first)
 
 
 @dataclass(frozen=True)
@@ -143,12 +149,14 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     if not leaves:
         return None
     origins = [origin for _, origin in leaves]
-    if len(leaves) > 1 and not all(origins[0].reads_same(other) for other in origins[1:]):
+    first, *others = origins
+    if not all(first.reads_same(other) for other in others):
         raise NotClosedForm("is made from linear maps of several tensors", "multi-source")
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
         raise NotClosedForm("is not the output of a linear map", "unprojected")
-    source = Probed(t, tuple(y for y, _ in leaves), join_linears(linears).outputs)
+    outputs = tuple(leaf.tensor for leaf in leaves)
+    source = Probed(t, outputs, join_linears(linears).outputs)
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
@@ -166,10 +174,11 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     affine = graph.find_affine_map(source, rows, columns)
     if affine is not None:
         mix, offset = affine
-        eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
-        mixed = mix.shape[-1] != mix.shape[-2] or not torch.equal(mix, eye.expand_as(mix))
-        moved = bool(offset.any())
-        return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
+        if not _is_identity(mix):
+            form = replace(form, mix=mix)
+        if offset.any():
+            form = replace(form, offset=offset)
+        return form
     # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
     local = graph.find_position_map(source, rows, columns)
     shared = local is not None
@@ -189,15 +198,29 @@ def find_token_rows(source: Probed) -> Tensor:
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
     touched = graph.find_touched(source.read, 1)
-    if len(touched) == len(number) and touched.all() and graph.reads_only(source, ordered):
+    every = len(touched) == len(number) and bool(touched.all())
+    if every and graph.reads_only(source, ordered):
         return ordered
+    # Row r of y affects token[r], -1 for none.
     token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
-    if token is None or (torch.bincount(token[token >= 0]) > 1).any():
+    if token is None:
         raise NotClosedForm("depends on several tokens", "mixing")
-    if (token >= 0).sum() < number.numel():
+    has_effect = token >= 0
+    if (torch.bincount(token[has_effect]) > 1).any():
+        raise NotClosedForm("depends on several tokens", "mixing")
+    if has_effect.sum() < number.numel():
         raise NotClosedForm("has tokens that do not come from the input", "partial")
-    # Row r of y affects token[r], -1 for none: sort by token, after rows without an effect.
-    return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
+    # Sorted by token, after rows without an effect.
+    without = int((~has_effect).sum())
+    return token.argsort()[without:].view(windows, tokens)
+
+
+def _is_identity(mix: Tensor) -> bool:
+    """Say whether matrices, (heads, d, e), are all the identity."""
+    if mix.shape[-1] != mix.shape[-2]:
+        return False
+    eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
+    return torch.equal(mix, eye.expand_as(mix))
 
 
 def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
@@ -211,12 +234,13 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     Raises:
         NotClosedForm: rows are ordered neither by sample, then token, nor by token, then sample.
     """
-    if rows.shape[0] % samples == 0 and total % samples == 0:
-        first = rows[: rows.shape[0] // samples]
-        for index in (
-            TokenIndex(first, total // samples, samples_first=True),
-            TokenIndex(first // samples, total // samples, samples_first=False),
-        ):
+    windows = rows.shape[0]
+    if windows % samples == 0 and total % samples == 0:
+        length = total // samples
+        first = rows[: windows // samples]
+        by_sample = TokenIndex(first, length, samples_first=True)
+        by_token = TokenIndex(first // samples, length, samples_first=False)
+        for index in (by_sample, by_token):
             if torch.equal(index.rows(samples), rows):
                 return index
     raise NotClosedForm("has rows that cannot be attributed to samples", "rows")
@@ -235,20 +259,24 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     # equal by chance, or zero. The largest repetition comes first: 8 equal heads are one head 8
     # times, not two heads 4 times.
     for repeat in (1, *range(heads, 1, -1)):
-        if repeat == 1:
-            part = source
-        else:
-            part = replace(source, t=t[:, ::repeat])
-        if heads % repeat or not torch.equal(part.t.repeat_interleave(repeat, 1), t):
+        if heads % repeat:
             continue
-        number = torch.arange(heads // repeat, device=t.device).view(1, -1, 1, 1)
-        head = graph.label_fed(part, number, rows=False)
+        part = source
+        if repeat > 1:
+            part = replace(source, t=t[:, ::repeat])
+        if not torch.equal(part.t.repeat_interleave(repeat, 1), t):
+            continue
+        count = heads // repeat
+        number = torch.arange(count, device=t.device)
+        # Column c of y affects head[c], -1 for none.
+        head = graph.label_fed(part, number.view(1, -1, 1, 1), rows=False)
         if head is not None:
-            sizes = torch.bincount(head[head >= 0], minlength=number.numel())
+            sizes = torch.bincount(head[head >= 0], minlength=count)
             if (sizes != sizes[0]).any():
                 raise NotClosedForm("uses more channels in some heads than in others", "ragged")
-            order = head.argsort(stable=True)[int((head < 0).sum()) :]
-            return part, order.view(number.numel(), -1), repeat
+            without = int((head < 0).sum())
+            order = head.argsort(stable=True)[without:]
+            return part, order.view(count, -1), repeat
         if repeat > 1:
             return part, None, repeat
     return source, None, 1
@@ -298,11 +326,13 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     made_by = tuple(known[address] for address in form.source if address in known)
     linears = [leaf.origin.linear for leaf in made_by if leaf.origin.linear is not None]
     same = len(linears) == len(leaves) == len(form.source)
-    if not same or not all(each.reads_same(linears[0]) for each in linears[1:]):
+    same = same and all(each.reads_same(linears[0]) for each in linears[1:])
+    if not same:
         raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
-    source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
+    outputs = tuple(leaf.tensor for leaf in made_by)
+    source = Probed(t[:, :: form.repeat], outputs, linear.outputs)
     total = linear.inputs.shape[0]
     # A text of another length has the same index only if every token is read once, in order.
     index = form.index.resize(total // samples, source.t.shape[2])
@@ -323,10 +353,12 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         # One projection of all heads becomes one per head, each reading all columns.
         heads = source.t.shape[1]
         local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
-        local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
+        local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
+        local = local.transpose(1, 2)
+        weight = weight.expand(heads, -1, -1)
         if bias is not None:
             bias = bias.expand(heads, -1)
-        projection = Projection(weight.expand(heads, -1, -1), bias, local, form.kind)
+        projection = Projection(weight, bias, local, form.kind)
     else:
         local = _compute_local_map(form, source, rows)
         projection = Projection(weight, bias, local, form.kind)

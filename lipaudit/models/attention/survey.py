@@ -7,6 +7,7 @@ look repeated, two inputs look like one, and mixing of samples stays invisible.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -110,14 +111,12 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
 
     It includes sums of the values: a write to `p.data` does not change the version of p.
     """
-    return tuple(
-        (
-            p.data_ptr(),
-            0 if p.is_inference() else p._version,
-            compute_values(p).detach().sum().item(),
-        )
-        for p in chain(module.parameters(), module.buffers())
-    )
+    fingerprint = []
+    for p in chain(module.parameters(), module.buffers()):
+        version = 0 if p.is_inference() else p._version
+        total = compute_values(p).detach().sum()
+        fingerprint.append((p.data_ptr(), version, total.item()))
+    return tuple(fingerprint)
 
 
 def survey(net: Net, batch: Batch) -> Survey:
@@ -152,10 +151,11 @@ def survey(net: Net, batch: Batch) -> Survey:
                     "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
                     "sample.",
                 )
-            finite = output.isfinite().all()
-            advice = "Check the weights, and try --dtype float64."
-            if not finite:
-                raise EvaluationError("the model's output is not finite", advice)
+            if not output.isfinite().all():
+                raise EvaluationError(
+                    "the model's output is not finite",
+                    "Check the weights, and try --dtype float64.",
+                )
             try:
                 sites, scores = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
@@ -194,7 +194,8 @@ def _observe_passes(
         if not agree(output, result, each=0):
             requirements.require_repeat(net, pair, pair, output)
         if not agree(output, result, requirements.AGREES, each=0):
-            gap = (result - output).abs().amax() / output.abs().amax()
+            difference = (result - output).abs().amax()
+            gap = difference / output.abs().amax()
             raise InputError(
                 f"the model's output changes by {gap:.1e} (relative) when it is observed",
                 "Use a model that does not depend on the autograd mode or on how it is called.",
@@ -208,7 +209,8 @@ def _observe_passes(
     scores = frozenset(surveyor.scores)
     if scores:
         surveyor = observe((), *scores)
-    if loops := surveyor.find_loops():
+    loops = surveyor.find_loops()
+    if loops:
         surveyor = observe(loops, *scores)
     # Once more with fewer cuts, for keys that are made from a latent of the tokens.
     if surveyor.uncut:
@@ -268,7 +270,8 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
 
         def move(out: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(next(seeds))
-            return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
+            noise = torch.randn(out.shape, generator=generator).to(out)
+            return out + _measure_size(out) * noise
 
         with trace.watch_embeddings(net, move):
             return net.call(x, mask)
@@ -286,21 +289,28 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
             samples[seed] = t + _measure_size(t) * noise
         else:
             low, high = net.box
-            noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
+            share = torch.rand(x.shape, generator=generator).to(x)
+            noise = low + (high - low) * share
             samples[seed] = 0.5 * (t + noise)
     ids = (batch.ids[0], batch.ids[0] + "-companion")
-    pairs = [Batch(torch.cat([samples[0], other]), None, ids) for other in samples[1:]]
-    return replace(net, call=call) if net.kind == "text" else net, pairs[0], pairs[1]
+    generic, first, second = samples
+    pair = Batch(torch.cat([generic, first]), None, ids)
+    other = Batch(torch.cat([generic, second]), None, ids)
+    noisy = replace(net, call=call) if net.kind == "text" else net
+    return noisy, pair, other
 
 
 def _take_longest(net: Net, batch: Batch) -> Tensor:
     """Return the longest sample without its padding, repeated or cut to a useful length."""
-    ids = batch.x[:1]
+    ids = batch.x[0]
     if batch.mask is not None:
-        i = int(batch.mask.sum(1).argmax())
-        ids = batch.x[i : i + 1, batch.mask[i]]
-    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.input_shape[0]))
-    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
+        longest = int(batch.mask.sum(1).argmax())
+        ids = batch.x[longest, batch.mask[longest]]
+    fewest = min(FEWEST_TOKENS, net.input_shape[0])
+    wanted = max(len(ids), fewest)
+    repetitions = math.ceil(wanted / len(ids))
+    tokens = ids.repeat(repetitions)
+    return tokens[None, : min(wanted, MOST_TOKENS)]
 
 
 def _measure_size(x: Tensor) -> Tensor:

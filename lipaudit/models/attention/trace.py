@@ -40,7 +40,7 @@ class Frame:
     @property
     def inputs(self) -> dict[int | str, Tensor]:
         """Return the arguments that depend on the model's input, by place or name."""
-        given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        given: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
         return {k: t for k, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
 
     def name_inputs(self) -> list[str]:
@@ -101,9 +101,10 @@ class CallStack:
         """Keep `frames` up to date while the model runs."""
 
         def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self.frames.append(Frame(name, part, args, kwargs, self.counts[name, "call"]))
+            frame = Frame(name, part, args, kwargs, self.counts[name, "call"])
+            self.frames.append(frame)
             self.counts[name, "call"] += 1
-            self.on_enter(self.frames[-1])
+            self.on_enter(frame)
 
         with ExitStack() as hooks:
             for name, part in module.named_modules():
@@ -147,16 +148,19 @@ class Tracer(AttentionMode):
         super().__init__(on_attention)
         self.wanted = wanted
         self.inner_maps = inner_maps
-        self.place, self.origins = place or CallStack(), Origins()
-        self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
+        self.place = place or CallStack()
+        self.origins = Origins()
+        self.loops: dict[Address, Loop] = {}
+        for loop in loops:
+            if loop is not None:
+                self.loops |= dict.fromkeys(loop.addresses, loop)
         self.products: set[Address] = set()
         self._waiting: dict[Address, AttentionCall] = {}
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""
         address = self.place.address("input")
-        wanted = self.wanted is None or address in self.wanted
-        if wanted:
+        if self.wanted is None or address in self.wanted:
             return self._cut(t, Origin(address))
         return t
 
@@ -173,7 +177,9 @@ class Tracer(AttentionMode):
         product = reader(*args, **kwargs)
         for op, factors in () if product is None else product.orders():
             address = place._replace(op=op)
-            if self._is_map(factors, address) and (linear := factors.read()) is not None:
+            if self._is_map(factors, address):
+                linear = factors.read()
+            if linear is not None:
                 break
         if linear is None:
             return None
@@ -187,10 +193,14 @@ class Tracer(AttentionMode):
         if self.wanted is None:
             before = self.origins.leaves(linear.x)
             # Marks, not tensors: a chain of inputs would keep all activations of the model.
-            further = before[0].origin.way if len(before) == 1 else ()
-            way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
-            # The address of a map stands before those that it leads to: see `find_inner_maps`.
-            origin = Origin(address, constant, way[:_DEEPEST], divides_channels(linear.x))
+            way: list[tuple[object, tuple[Address, ...]]] = [(root(linear.x), ())]
+            if len(before) == 1:
+                for mark, maps in before[0].origin.way:
+                    # The address of a map stands before those that it leads to: see
+                    # `find_inner_maps`.
+                    way.append((mark, (address, *maps)))
+            divided = divides_channels(linear.x)
+            origin = Origin(address, constant, tuple(way[:_DEEPEST]), divided)
             if product is not None and not product.entire:
                 self.products.add(address)
         result = self._cut(output, origin)
@@ -202,22 +212,23 @@ class Tracer(AttentionMode):
 
         Every factor that does not depend on the sample counts as a weight.
         """
-        if self.wanted is not None or address in self.inner_maps:
-            return self.wanted is not None and address in self.wanted
+        if self.wanted is not None:
+            return address in self.wanted
+        if address in self.inner_maps:
+            return False
         x = factors.x
-        constants = (factors.weight, factors.bias)
-        if any(t is not None and t.requires_grad for t in constants) or not x.requires_grad:
+        weight = factors.weight
+        bias = factors.bias
+        moving = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if moving or not x.requires_grad:
             return False
         # Parts of the output of one linear map are queries or keys of one head, multiplied by a
         # rotation or by position vectors. A head is narrower than that output; a second map in
         # sequence (LoRA, a latent) reads the whole output.
         if factors.entire:
-            behind = []
-        else:
-            behind = self.origins.leaves(x)
-        linear = None
-        if len(behind) == 1:
-            linear = behind[0].origin.linear
+            return True
+        behind = self.origins.leaves(x)
+        linear = behind[0].origin.linear if len(behind) == 1 else None
         if linear is None or factors.width >= linear.parameter.shape[1]:
             return True
         return not is_affine(x)
@@ -242,9 +253,11 @@ class Tracer(AttentionMode):
             return call, address, cut
         # The calls of a loop wait for the last one. A model may leave some out for a sample.
         self._waiting[address] = call
-        if address != loop.addresses[-1] or not self._waiting.keys() >= {*loop.addresses}:
+        complete = all(each in self._waiting for each in loop.addresses)
+        if address != loop.addresses[-1] or not complete:
             return None, address, cut
-        return loop.join([self._waiting.pop(each) for each in loop.addresses]), address, cut
+        parts = [self._waiting.pop(each) for each in loop.addresses]
+        return loop.join(parts), address, cut
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
@@ -284,10 +297,12 @@ def watch_embeddings(
 
     So are those of every embedding that shares its weight.
     """
-    entry = net.entry if net.kind == "text" else None
-    tied = list[nn.Module]()
-    if entry is not None:
-        table = getattr(entry, "weight", None)
-        parts = net.module.modules()
-        tied = [m for m in parts if isinstance(m, nn.Embedding) and m.weight is table] or [entry]
-    return watch_modules((("", part) for part in tied), lambda _name, _args, out: change(out))
+    tied: list[tuple[str, nn.Module]] = []
+    if net.kind == "text" and net.entry is not None:
+        table = getattr(net.entry, "weight", None)
+        for part in net.module.modules():
+            if isinstance(part, nn.Embedding) and part.weight is table:
+                tied.append(("", part))
+        if not tied:
+            tied = [("", net.entry)]
+    return watch_modules(tied, lambda _name, _args, out: change(out))

@@ -79,13 +79,15 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
         given = [self._find_marks(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
-            marks = self._compute_marks(
-                name.rstrip("_") if name in _IN_PLACE else name, args, given, out
-            )
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor):
-                    self.mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
+        if not any(given) or name.endswith("_like") or name.startswith(_NEW):
+            return out
+        if name in _IN_PLACE:
+            name = name.rstrip("_")
+        marks = self._compute_marks(name, args, given, out)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                is_number = t.is_floating_point() or t.is_complex()
+                self.mark(t, marks if is_number else _SAMPLE)
         return out
 
     def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
@@ -97,10 +99,12 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
             return self._mark_product(left, right, out)
+        counted = given[:1] if name in _CHOICES else given
         marks = 0
-        for each in given[:1] if name in _CHOICES else given:
+        for each in counted:
             marks |= each
-        both = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
+        # One of two tensors is a pair.
+        mixed = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
         if name in _ENTRYWISE and isinstance(out, Tensor):
             sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
             # Each entry of the result depends on a pair of entries of two tensors.
@@ -108,13 +112,16 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if marks & _PAIR and name == "mul":
                     return self._count_use()
                 return marks | _OUTER
-            # Rows that are no pair are scaled or moved by a number each that a pair gave.
-            pair_shape = args[0 if given[0] & _PAIR else 1].shape[-1:] if both else ()
-            if pair_shape == (1,) and out.shape[-1:] != (1,):
-                return self._count_use()
-        if name == "add" and both:
+            if mixed:
+                pair = args[0] if given[0] & _PAIR else args[1]
+                # Rows that are no pair are scaled or moved by a number each that a pair gave.
+                if pair.shape[-1:] == (1,) and out.shape[-1:] != (1,):
+                    return self._count_use()
+        if name == "add" and mixed:
             return _SAMPLE  # a residual stream
-        return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
+        if name in _SOFTMAXES and marks & _OUTER:
+            marks |= _PAIR
+        return marks | _SAMPLE
 
     def _mark_product(self, left: Any, right: Any, out: Any) -> int:
         """Return the marks of a matrix product."""
@@ -149,10 +156,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if t.layout == torch.strided:
             storage = t.untyped_storage()
             entire = t.numel() * t.element_size() == storage.nbytes()
-            if entire:
-                before = 0
-            else:
-                before = self._find_marks(t)
+            before = 0 if entire else self._find_marks(t)
             # The reference prevents reuse of the address, without keeping the memory.
             self._marks[storage._cdata] = (_reference(storage), before | marks)
 

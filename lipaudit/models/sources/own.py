@@ -194,7 +194,10 @@ def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
     for shape in images:
         if options.image_shape(shape) == shape:
             return shape
-    first = images[0] if images else (3, 0, 0)
+    if images:
+        first = images[0]
+    else:
+        first = (3, 0, 0)
     return options.image_shape(first)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from lipaudit.errors import InputError, escape_controls, neighbours, suggestion
-from lipaudit.measures import layouts
-from lipaudit.tables import Report
+from lipaudit.measures import layouts, summarise
+from lipaudit.tables import Report, Row, Section
 from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
-from lipaudit.tables.summary import Summary, summary
+from lipaudit.tables.summary import SUMMARY, describe_figure, find_section
 
 REPORT = "lipaudit.report"
 
@@ -23,14 +24,15 @@ REPORT = "lipaudit.report"
 def dumps(report: Report) -> str:
     """Write a report as strict JSON (NaN and infinities are strings), one row per line.
 
-    The summary comes before the sections that it is computed from; `loads` computes it again.
+    The summary comes before the sections that it is computed from. `loads` keeps the figures of
+    measures that are not installed; all others are computed again.
     """
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
     if not report.run.model.quantised:
         del document["run"]["model"]["quantised"]
-    drawn = json.loads(summary(report).model_dump_json())
-    return escape_controls(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
+    summary = json.loads(summarise(report).model_dump_json())
+    return escape_controls(_layout(document | {"summary": summary, "sections": sections})) + "\n"
 
 
 def loads(text: str, *, name: str = "report") -> Report:
@@ -56,7 +58,7 @@ def loads(text: str, *, name: str = "report") -> Report:
             f"{name} is a shard that an earlier version wrote, with some of the samples",
             "Merge it with that version, or measure again with --shard i/n --parts FOLDER.",
         )
-    document.pop("summary", None)
+    document["figures"] = _list_figures(document.pop("summary", None))
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version
     try:
@@ -92,10 +94,25 @@ def load(path: Path | str) -> Report:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a report."""
     schema = Report.model_json_schema(by_alias=True)
-    summed = Summary.model_json_schema()
-    schema["$defs"] |= summed.pop("$defs") | {"Summary": summed}
-    schema["properties"]["summary"] = {"$ref": "#/$defs/Summary"}
+    schema["properties"]["summary"] = {"$ref": "#/$defs/Section"}
+    del schema["properties"]["figures"]
     return schema
+
+
+def _list_figures(summary: Any) -> list[Row]:
+    """Return the figures of a stored summary that this installation cannot compute again."""
+    if not isinstance(summary, dict):
+        return []
+    known = layouts()
+    try:
+        rows = SUMMARY.section(rows=summary.get("rows")).rows
+        figures = [row for row in rows if find_section(row) not in known]
+        # The columns that describe them are checked as those of a section are.
+        columns = {row.metric: asdict(describe_figure(row)) for row in figures}
+        Section.model_validate({"measure": SUMMARY.name, "columns": columns})
+    except ValidationError:  # of an earlier version
+        return []
+    return figures
 
 
 # Additions to old reports: columns of later versions, and in version 1 all columns

@@ -22,9 +22,9 @@ from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import EACH, Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
+from lipaudit.measures import list_headlines, summarise
 from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
-from lipaudit.tables.summary import Summary, summary
 from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
 
 
@@ -363,8 +363,6 @@ Standing = Literal[
 ]
 ORDER = "order"
 """Word in place of a metric: models are not ranked and keep the given order."""
-RANKING = ("attack.robust", "certify.robust", "certify.certified", "jacobian.norm:median")
-"""Metrics that rank models; the first of those that most models have decides."""
 
 
 class Ranked(Frozen):
@@ -385,7 +383,7 @@ class Ranked(Frozen):
     outcome: Standing = ""
     reason: str = ""
     difference: Verdict | None = None
-    summary: Summary
+    summary: Section
 
 
 class Ranking(Frozen):
@@ -458,7 +456,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         found = {i: refused.get(i, {}) for i in range(len(names))}
     models = list[Ranked]()
     for i, fields in found.items():
-        models.append(Ranked(model=names[i], summary=summary(reports[i]), **fields))
+        models.append(Ranked(model=names[i], summary=summarise(reports[i]), **fields))
     notes = (Note.info("paired-by-place", text) for text in by_place.values())
     return Ranking(models=tuple(models), notes=tuple(notes), **known)
 
@@ -544,9 +542,12 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
     """
     if by == ORDER:
         return []
-    attacked = any(report.section("attack") for report in reports)
-    usual = [metric for metric in RANKING if not attacked or metric != "certify.robust"]
-    metrics = [by] if by else usual
+    # A figure that several sections have, such as robust accuracy, ranks once.
+    usual: dict[str, str] = {}
+    for name, headline in list_headlines():
+        if headline.ranks and any(report.section(name) for report in reports):
+            usual.setdefault(headline.name, f"{name}.{headline.column}")
+    metrics = [by] if by else usual.values()
     found = [each for metric in metrics for each in _read_criteria(metric, reports)]
     if by and len(found) != 1:
         several = f"{by} matches several values: {'; '.join(str(each.name) for each in found)}"

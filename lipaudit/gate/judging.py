@@ -34,7 +34,7 @@ from lipaudit.gate.rules import (
 )
 from lipaudit.gate.statistics import ALPHA, DIGITS, LEVEL, Evidence
 from lipaudit.tables import Report
-from lipaudit.tables.summary import summary
+from lipaudit.tables.summary import list_warnings
 from lipaudit.tables.trials import FLAGS
 
 FELL = (
@@ -65,7 +65,7 @@ def judge(
     Args:
         current: the report to judge.
         baseline: the report to compare it with.
-        rules: the rules; empty: `DEFAULT_RULES` for the sections that a report has. A note names
+        rules: the rules; empty: the default rules for the sections that a report has. A note names
             the others, if an audit usually has their section.
         alpha: chance of a false alarm of the whole gate.
         strict: whether `inconclusive` and `pass` fail where the limit is not proven to hold.
@@ -91,7 +91,7 @@ def judge(
         verdicts=tuple(_add_remarks(verdicts, current, baseline)),
         notes=tuple(notes),
         predictions=describe_movement(current, baseline),
-        warnings=tuple(note.text for note in summary(current).warnings),
+        warnings=tuple(note.text for note in list_warnings(current)),
     )
 
 

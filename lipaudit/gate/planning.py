@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
 
-from lipaudit.gate.rules import WORDS, Rule, choose_rules
+from lipaudit.gate.rules import Rule, choose_rules, find_words
 from lipaudit.gate.statistics import ALPHA, FEWEST, LEVEL
 from lipaudit.tables import Report
 from lipaudit.tables.columns import group_values
@@ -44,7 +44,7 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
     for rule in rules:
         section = baseline.section(rule.measure)
         assert section is not None
-        words = WORDS.get(f"{rule.measure}.{rule.column}") or WORDS[rule.column]
+        words = find_words(rule.measure, rule.column)
         n = sum(not is_repeat(name) for name in section.ids)
         change = f"no change is proven, {least} are needed"
         if n >= least:

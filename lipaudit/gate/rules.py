@@ -17,7 +17,7 @@ from pydantic import computed_field
 
 from lipaudit.errors import ExitCode, UsageError, suggestion
 from lipaudit.gate.statistics import Movement
-from lipaudit.measures import USUAL, layouts
+from lipaudit.measures import USUAL, layouts, list_headlines
 from lipaudit.tables import Column, Layout, Report, Section
 from lipaudit.tables.columns import Float, Frozen, group_values
 from lipaudit.tables.trials import FLAGS, TrialKey
@@ -244,39 +244,25 @@ def _limit(text: str, rule: str) -> Limit:
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 
 
-DEFAULT_RULES = tuple(
-    parse_rule(text)
-    for text in (
-        "attack.correct >= -2pp",
-        "attack.robust >= -2pp",
-        "certify.certified >= -2pp",
-        "smoothing.certified >= -2pp",
-        "corrupt.accuracy@mean >= -2pp",
-        "jacobian.correct >= -2pp",
-        "jacobian.radius_first_order:median >= -10%",
-        "jacobian.norm:median <= +10%",
-        "bounds.exact:each <= +20%",
-    )
-)
-"""Default rules. Clean accuracy is judged once: by the first rule on `correct` that applies."""
-_CORRECT = "correct"
 RADIUS, NORM = (
     parse_rule(text)
     for text in ("jacobian.radius_first_order:median >= +0%", "jacobian.norm:median <= +0%")
 )
 """No change of the radius, and of the norm that is set against it."""
-WORDS = {
-    "correct": "clean accuracy",
-    "clean": "clean accuracy",
-    "robust": "robust accuracy",
-    "certify.certified": "certified accuracy",
-    "smoothing.certified": "smoothed certified accuracy",
-    "corrupt.accuracy": "accuracy under corruptions",
-    "jacobian.norm": "Jacobian norm",
-    "jacobian.radius_first_order": "first-order radius",
-    "bounds.exact": "head norm",
-}
-"""Words for metrics, or for columns of any measure."""
+
+
+def list_default_rules() -> list[Rule]:
+    """Return the default rules that sections declare, in the order of their figures."""
+    return [parse_rule(headline.rule) for _, headline in list_headlines() if headline.rule]
+
+
+def find_words(measure: str, column: str) -> str:
+    """Return the words for a figure of a section in a sentence; empty if it has none."""
+    layout = layouts().get(measure)
+    for headline in layout.headlines if layout else ():
+        if headline.column == column:
+            return headline.words or headline.label
+    return ""
 
 
 def choose_rules(*reports: Report) -> tuple[Rule, ...]:
@@ -286,30 +272,27 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
         UsageError: there are none.
     """
     sections = [section for report in reports for section in report.sections]
-    chosen = list[Rule]()
-    for rule in DEFAULT_RULES:
-        owners = [section for section in sections if section.measure == rule.measure]
-        clean = rule.column == _CORRECT
-        if clean and any(other.column == _CORRECT for other in chosen):
-            continue
-        # Only labelled samples have these two.
-        if clean or rule.column == RADIUS.column:
-            owners = [section for section in owners if rule.column in section.samples]
-        if owners:
-            chosen.append(rule)
+    # A figure that several sections have, such as clean accuracy, is judged once.
+    chosen: dict[str, Rule] = {}
+    for name, headline in list_headlines():
+        owners = [section for section in sections if section.measure == name]
+        if headline.labelled:
+            owners = [section for section in owners if headline.column in section.samples]
+        if owners and headline.rule and headline.name not in chosen:
+            chosen[headline.name] = parse_rule(headline.rule)
     if not chosen:
         known = sorted({section.measure for section in sections})
         raise UsageError(
             f"no default rule exists for {', '.join(known) or 'an empty report'}",
             "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name.",
         )
-    return tuple(chosen)
+    return tuple(chosen.values())
 
 
 def list_absent(chosen: Sequence[Rule]) -> list[str]:
     """Name the default rules of usual measures that neither report has."""
     judged = {rule.measure for rule in chosen}
-    absent = [rule for rule in DEFAULT_RULES if rule.measure in {*USUAL} - judged]
+    absent = [rule for rule in list_default_rules() if rule.measure in {*USUAL} - judged]
     groups = group_values((rule.measure, rule.text) for rule in absent)
     return [
         f"not judged, because neither report has a section {measure}: {', '.join(texts)}"
@@ -440,7 +423,8 @@ class Verdict(Frozen):
     def sentence(self) -> str:
         """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
         column = self.metric.partition("@")[0].partition(":")[0]
-        words = WORDS.get(column) or WORDS.get(column.rpartition(".")[2]) or self.metric
+        measure, _, name = column.rpartition(".")
+        words = find_words(measure, name) or self.metric
         stat = self.metric.rpartition(":")[2]
         if stat in ("p95", "max") and words != self.metric:
             words = f"{words}, {stat},"

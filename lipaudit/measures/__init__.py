@@ -21,9 +21,10 @@ from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.weights import WEIGHTS
 from lipaudit.settings.option import Names, Need, Option, Settings, add_options, option
-from lipaudit.tables import Column, Layout
+from lipaudit.tables import Column, Layout, Report, Section, summary
 from lipaudit.tables.plugins import collect, explain_missing
 from lipaudit.tables.report import Drawing
+from lipaudit.tables.summary import Headline
 
 # The measures of the core. A new one is its file and its name here.
 _ORDER = BOUNDS, ATTENTION, JACOBIAN, ATTACK, WEIGHTS
@@ -62,6 +63,9 @@ def _find_fault(name: str, measure: Measure) -> str:
     for number, table in enumerate(measure.tables):
         if number and not table.name.startswith(f"{name}."):
             return f"has a table of the section {table.name!r}"
+        for headline in table.headlines:
+            if headline.column not in {**table.columns, **table.sample_columns}:
+                return f"has a headline of the column {headline.column!r}, which it does not have"
         if table.display is None:
             continue
         for drawing in table.display.drawings:
@@ -77,6 +81,19 @@ def layouts() -> dict[str, Layout]:
     for measure in load_measures().values():
         by_section |= {table.name: table for table in measure.tables}
     return by_section
+
+
+def summarise(report: Report) -> Section:
+    """Return the summary of a report: its first figures, and its warnings as notes."""
+    return summary.summarise(report, layouts())
+
+
+def list_headlines() -> list[tuple[str, Headline]]:
+    """Return the first figures of all sections, each with its section, in their order."""
+    pairs = []
+    for name, layout in layouts().items():
+        pairs += [(name, headline) for headline in layout.headlines]
+    return sorted(pairs, key=lambda pair: pair[1].place)
 
 
 def find_column(metric: str) -> Column:

@@ -24,6 +24,7 @@ from lipaudit.settings.option import Need, Radii, distinct, option, repeat_optio
 from lipaudit.tables import Column, Display, Layout, Note, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES
 from lipaudit.tables.report import SCORES
+from lipaudit.tables.summary import CLEAN_OF_BALLS, Headline, declare_clean, read_worst
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
@@ -280,6 +281,19 @@ ece_column = partial(Column, format=".1%", better="lower", status="empirical")
 ATTACK_TABLE = Layout(
     name="attack",
     title="Which attacks succeed?",
+    headlines=(
+        declare_clean(10, "attack.correct >= -2pp"),
+        CLEAN_OF_BALLS,
+        Headline(
+            name="attacked_accuracy",
+            column="robust",
+            label="robust accuracy",
+            place=20,
+            read=read_worst,
+            rule="attack.robust >= -2pp",
+            ranks=True,
+        ),
+    ),
     display=Display(
         about="Share of the samples that stay correct under each attack, with 95 % limits. A "
         "stronger attack can only lower it.",

@@ -15,10 +15,10 @@ from lipaudit.errors import UsageError, few
 from lipaudit.measures import base
 from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
-from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
-from lipaudit.tables.columns import HEAD
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
+from lipaudit.tables.columns import HEAD, finite, largest, middle
 from lipaudit.tables.report import Attended
-from lipaudit.tables.summary import steepest
+from lipaudit.tables.summary import Headline, count_measured, list_unrepeated
 from lipaudit.theory import SHORT_ROW
 
 if TYPE_CHECKING:
@@ -67,18 +67,63 @@ class AttentionOptions(MeasureOptions):
 
     def draw_steepest(self, sections: Sequence[Section]) -> Self:
         """Return options that draw the map of the head with the largest norm."""
-        heads = steepest(sections, 1)
-        return self.model_copy(update={"map": heads[0]}) if heads else self
+        rows: list[Row] = []
+        for section in sections:
+            if section.measure == "bounds":
+                rows += section.rows
+        for row in largest(rows, "exact", 1):
+            return self.model_copy(update={"map": f"{row.layer}.{row.head}"})
+        return self
 
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
 OVER_SAMPLES = "mean over a sample's rows, then over samples"
 _share = partial(Column, format=".1%")
+# A head is called fragile when more than this share of its rows is.
+HALF = 0.5
+# With a smaller share of fragile rows, a penalty on maps has no effect.
+FEW = 0.05
+# With a smaller share of the sensitivity in attention maps, a penalty on maps can gain little.
+LITTLE = 0.2
+
+
+def read_fragile(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the share of rows in the fragile regime (mean over heads)."""
+    rows = [row for row in section.rows if finite([row.intermediate])]
+    if not rows:
+        return
+    share, uniform, categorical = (
+        sum(finite(row[name] for row in rows)) / len(rows)
+        for name in ("intermediate", "uniform", "categorical")
+    )
+    fragile = sum(row.intermediate > HALF for row in rows)
+    text = f"mean of {len(rows)} heads, over half in {fragile}"
+    shares = report.section("jacobian.shares")
+    patterns = None
+    if shares is not None:
+        patterns = middle(list_unrepeated(shares, "patterns"))
+    if patterns is not None and patterns < LITTLE:
+        text += f"; a penalty on them acts on {patterns:.0%} of the sensitivity"
+    elif share >= FEW:
+        side = "uniform" if uniform > categorical else "one-hot"
+        text += f"; most others near {side}"
+    text += count_measured(section, report)
+    column = replace(section.columns[headline.column], format=".0%")
+    yield headline.row(section, share, column, text=text)
 
 
 ATTENTION_TABLE = Layout(
     name="attention",
     title="Where is attention fragile?",
+    headlines=(
+        Headline(
+            name="fragile_rows",
+            column="intermediate",
+            label="fragile attention rows",
+            place=70,
+            read=read_fragile,
+        ),
+    ),
     display=Display(
         about="An attention row is fragile (intermediate) if it is neither flat nor one-hot: the "
         "softmax then reacts most to a small change.",

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures import base
 from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
-from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
-from lipaudit.tables.columns import HEAD, HEAD_NORMS, NEAR, NORM_OF, WITHIN_COLUMN
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section, Status
+from lipaudit.tables.columns import (
+    HEAD,
+    HEAD_NORMS,
+    NEAR,
+    NORM_OF,
+    WITHIN_COLUMN,
+    find_bounds,
+    finite,
+    largest,
+    log10_ratio,
+)
+from lipaudit.tables.formats import describe_standing, format_significant, format_value
+from lipaudit.tables.summary import Headline, count_measured
 from lipaudit.theory import LAYER_WITHIN, POLICY
 from lipaudit.theory import WITHIN as PROVEN_WITHIN
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
@@ -91,9 +105,89 @@ def _list_bounds() -> dict[str, Column]:
     return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
 
 
+# Number of heads that the scorecard lists.
+STEEPEST = 3
+RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
+
+
+def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the norm of the steepest head, with the next ones in the text."""
+    norms = finite(row.exact for row in section.rows)
+    if not norms:
+        return
+    known = [row for row in section.rows if finite([row.exact])]
+    first, *others = largest(known, "exact", STEEPEST)
+    text = f"head {first.layer}.{first.head}"
+    shares = report.section("jacobian.shares")
+    for row in shares.rows if shares else ():
+        if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
+            text += f" (share {row.share:.0%})"
+    if others:
+        listed = [f"{row.layer}.{row.head} ({format_significant(row.exact)})" for row in others]
+        text += f"; next {', '.join(listed)}; median {format_significant(median(norms))}"
+    text += count_measured(section, report)
+    norm = format_significant(first.exact)
+    sentence = f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm})."
+    yield headline.row(section, first.exact, text=text, sentence=sentence)
+
+
+def read_tightest(
+    status: Status, headline: Headline, section: Section, report: Report
+) -> Iterator[Row]:
+    """Yield how many times the tightest bound of a status exceeds the exact norm (median)."""
+    ratios = {}
+    for name, column in find_bounds(section.columns).items():
+        logs = finite(log10_ratio(row, name) for row in section.rows)
+        if logs and column.status == status:
+            ratios[name] = logs
+    if not ratios:
+        return
+    best = min(ratios, key=lambda name: median(ratios[name]))
+    logs = ratios[best]
+    column = section.columns[best]
+    largest_ratio = format_value(raise_ten(max(logs)), RATIO)
+    text = f"of exact, {len(logs)} heads, largest {largest_ratio}; {describe_standing(column)}"
+    label = f"{headline.label}, {column.label}"
+    value = raise_ten(median(logs))
+    metric = f"{section.measure}.{best}/exact"
+    yield headline.row(section, value, RATIO, figure=label, metric=metric, text=text)
+
+
+def raise_ten(exponent: float) -> float:
+    """Return 10^exponent; infinity above the largest float, 1.8e308."""
+    if exponent < 308:
+        return float(10**exponent)
+    return math.inf
+
+
 BOUNDS_TABLE = Layout(
     name="bounds",
     title="Which heads amplify a small change most?",
+    headlines=(
+        Headline(
+            name="steepest_head",
+            column="exact",
+            label="steepest attention head, ‖J‖",
+            words="head norm",
+            place=60,
+            read=read_steepest,
+            rule="bounds.exact:each <= +20%",
+        ),
+        Headline(
+            name="tightest_bound",
+            column="exact",
+            label="tightest bound",
+            place=80,
+            read=partial(read_tightest, "bound"),
+        ),
+        Headline(
+            name="certified_bound",
+            column="exact",
+            label="certified bound",
+            place=81,
+            read=partial(read_tightest, "certified"),
+        ),
+    ),
     display=Display(
         about="Exact norm ‖J‖ of each head: how much a small change of the head's own input can "
         "grow in its output (median over the samples). Later layers may shrink it again.",

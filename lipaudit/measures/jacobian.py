@@ -18,8 +18,24 @@ from lipaudit.measures.shares import (
     summarise_shares,
 )
 from lipaudit.settings.option import Need, needs, option
-from lipaudit.tables import Column, Display, Layout, Note, Section
-from lipaudit.tables.columns import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
+from lipaudit.tables import Column, Display, Layout, Note, Report, Row, Section
+from lipaudit.tables.columns import (
+    CONVERGED,
+    NORM,
+    STOPPED,
+    UPPER,
+    WITHIN_COLUMN,
+    finite,
+    median_limits,
+    order,
+)
+from lipaudit.tables.formats import (
+    describe_places,
+    format_significant,
+    format_value,
+    name_sample,
+)
+from lipaudit.tables.summary import Headline, declare_clean
 from lipaudit.tables.trials import ENDS, STARTS, Target, find_layer, parse_start
 
 if TYPE_CHECKING:
@@ -107,9 +123,66 @@ class JacobianOptions(NormOptions):
     )
 
 
+# Smallest number of samples for which the scorecard has the 95th percentile.
+FEWEST = 20
+
+
+def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the median norm of the model, with the largest one and its sample in the text."""
+    rows = [row for row in section.rows if not row.module]
+    if not rows or not finite((rows[0].median, rows[0].max)):
+        return
+    row = rows[0]
+    column = section.columns["median"]
+    text = f"{row.from_} to {row.to}"
+    if row.norm != "2":
+        text += f", norm {row.norm}"
+    text += f", {row.samples} samples; "
+    if row.samples >= FEWEST:
+        text += f"p95 {format_value(row.p95, column)}, "
+    text += f"largest {format_value(row.max, column)}"
+    norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
+    known = [sample for sample, norm in norms.items() if finite([norm])]
+    if known:
+        steepest = max(known, key=lambda sample: order(norms[sample]))
+        text += f" (sample {name_sample(steepest, describe_places(report))})"
+    low, high = median_limits(norms.values()) or (None, None)
+    sentence = ""
+    if row.median is not None:
+        layer = find_layer(row.from_)
+        what = "the input"
+        if layer is not None:
+            what = f"the residual stream after layer {layer}"
+        grown = format_significant(row.median)
+        sentence = f"A small change of {what} grows up to {grown}-fold (median sample)."
+    cells = {"samples": row.samples, "low": low, "high": high, "sentence": sentence}
+    yield headline.row(section, row.median, column, text=text, **cells)
+
+
 JACOBIAN_TABLE = Layout(
     name="jacobian",
     title="How sensitive is the whole model?",
+    headlines=(
+        declare_clean(11, "jacobian.correct >= -2pp"),
+        Headline(
+            name="first_order_radius",
+            column="radius_first_order",
+            words="first-order radius",
+            place=50,
+            rule="jacobian.radius_first_order:median >= -10%",
+            labelled=True,
+        ),
+        Headline(
+            name="jacobian_norm",
+            column="norm",
+            label="model sensitivity, median ‖J‖",
+            words="Jacobian norm",
+            place=51,
+            read=read_norm,
+            rule="jacobian.norm:median <= +10%",
+            ranks=True,
+        ),
+    ),
     display=Display(
         about="Jacobian norm ‖J‖: by how much a small change of a sample can grow in the model's "
         "output, in the worst direction.",

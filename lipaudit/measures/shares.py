@@ -6,13 +6,16 @@ Their computation and its proof are in `lipaudit.models.shares`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import LipauditError, few, first_line, of_machine
 from lipaudit.measures import base
 from lipaudit.measures.base import MeasureOptions, Part, Values
-from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
-from lipaudit.tables.columns import HEAD, group_values
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
+from lipaudit.tables.columns import HEAD, finite, group_values, largest, middle
+from lipaudit.tables.formats import format_value, join_texts
+from lipaudit.tables.summary import Headline, list_unrepeated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +54,43 @@ ENDS = {
     "from": Column.text("from", "Input of the Jacobian."),
     "to": Column.text("to", "Output of the Jacobian; margin: of the lead over the next class."),
 }
+
+
+def read_sources(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the share of the sensitivity that passes attention maps, else any attention."""
+    known = [row for row in section.rows if finite([row.share])]
+    if not known:
+        return
+    column = replace(section.columns["share"], format=".0%")
+    attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
+    first = largest(known, "share", 1)[0]
+    texts = [f"head {first.layer}.{first.head} alone {format_value(first.share, column)}"]
+    if mlps is not None:
+        texts.insert(0, f"MLPs {format_value(mlps, column)}")
+    if patterns is not None:
+        text = join_texts([*texts, "paths overlap"])
+        yield headline.row(section, patterns, column, text=text)
+        return
+    metric = f"{section.measure}.attention"
+    label = "sensitivity through attention"
+    text = join_texts(texts)
+    yield headline.row(section, attention, column, metric=metric, figure=label, text=text)
+
+
+# Shares of all parts of one kind together, in the order of the arrays of `models.shares`.
+OF_ALL = ("attention", "patterns", "mlps")
 HEADS_TABLE = Layout(
     name="jacobian.shares",
     title="Which heads carry the sensitivity?",
+    headlines=(
+        Headline(
+            name="sensitivity_in_maps",
+            column="patterns",
+            label="sensitivity via attention maps",
+            place=52,
+            read=read_sources,
+        ),
+    ),
     display=Display(
         about="Share of each head in the direction in which the model is most sensitive. It is "
         "the sum of what passes through its attention map (pattern) and its values.",
@@ -125,7 +162,6 @@ PATHS_TABLE = Layout(
 # Quantities of heads and of steps, in the order of the arrays of `models.shares`.
 OF_HEADS = ("share", "pattern", "value")
 OF_PATHS = ("share", "pattern", "value", "mlp")
-OF_ALL = ("attention", "patterns", "mlps")
 # Why there are no shares, in the order of the samples.
 UNSHARED = "no shares of heads: {}"
 

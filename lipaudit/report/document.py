@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.measures import summarise
 from lipaudit.report import blocks, cells, opening
 from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
-from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.pictures import compare_steepness
 from lipaudit.report.sections import (
     find_display,
@@ -23,6 +23,7 @@ from lipaudit.report.sections import (
 from lipaudit.tables import Column, Note, Report, Section, model_labels
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.columns import order as order_values
+from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
 from lipaudit.tables.report import Example
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.weakest import SHOWN as MOST
@@ -56,8 +57,9 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     if short and len(measures) > 1:
         return _shorten(report, notes, MORE)
     facts = opening.list_facts(report).items()
-    chapters = [_open_report(report, facts, notes), *opening.show_scorecard(report)]
-    steps = tuple(opening.suggest_steps(report))
+    summary = summarise(report)
+    chapters = [_open_report(report, summary, facts, notes), *opening.show_scorecard(summary)]
+    steps = tuple(opening.suggest_steps(report, summary))
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))
     # The top of the page shows these notes.
@@ -75,9 +77,9 @@ def make_page(report: Report, *, short: bool = False) -> Document:
 
 
 def _open_report(
-    report: Report, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
+    report: Report, summary: Section, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
 ) -> Chapter:
-    answer = opening.write_answer(report)
+    answer = opening.write_answer(summary)
     return opening.open_page(answer, opening.describe_gaps(report), facts, notes)
 
 
@@ -117,10 +119,11 @@ def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
     facts = opening.list_facts(report)
     facts["run"] = f"{facts['status']}; {facts['run']}"
     few = [(name, facts[name]) for name in SHORT if name in facts]
-    start = _open_report(report, few, notes)
+    summary = summarise(report)
+    start = _open_report(report, summary, few, notes)
     end = Chapter("", "", (Paragraph(more),))
     title = f"lipaudit: {report.run.label}"
-    return Document(title, (start, *opening.show_scorecard(report), end))
+    return Document(title, (start, *opening.show_scorecard(summary), end))
 
 
 # Several reports
@@ -407,7 +410,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
     names = worst(report)
     balls = broken(report)
-    rows = list_names(names, find_places(report))
+    rows = list_names(names, describe_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
     figures = {}
     for figure in list_columns(report):

@@ -16,10 +16,12 @@ from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
-from lipaudit.report.opening import find_places, list_figures, open_page
+from lipaudit.report.opening import open_page
 from lipaudit.report.rows import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
+from lipaudit.tables.formats import describe_places
+from lipaudit.tables.summary import describe_figure
 from lipaudit.tables.trials import FLAGS
 
 
@@ -73,7 +75,7 @@ def make_comparison_page(
     pairs, several = comparison.pairs, len(comparison.pairs) > 1
     places = dict[str, str]()
     for report in reports:
-        places |= find_places(report)
+        places |= describe_places(report)
     counts = []
     chapters = list[Chapter]()
     warnings = list_warnings(reports)
@@ -428,11 +430,11 @@ def tabulate_ranking(
     """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
     columns: dict[tuple[str, str], Column] = {}  # no label may replace a cell of the ranking
     values: dict[tuple[str, str], Any] = {}
-    for name, report in zip(model_labels(reports), reports, strict=True):
-        card = {line.label: line for line in list_figures(report)}
-        for line in card.values():
-            columns.setdefault(("figure", line.label), replace(line.column, label=line.label))
-            values[name, line.label] = line.value
+    summaries = {model.model: model.summary for model in ranking.models}
+    for name in model_labels(reports):
+        for figure in summaries[name].rows:
+            columns.setdefault(("figure", figure.figure), describe_figure(figure))
+            values[name, figure.figure] = figure.value
     rows = list[Cells]()
     for model in ranking.models:
         row: Cells = {"model": model.model}

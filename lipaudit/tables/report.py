@@ -30,6 +30,8 @@ from lipaudit.tables.trials import FLAGS, parse_column
 if TYPE_CHECKING:
     import numpy as np
 
+    from lipaudit.tables.summary import Headline
+
 SCHEMA_VERSION = "2.0"
 
 
@@ -307,6 +309,7 @@ class Layout:
         display: what its chapter shows; by default every column.
         fixed: its columns in printed order, first those that name a row.
         sample_columns: its per-sample columns.
+        headlines: its first figures, for scorecards, rankings and the gate.
         declared: returns columns declared elsewhere, such as those of bounds.
         behind: the column after which the declared ones are printed.
     """
@@ -316,6 +319,7 @@ class Layout:
     display: Display | None = None
     fixed: Mapping[str, Column]
     sample_columns: Mapping[str, Column] = field(default_factory=dict)
+    headlines: tuple[Headline, ...] = ()
     declared: Callable[[], Mapping[str, Column]] | None = None
     behind: str = ""
 
@@ -419,6 +423,7 @@ class Report(Frozen):
     section cut by a time limit the number of missing samples. `samples` has the place of each
     sample, in the order of its `ids`: `place` in the data (a file, a line, an index), for texts
     the beginning as `text`, and with --group-column its `group`; it is empty for random samples.
+    `figures` are the rows of a stored summary whose measures are not installed.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
@@ -427,6 +432,7 @@ class Report(Frozen):
     run: Run
     samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     sections: tuple[Section, ...]
+    figures: Rows = Field((), exclude=True, repr=False)
 
     _check_lengths = field_validator("samples")(require_aligned)
 

@@ -1,228 +1,273 @@
-"""The scorecard of a report as data."""
+"""The summary of a report: the figures that sections declare as their first ones, and warnings.
+
+A scorecard, a ranking, the answer of a page and the default rules of the gate come from these
+declarations: nothing else names the columns of a measure.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from statistics import median
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lipaudit.tables import columns
-from lipaudit.tables.columns import Float, Frozen, finite, group_values, order
-from lipaudit.tables.report import Note, Report, Section
-from lipaudit.tables.trials import WORST, is_repeat, parse_radius
+from lipaudit.tables.columns import ACCURACY, Column, Row, finite, group_values, wilson
+from lipaudit.tables.formats import format_limits, join_texts
+from lipaudit.tables.report import Layout, Note, Report, Section
+from lipaudit.tables.trials import WORST, TrialKey, is_repeat, parse_radius
 from lipaudit.tables.weakest import contradictions
 
-
-class Accuracy(Frozen):
-    """A share of samples that are right, with its 95 % limits (Wilson).
-
-    Attributes:
-        kind: clean, corrupted (mean over corruptions), attacked (no attack broke it), certified
-            (no attack can break it) or smoothed (certified by votes under noise).
-        norm: norm of the ball; empty without attack.
-        eps: its radius as typed.
-        ball: the ball in words.
-        attacks: the attacks.
-        share: share of the samples.
-        low: lower limit.
-        high: upper limit.
-        samples: number of samples.
-        undecided: for certificates, number of samples neither certified nor broken.
-    """
-
-    kind: Literal["clean", "corrupted", "attacked", "certified", "smoothed"]
-    norm: str = ""
-    eps: str = ""
-    ball: str = ""
-    attacks: tuple[str, ...] = ()
-    share: Float
-    low: Float | None
-    high: Float | None
-    samples: int
-    undecided: int | None = None
+# The place of figures that name none: behind all others.
+LAST = 100
 
 
-class Radii(Frozen):
-    """Certified radii of the samples.
+def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the figure of every row of a section."""
+    for row in section.rows:
+        yield from read_row(headline, section, row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A figure of a section that comes first: on a scorecard, in a ranking, in a gate.
 
     Attributes:
-        norm: norm of the balls.
-        median: median certified radius of the correct samples.
-        low: lower 95 % limit of that median; None with too few samples.
-        high: upper 95 % limit.
-        adversarial: median of the smallest adversarial radii found.
-        samples: number of correct samples.
+        name: its name in JSON and for loggers. If several sections have figures of one name (and
+            one ball), the one with the first place counts.
+        column: its column, as rules of the gate name it.
+        label: its name on a scorecard, before the ball; empty: it is on none.
+        words: its name in a sentence of the gate; empty: the label.
+        place: its place on scorecards, in rankings and among default rules. Figures with the same
+            tens are sorted by their balls.
+        read: yields rows of the summary, by `row`; by default one for each row of the section.
+        sentence: what the answer of a page says, with {value} and {ball}; of several balls the
+            last with a positive value.
+        rule: the default rule of the gate; empty for none.
+        ranks: whether models are ranked by it.
+        labelled: whether only labelled samples have it.
     """
 
-    norm: str
-    median: Float
-    low: Float | None
-    high: Float | None
-    adversarial: Float | None
-    samples: int
+    name: str
+    column: str
+    label: str = ""
+    words: str = ""
+    place: int = LAST
+    read: Callable[[Headline, Section, Report], Iterable[Row]] = read_rows
+    sentence: str = ""
+    rule: str = ""
+    ranks: bool = False
+    labelled: bool = False
+
+    def row(
+        self,
+        section: Section,
+        value: Any,
+        column: Column | None = None,
+        *,
+        trial: TrialKey | None = None,
+        limits: tuple[float, float] | None = None,
+        text: str = "",
+        **cells: Any,
+    ) -> Row:
+        """Return the figure as a row of the summary.
+
+        Args:
+            section: its section.
+            value: its value.
+            column: the column that describes it, if not the section's column.
+            trial: its ball.
+            limits: its 95 % limits, which lead the text.
+            text: its samples or heads in words.
+            cells: further cells.
+        """
+        if column is None:
+            column = section.columns.get(self.column) or section.sample_column(self.column)
+        known: dict[str, Any] = {name: getattr(column, name) or "" for name in DESCRIPTION}
+        known |= {"name": self.name, "metric": f"{section.measure}.{self.column}"}
+        known |= {"figure": self.label, "value": value, "samples": len(section.ids)}
+        known["text"] = text
+        if limits is not None:
+            known["low"], known["high"] = limits
+            ends = f"95 % CI {format_limits(*limits, column)}"
+            known["text"] = join_texts([ends, text])
+        ball = ""
+        if trial is not None:
+            ball = trial.ball
+            known |= {"norm": trial.norm, "radius": trial.radius.text, "ball": ball}
+            known["metric"] += f"@{replace(trial, attack='')}"
+            known["figure"] += f", {ball}"
+        if self.sentence:
+            known["sentence"] = self.sentence.format(value=value, ball=ball)
+        return SUMMARY.row(**(known | cells))
 
 
-class ModelNorms(Frozen):
-    """The Jacobian norms of the model over the samples; `sample` has the largest.
+DESCRIPTION = ("meaning", "unit", "format", "better", "domain", "status")
+"""What a row of the summary repeats of the column of its figure."""
+SUMMARY = Layout(
+    name="summary",
+    title="Scorecard",
+    fixed={
+        "name": Column.text("name", "The name of the figure.", needed=True),
+        "metric": Column.text("metric", "Its section and column, as rules of the gate name them."),
+        "figure": Column.text("figure", "Its name on a scorecard."),
+        "norm": Column.text("norm", "Norm of its ball."),
+        "radius": Column.text("radius", "Radius of its ball, as typed."),
+        "ball": Column.text("ball", "Its ball in words."),
+        "value": Column("value", "The figure.", domain=""),
+        "low": Column("low", "Lower 95 % limit.", domain=""),
+        "high": Column("high", "Upper 95 % limit.", domain=""),
+        "samples": Column.count("samples", "Number of samples."),
+        "text": Column.text("text", "Its limits, samples or heads in words."),
+        "sentence": Column.text("sentence", "The figure in the answer of a page."),
+        "meaning": Column.text("meaning", "The meaning of the figure."),
+        "unit": Column.text("unit", "Unit of the figure."),
+        "format": Column.text("format", "Format of the figure, as Python specifies it."),
+        "better": Column.text("better", "Its better direction; empty: it has none."),
+        "domain": Column.text("domain", "Where the figure holds."),
+        "status": Column.text("status", "How far the figure is proven."),
+    },
+)
 
-    `low` and `high` are 95 % limits of the median (order statistics); None with too few samples.
+
+def describe_figure(row: Row) -> Column:
+    """Return the column of a figure on a scorecard."""
+    known = {name: row[name] for name in DESCRIPTION}
+    known["better"] = row.better or None
+    return Column(label=row.figure, **known)
+
+
+def find_figures(summary: Section, name: str) -> list[Row]:
+    """Return the figures of a name: one, or one for each ball."""
+    return [row for row in summary.rows if row.name == name]
+
+
+def find_section(row: Row) -> str:
+    """Return the section of a figure."""
+    metric, _, _ = row.metric.partition("@")
+    section, _, _ = metric.rpartition(".")
+    return section
+
+
+def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
+    """Return the summary of a report: a row for each figure, and the warnings as notes.
+
+    Args:
+        report: the report.
+        layouts: the layouts of sections, which declare the figures.
     """
-
-    start: str
-    end: str
-    norm: str
-    median: Float | None
-    low: Float | None
-    high: Float | None
-    p95: Float | None
-    max: Float | None
-    sample: str
-    samples: int
-    converged: int
-
-
-class Head(Frozen):
-    """A head and its exact norm (median over samples)."""
-
-    layer: int
-    head: int
-    exact: Float
+    found: list[tuple[tuple[int, str, float, int], Row]] = []
+    for section in report.sections:
+        layout = layouts.get(section.measure)
+        if layout is None:
+            continue
+        for headline in layout.headlines:
+            if not headline.label:
+                continue
+            for row in headline.read(headline, section, report):
+                radius = float(parse_radius(row.radius or "0"))
+                order = (headline.place // 10, row.norm, radius, headline.place)
+                found.append((order, row))
+    found.sort(key=lambda pair: pair[0])
+    first: dict[tuple[str, str, float], Row] = {}
+    for order, row in found:
+        first.setdefault((row.name, row.norm or row.figure, order[2]), row)
+    rows = (*first.values(), *report.figures)
+    return SUMMARY.section(rows=rows, notes=tuple(list_warnings(report)))
 
 
-class SteepestHeads(Frozen):
-    """The heads that amplify most, steepest first, beside all of them."""
-
-    steepest: tuple[Head, ...]
-    median: Float
-    heads: int
+# How sections with rows of attacks, balls or flags are read
 
 
-class Fragile(Frozen):
-    """The share of attention rows in the fragile regime.
+def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> Iterator[Row]:
+    """Yield the figure of a row with its limits, nothing without a figure.
 
-    Attributes:
-        share: share of fragile rows, mean over heads.
-        heads: number of heads with more than half of their rows there.
-        of: number of heads.
-        side: the regime of most other rows.
-        k: k of the JaSMin penalty that moves rows to that side; None if none helps.
+    Args:
+        headline: the headline.
+        section: the section.
+        row: the row.
+        remarks: what follows the limits in the text; by default the number of samples.
     """
-
-    share: Float
-    heads: int
-    of: int
-    side: Literal["uniform", "one-hot"]
-    k: int | None
-
-
-class HeadShare(Frozen):
-    """The share of a head in the sensitivity (median over samples)."""
-
-    layer: int
-    head: int
-    share: Float
-
-
-class Sources(Frozen):
-    """Where the sensitivity comes from: shares of it (median over samples), which overlap.
-
-    Attributes:
-        attention: share that passes any attention; None if unknown, as the next two.
-        patterns: share that passes any attention map.
-        mlps: share that passes any branch without attention.
-        largest: the head with the largest share.
-        steepest: the share of the steepest head; None if its norm or its share is unknown.
-        samples: number of samples.
-    """
-
-    attention: Float | None
-    patterns: Float | None
-    mlps: Float | None
-    largest: HeadShare
-    steepest: HeadShare | None = None
-    samples: int
-
-
-class Tightness(Frozen):
-    """How many times a bound exceeds the exact norm, over heads."""
-
-    bound: str
-    status: columns.Status
-    median: Float
-    largest: Float
-    heads: int
-
-
-class Summary(Frozen):
-    """The content of a scorecard.
-
-    Attributes:
-        warnings: warnings, those on all figures first; others begin with their measure.
-        accuracy: clean, then under attack by ball, then certified.
-        radii: certified radii.
-        norms: norms of the model's Jacobian.
-        sources: where the sensitivity comes from.
-        heads: the steepest heads.
-        fragile: fragile attention rows.
-        bounds: tightness of the bounds, in the order of tables.
-    """
-
-    warnings: tuple[Note, ...] = ()
-    accuracy: tuple[Accuracy, ...] = ()
-    radii: Radii | None = None
-    norms: ModelNorms | None = None
-    sources: Sources | None = None
-    heads: SteepestHeads | None = None
-    fragile: Fragile | None = None
-    bounds: tuple[Tightness, ...] = ()
-
-
-# From the sections of a report
-
-
-# Number of heads that are listed.
-STEEPEST = 3
-# A head is called fragile when more than this share of its rows is.
-HALF = 0.5
-# With a smaller share of intermediate rows, a penalty has no effect.
-FEW = 0.05
-# With a smaller share of the sensitivity in attention maps, a penalty on maps can gain little.
-LITTLE = 0.2
-
-
-def summary(report: Report) -> Summary:
-    """Return the summary of a report; figures that it lacks are left out."""
-
-    def rank(accuracy: Accuracy) -> tuple[bool, str, float]:
-        # The clean one has no norm: it is the first.
-        radius = parse_radius(accuracy.eps or "0")
-        proven = accuracy.kind in ("certified", "smoothed")
-        return proven, accuracy.norm, float(radius)
-
-    readers: dict[str, tuple[str, Callable[[Section], Any]]] = {
-        "radii": ("certify.radius", partial(_make_radii, report.section("certify"))),
-        "norms": ("jacobian", _make_norms),
-        "sources": ("jacobian.shares", partial(_make_sources, report.section("bounds"))),
-        "heads": ("bounds", _make_heads),
-        "fragile": ("attention", _make_fragile),
-        "bounds": ("bounds", _list_tightness),
-    }
-    figures: dict[str, Any] = {}
-    for name, (measure, read) in readers.items():
-        section = report.section(measure)
-        if section is not None and section.rows:
-            figures[name] = read(section)
-    sources = figures.get("sources")
-    fragile = figures.get("fragile")
-    if sources and fragile and sources.patterns is not None and sources.patterns < LITTLE:
-        figures["fragile"] = fragile.model_copy(update={"k": None})
-    return Summary(
-        warnings=tuple(_list_warnings(report)),
-        accuracy=tuple(sorted(_list_accuracies(report), key=rank)),
-        **figures,
+    name = headline.column
+    if row[name] is None:
+        return
+    limits = None
+    low = row.get(f"{name}_low")
+    high = row.get(f"{name}_high")
+    if low is not None and high is not None:
+        limits = low, high
+    samples = row.get("samples") or len(section.ids)
+    text = join_texts(remarks or (f"{samples} samples",))
+    yield headline.row(
+        section, row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
+
+
+def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the figure of every ball under all of its attacks together."""
+    balls = group_values(((row.norm, row.trial.radius.value), row) for row in section.rows)
+    before: list[str] = []
+    for _, group in sorted(balls.items()):
+        attacks = [row.attack for row in group if row.attack != WORST]
+        rows = [row for row in group if row.attack == WORST]
+        if not rows and len(group) == 1:
+            rows = group
+        remarks = attacks
+        if len(attacks) > 1:
+            remarks = [f"worst of {', '.join(attacks)}"]
+            if attacks == before:
+                remarks = ["same attacks"]
+        for row in rows:
+            yield from read_row(headline, section, row, *remarks)
+            before = attacks
+
+
+def read_clean(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the share of samples that are right without attack; repeated samples count once."""
+    flags = finite(list_unrepeated(section, headline.column))
+    if not flags:
+        return
+    right = sum(flag > 0 for flag in flags)
+    count = len(flags)
+    text = f"{count} samples"
+    limits = wilson(right, count)
+    column = ACCURACY["clean"]
+    yield headline.row(section, right / count, column, limits=limits, text=text, samples=count)
+
+
+def declare_clean(place: int, rule: str = "") -> Headline:
+    """Return the headline of the accuracy without attack."""
+    return Headline(
+        name="clean_accuracy",
+        column="correct",
+        label="clean accuracy",
+        place=place,
+        read=read_clean,
+        sentence="Clean accuracy {value:.0%}.",
+        rule=rule,
+        labelled=True,
+    )
+
+
+# The same accuracy in the rows of balls, for sentences of the gate.
+CLEAN_OF_BALLS = Headline(name="clean_accuracy", column="clean", words="clean accuracy")
+
+
+def count_measured(section: Section, report: Report) -> str:
+    """Note the number of samples, if a measure took fewer than the report has."""
+    count = len(section.ids)
+    if 0 < count < report.run.data.samples:
+        return f"; at {count} samples"
+    return ""
+
+
+def list_unrepeated(section: Section, name: str) -> Iterator[Any]:
+    """Yield the cells of a per-sample column without repeated samples."""
+    cells = section.samples.get(name, ())
+    for sample, cell in zip(section.ids, cells, strict=False):
+        if not is_repeat(sample):
+            yield cell
+
+
+# Warnings
 
 
 def list_shared_notes(report: Report) -> list[Note]:
@@ -237,7 +282,8 @@ def list_shared_notes(report: Report) -> list[Note]:
     return shared
 
 
-def _list_warnings(report: Report) -> Iterator[Note]:
+def list_warnings(report: Report) -> Iterator[Note]:
+    """Yield the warnings of a report, those on all figures first; others name their measure."""
     known = contradictions(report)
     if known:  # one of the two results is wrong
         sample, ball, trial = known[0]
@@ -258,211 +304,3 @@ def _list_warnings(report: Report) -> Iterator[Note]:
     for note, measure in leads.items():
         if note.level == "warning":
             yield note.add_lead(measure)
-
-
-def _list_accuracies(report: Report) -> Iterator[Accuracy]:
-    """Yield the accuracy without attack, those under attack by ball, and the certified ones."""
-    for measure in ("attack", "jacobian", "certify", "corrupt"):
-        clean = _make_clean(report.section(measure))
-        if clean is not None:
-            yield clean
-            break
-    rows = {section.measure: section.rows for section in report.sections}
-    balls = group_values(((row.norm, row.eps), row) for row in rows.get("attack", ()))
-    for group in balls.values():
-        tried = tuple(row.attack for row in group if row.attack != WORST)
-        worst = [row for row in group if row.attack == WORST]
-        if not worst and len(group) == 1:
-            worst = group
-        for row in worst:
-            yield from _make_accuracy("attacked", "robust", row, attacks=tried)
-    for row in rows.get("certify", ()):
-        # Robust accuracy comes from certificates only if no attack section has the ball.
-        if (row.norm, row.eps) not in balls:
-            yield from _make_accuracy("attacked", "robust", row)
-        yield from _make_accuracy("certified", "certified", row, undecided=row.undecided)
-    for row in rows.get("smoothing", ()):
-        yield from _make_accuracy("smoothed", "certified", row)
-    for row in rows.get("corrupt", ()):
-        if row.corruption == "mean":
-            yield from _make_accuracy("corrupted", "accuracy", row)
-
-
-def _make_clean(section: Section | None) -> Accuracy | None:
-    """Return the accuracy without attack on the samples of a section; repeats count once."""
-    if section is None:
-        return None
-    flags = finite(_list_unrepeated(section, "correct"))
-    if not flags:
-        return None
-    right = sum(flag > 0 for flag in flags)
-    samples = len(flags)
-    low, high = columns.wilson(right, samples)
-    return Accuracy(kind="clean", share=right / samples, low=low, high=high, samples=samples)
-
-
-def _list_unrepeated(section: Section, name: str) -> Iterator[Any]:
-    """Yield the cells of a per-sample column without repeated samples."""
-    cells = section.samples.get(name, ())
-    for sample, cell in zip(section.ids, cells, strict=False):
-        if not is_repeat(sample):
-            yield cell
-
-
-def _make_accuracy(kind: Any, name: str, row: columns.Row, **others: Any) -> Iterator[Accuracy]:
-    """Yield the share in the column `name` of a row with its limits; nothing without a share."""
-    if row[name] is None:
-        return
-    if row.key is not None:
-        others["norm"] = row.norm
-        others["eps"] = row.trial.radius.text
-        others["ball"] = row.trial.ball
-    yield Accuracy(
-        kind=kind,
-        share=row[name],
-        low=row[f"{name}_low"],
-        high=row[f"{name}_high"],
-        samples=row.samples,
-        **others,
-    )
-
-
-def _make_radii(balls: Section | None, section: Section) -> Radii | None:
-    row = section.rows[0]
-    if not finite([row.radius]):
-        return None
-    proven: Iterable[Any] = ()
-    if balls is not None:
-        proven = balls.samples.get("radius", ())
-    low, high = columns.median_limits(proven) or (None, None)
-    return Radii(
-        norm=row.norm,
-        median=order(row.radius),
-        low=low,
-        high=high,
-        adversarial=row.radius_adversarial,
-        samples=row.samples,
-    )
-
-
-def _make_norms(section: Section) -> ModelNorms | None:
-    rows = [row for row in section.rows if not row.module]
-    if not rows or not finite((rows[0].median, rows[0].max)):
-        return None
-    row = rows[0]
-    norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
-    # The sample with the largest norm; empty if unknown.
-    known = [sample for sample, norm in norms.items() if finite([norm])]
-    steepest = max(known, key=lambda sample: order(norms[sample]), default="")
-    low, high = columns.median_limits(norms.values()) or (None, None)
-    return ModelNorms(
-        start=row.from_,
-        end=row.to,
-        norm=row.norm,
-        median=row.median,
-        low=low,
-        high=high,
-        p95=row.p95,
-        max=row.max,
-        sample=steepest,
-        samples=row.samples,
-        converged=row.converged,
-    )
-
-
-def _make_sources(bounds: Section | None, section: Section) -> Sources | None:
-    """Summarise the shares; repeated samples count once."""
-    known = [row for row in section.rows if finite([row.share])]
-    if not known:
-        return None
-    shares: dict[tuple[int, int], HeadShare] = {}
-    for row in known:
-        share = HeadShare(layer=row.layer, head=row.head, share=row.share)
-        shares[row.layer, row.head] = share
-    first = columns.largest(known, "share", 1)[0]
-    steepest = None
-    if bounds is not None:
-        for row in columns.largest(bounds.rows, "exact", 1):
-            steepest = shares.get((row.layer, row.head))
-    return Sources(
-        attention=columns.middle(_list_unrepeated(section, "attention")),
-        patterns=columns.middle(_list_unrepeated(section, "patterns")),
-        mlps=columns.middle(_list_unrepeated(section, "mlps")),
-        largest=shares[first.layer, first.head],
-        steepest=steepest,
-        samples=first.samples,
-    )
-
-
-def _make_heads(section: Section) -> SteepestHeads | None:
-    known = [row for row in section.rows if finite([row.exact])]
-    if not known:
-        return None
-    steepest = []
-    for row in columns.largest(known, "exact", STEEPEST):
-        head = Head(layer=row.layer, head=row.head, exact=order(row.exact))
-        steepest.append(head)
-    typical = median(finite(row.exact for row in known))
-    return SteepestHeads(steepest=tuple(steepest), median=typical, heads=len(known))
-
-
-def steepest(sections: Iterable[Section], count: int) -> list[str]:
-    """Return the heads with the largest exact norms as LAYER.HEAD, largest first."""
-    rows: list[columns.Row] = []
-    for section in sections:
-        if section.measure == "bounds":
-            rows += section.rows
-    return [f"{row.layer}.{row.head}" for row in columns.largest(rows, "exact", count)]
-
-
-def _make_fragile(section: Section) -> Fragile | None:
-    """Summarise fragile rows, and choose the penalty that moves rows to their nearer regime.
-
-    JaSMin with k = 0 lowers g1, towards uniform or one-hot rows. With k > 1 it lowers g1 / g_k,
-    which also flattens one-hot rows, and ignores rows with at most k keys.
-    """
-    rows = [row for row in section.rows if finite([row.intermediate])]
-    if not rows:
-        return None
-    shares = {}
-    for name in ("intermediate", "uniform", "categorical"):
-        total = sum(finite(row[name] for row in rows))
-        shares[name] = total / len(rows)
-    side: Literal["uniform", "one-hot"] = "one-hot"
-    if shares["uniform"] > shares["categorical"]:
-        side = "uniform"
-    # A row of n <= k keys has no g_k: with short rows only k = 0 affects all rows.
-    k: Any = section.settings.get("k", 10)
-    has_long_rows = isinstance(k, int) and max(row.tokens for row in rows) > k
-    penalty = None
-    if shares["intermediate"] >= FEW:
-        penalty = 0
-        if side == "uniform" and has_long_rows:
-            penalty = k
-    return Fragile(
-        share=shares["intermediate"],
-        heads=sum(order(row.intermediate) > HALF for row in rows),
-        of=len(rows),
-        side=side,
-        k=penalty,
-    )
-
-
-def _list_tightness(section: Section) -> Iterator[Tightness]:
-    for name, column in columns.find_bounds(section.columns).items():
-        logs = finite(columns.log10_ratio(row, name) for row in section.rows)
-        if logs:
-            yield Tightness(
-                bound=name,
-                status=column.status,
-                median=_raise_ten(median(logs)),
-                largest=_raise_ten(max(logs)),
-                heads=len(logs),
-            )
-
-
-def _raise_ten(exponent: float) -> float:
-    """Return 10^exponent; infinity above the largest float, 1.8e308."""
-    if exponent < 308:
-        return float(10**exponent)
-    return math.inf

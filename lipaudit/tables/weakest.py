@@ -36,7 +36,7 @@ class Contradiction(NamedTuple):
 def broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return, for each correctly classified sample, the balls in which attacks broke it."""
     balls: dict[str, set[TrialKey]] = {}
-    for section in filter(None, map(report.section, ("attack", "certify"))):
+    for section in report.sections:
         for sample, trial in _list_fallen(section):
             balls.setdefault(sample, set()).add(replace(trial, attack=""))
     return balls
@@ -79,16 +79,11 @@ def contradictions(report: Report) -> list[Contradiction]:
 
     The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
     """
-    certificates = report.section("certify")
-    if certificates is None:
+    certified = list(_list_certified(report))
+    if not certified:
         return []
-    certified = []
-    for kind, trial, sample, value in _list_figures(certificates):
-        if kind == "certified" and trial is not None and value == 1:
-            certified.append((sample, trial))
-    certified += _list_searched(certificates, "radius")
     attacks: dict[str, list[TrialKey]] = {}
-    for section in filter(None, (report.section("attack"), certificates)):
+    for section in report.sections:
         # An attack may stop before its radius: the example is then inside a smaller ball.
         distances = {}
         for kind, trial, sample, value in _list_figures(section):
@@ -107,6 +102,19 @@ def contradictions(report: Report) -> list[Contradiction]:
             if _is_inside(trial, ball):
                 first.setdefault(sample, Contradiction(sample, ball, trial))
     return list(first.values())
+
+
+def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the certified samples with their balls."""
+    for section in report.sections:
+        column = section.sample_columns.get("certified")
+        # Certificates of a smoothed classifier hold elsewhere, and not for this model.
+        if column is None or column.domain != "ball":
+            continue
+        for kind, trial, sample, value in _list_figures(section):
+            if kind == "certified" and trial is not None and value == 1:
+                yield sample, trial
+        yield from _list_searched(section, "radius")
 
 
 def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:

@@ -112,8 +112,8 @@ def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
     measured = {s["measure"]: s for s in report["sections"]}
     assert measured.keys() == {"jacobian", "certify"}
     assert measured["certify"]["settings"]["eps"] == ["0.01"]
-    proven = report["summary"]["accuracy"][-1]
-    assert (proven["kind"], proven["eps"]) == ("certified", "0.01")
+    (proven,) = [r for r in report["summary"]["rows"] if r["name"] == "certified_accuracy"]
+    assert (proven["metric"], proven["radius"]) == ("certify.certified@linf,0.01", "0.01")
     done = certify(*asked, command="audit", model="sorting")
     assert {s["measure"] for s in json.loads(done.stdout)["sections"]} == {"jacobian"}
     assert "certify was left out: no certificate for this model" in done.stderr

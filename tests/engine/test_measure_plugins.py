@@ -29,6 +29,7 @@ READING = (
     ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.confidence:mean >= -1%"),
     ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.mean >= 0.1", "-f", "html"),
 )
+DEFAULT = ("gate", "a.json", "-b", "a.json")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def session(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     learn = (("--help",), ("confidence", "--help"), ("explain", "confidence"))
     learn += (("unsure", "a.json"), ("unsure", "a.json", "-f", "json"), ("unsure", "--help"))
     wrong = ("confidence", "demo", "--temperature", "0")
-    return folder, lipaudit(*measure, cwd=folder, then=[*READING, *learn, wrong])
+    return folder, lipaudit(*measure, cwd=folder, then=[*READING, DEFAULT, *learn, wrong])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,23 @@ def test_it_is_in_every_format(measured):
         text = (measured / name).read_text()
         assert "Confidence of the predictions" in text
         assert "lowest" in text
+
+
+def test_its_headline_is_a_line_of_the_scorecard_a_row_of_the_json_and_a_rule(session):
+    folder, done = session
+    report = json.loads((folder / "a.json").read_text())
+    (row,) = report["summary"]["rows"]
+    mean = report["sections"][0]["rows"][0]["mean"]
+    known = {"name": "confidence", "metric": "confidence.mean", "figure": "mean confidence"}
+    known |= {"value": mean, "samples": 24, "text": "24 samples", "better": "higher"}
+    assert row.items() >= known.items()
+    line = f"mean confidence  {mean:.1%}  24 samples"
+    text = (folder / "a.txt").read_text()
+    assert line in text
+    assert f"Mean confidence {mean:.0%}." in text
+    assert f"| mean confidence | {mean:.1%} | 24 samples |" in (folder / "a.md").read_text()
+    # Without a rule of the user the gate takes the declared one.
+    assert "confidence.confidence:median >= -10%" in done.stdout
 
 
 def test_it_has_a_command_and_an_explanation(session):

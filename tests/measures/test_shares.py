@@ -15,6 +15,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report import of_comparison, of_sample, render
 from lipaudit.report.blocks import Heatmap, Stack
 from lipaudit.report.document import make_page
+from lipaudit.tables.summary import find_figures
 from tests.commands import invoke
 from tests.measures.cases import run_measure
 from tests.models.conftest import batch_for, build
@@ -192,20 +193,18 @@ def test_a_part_without_shares_leaves_null_of_its_samples(demo):
 
 def test_every_audit_has_shares_and_says_so_in_words(report):
     assert report.section("jacobian").settings["shares"] is True
-    sources = lipaudit.tables.summary.summary(report).sources
     rows = {(row.layer, row.head): row for row in report.section("jacobian.shares").rows}
     first = max(rows.values(), key=lambda row: row.share)
-    assert (sources.largest.layer, sources.largest.head) == (first.layer, first.head)
     steep = max(report.section("bounds").rows, key=lambda row: row.exact)
     share = rows[steep.layer, steep.head].share
-    assert sources.steepest.share == share
     card = " ".join(lipaudit.summarize(report).split())
     patterns = np.median(report.section("jacobian.shares").samples["patterns"])
     line = card.partition("sensitivity via attention maps")[2].split()
     assert f"{patterns:.0%}" in line[:2]  # behind the mark of its footnote
     assert f"head {first.layer}.{first.head} alone {first.share:.0%}" in card
     assert f"head {steep.layer}.{steep.head} (share {share:.0%})" in card
-    assert sources.patterns == pytest.approx(patterns)
+    (figure,) = find_figures(lipaudit.measures.summarise(report), "sensitivity_in_maps")
+    assert figure.value == pytest.approx(patterns)
 
 
 def test_no_penalty_on_maps_is_suggested_where_they_carry_little(report):
@@ -215,10 +214,13 @@ def test_no_penalty_on_maps_is_suggested_where_they_carry_little(report):
         s.model_copy(update={"samples": few}) if s is section else s for s in report.sections
     )
     changed = report.model_copy(update={"sections": sections})
-    assert lipaudit.tables.summary.summary(report).fragile.k is not None
-    assert lipaudit.tables.summary.summary(changed).fragile.k is None
-    card = " ".join(lipaudit.summarize(changed).split())
-    assert "a penalty on them acts on 10% of the sensitivity" in card
+    (before,), (after,) = (
+        find_figures(lipaudit.measures.summarise(each), "fragile_rows")
+        for each in (report, changed)
+    )
+    assert "most others near " in before.text
+    assert "most others near " not in after.text
+    assert "a penalty on them acts on 10% of the sensitivity" in after.text
 
 
 def test_a_sample_names_the_heads_that_carry_it(report):

@@ -9,10 +9,10 @@ import pytest
 
 from lipaudit.gate import compare, judge, rank
 from lipaudit.gate.rules import Verdict
+from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Heatmap, Table
 from lipaudit.report.judgements import describe_ranking, tabulate_ranking
-from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
 from tests.gate import cases
 from tests.gate.cases import flags
@@ -240,7 +240,7 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
     shown = columns(ranking, [report, other])
     assert shown["model"] == [model.model for model in ranking.models]
     assert (shown["rank"], shown["difference"]) == ([1, 1], [None, "+0pp"])
-    lines = {line.label: line.value for line in list_figures(report)}
+    lines = {row.figure: row.value for row in summarise(report).rows}
     assert {label: values[0] for label, values in shown.items() if label in lines} == lines
     steepest = shown["steepest attention head, ‖J‖"]
     assert steepest[0] == 2 * steepest[1]

@@ -8,13 +8,12 @@ from typing import get_args
 import pytest
 from scipy.stats import binom
 
-from lipaudit.measures import layouts
+from lipaudit.measures import layouts, summarise
 from lipaudit.measures.attention import ATTENTION_TABLE
 from lipaudit.report import of_reports, render
-from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
-from lipaudit.tables.summary import summary
+from lipaudit.tables.summary import find_figures
 from lipaudit.tables.weakest import worst
 from lipaudit.wings.certificates.measure import CERTIFY_TABLE
 from tests.commands import list_commands
@@ -22,7 +21,12 @@ from tests.report.conftest import find_chapter, keep
 
 
 def lines(report) -> dict[str, tuple[object, str]]:
-    return {line.label: (line.value, line.text) for line in list_figures(report)}
+    return {row.figure: (row.value, row.text) for row in summarise(report).rows}
+
+
+def find_figure(report, name):
+    (figure,) = find_figures(summarise(report), name)
+    return figure
 
 
 def steps(report) -> dict[str, str]:
@@ -34,15 +38,20 @@ def steps(report) -> dict[str, str]:
 
 def test_accuracies_and_their_limits(report):
     attack = keep(report, report.section("attack"))
-    clean, *attacked = summary(attack).accuracy
-    assert (clean.share, clean.samples) == (23 / 24, 24)
+    clean, *attacked = summarise(attack).rows
+    assert (clean.name, clean.value, clean.samples) == ("clean_accuracy", 23 / 24, 24)
     assert (clean.low, clean.high) == wilson(23, 24)
     rows = {row.eps_text: row for row in report.section("attack").rows if row.attack == "worst"}
-    assert [each.eps for each in attacked] == list(rows)
+    assert [each.radius for each in attacked] == list(rows)
     for each in attacked:
-        row = rows[each.eps]
-        assert (each.share, each.low, each.high) == (row.robust, row.robust_low, row.robust_high)
-        assert each.attacks == ("fgsm", "pgd")
+        row = rows[each.radius]
+        assert (each.value, each.low, each.high) == (row.robust, row.robust_low, row.robust_high)
+        assert (each.name, each.better) == ("attacked_accuracy", "higher")
+        assert each.metric == f"attack.robust@linf,{each.radius}"
+    assert [each.text.partition("%, ")[2] for each in attacked] == [
+        "worst of fgsm, pgd",
+        "same attacks",
+    ]
     said = lines(report)["robust accuracy, linf 2/255"]
     assert said == (15 / 24, "95 % CI 43.5 to 79.5%, worst of fgsm, pgd")
 
@@ -74,14 +83,15 @@ def test_corruptions_and_votes_under_noise_have_a_line(report):
 def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(report):
     proven = report.section("certify"), report.section("certify.radius")
     both = keep(report, *proven)
-    summed, radii = summary(both).radii, sorted(filter(None, proven[0].samples["radius"]))
-    assert (summed.norm, summed.median, summed.adversarial) == ("linf", 0.0033, 0.029)
+    radii = sorted(filter(None, proven[0].samples["radius"]))
+    summed = find_figure(both, "certified_radius")
+    assert (summed.norm, summed.value, summed.samples) == ("linf", 0.0033, 23)
     assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
     assert [0.0, *radii].index(summed.high) + 1 == 17
     text = "95 % CI 0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
     assert lines(both)["certified radius, linf"] == (0.0033, text)
     assert f"| 0.00330 | {text} |" in render(both, "markdown").decode()
-    assert summary(keep(report, proven[0])).radii is None
+    assert find_figures(summarise(keep(report, proven[0])), "certified_radius") == []
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101, 999])
@@ -94,14 +104,13 @@ def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
 
 
 def test_norms_name_the_sample_that_has_the_largest(report):
-    row, norms = report.section("jacobian").rows[0], summary(report).norms
-    assert (norms.median, norms.p95, norms.max) == (row.median, row.p95, row.max)
+    row, norms = report.section("jacobian").rows[0], find_figure(report, "jacobian_norm")
+    assert (norms.value, norms.samples, norms.better) == (row.median, row.samples, "lower")
     ids, values = (report.section("jacobian").samples[name] for name in ("ids", "norm"))
     known = {v: i for i, v in zip(ids, values, strict=True) if v is not None and v == v}
-    assert norms.sample == known[max(known)]
-    value, text = lines(report)["model sensitivity, median ‖J‖"]
-    assert value == row.median
-    assert text.endswith(f"largest {row.max:.3g} (sample {norms.sample[:12]})")
+    assert (norms.low, norms.high) == median_limits(values)
+    assert f"p95 {row.p95:.3g}" in norms.text
+    assert norms.text.endswith(f"largest {row.max:.3g} (sample {known[max(known)][:12]})")
     for samples in (2, 19, 20):  # a 95th percentile needs twenty
         section = report.section("jacobian")
         rows = tuple(row.replace(samples=samples) for row in section.rows)
@@ -112,11 +121,12 @@ def test_norms_name_the_sample_that_has_the_largest(report):
 def test_steepest_heads_are_the_largest_norms(report):
     known = [row for row in report.section("bounds").rows if finite([row.exact])]
     exact = {(row.layer, row.head): row.exact for row in known}
-    heads = summary(report).heads
-    top = sorted(exact, key=exact.get)[::-1][:3]
-    steepest = [(each.layer, each.head, each.exact) for each in heads.steepest]
-    assert steepest == [(*name, exact[name]) for name in top]
-    assert (heads.median, heads.heads) == (median(exact.values()), len(exact))
+    steepest = find_figure(report, "steepest_head")
+    first, second, third = sorted(exact, key=exact.get)[::-1][:3]
+    assert steepest.value == exact[first]
+    assert "head {}.{} ".format(*first) in steepest.text
+    others = [f"{i}.{j} ({exact[i, j]:.3g})" for i, j in (second, third)]
+    assert f"next {', '.join(others)}; median {median(exact.values()):.3g}" in steepest.text
     section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
     said = lines(keep(report, section))["steepest attention head, ‖J‖"][1]
     assert said.startswith("head 1.2; next ")
@@ -126,27 +136,31 @@ def test_steepest_heads_are_the_largest_norms(report):
 
 
 @pytest.mark.parametrize(
-    ("shares", "tokens", "k"),
+    ("shares", "text"),
     [
-        ({"uniform": 0.2, "categorical": 0.6}, 17, 0),
-        ({"uniform": 0.6, "categorical": 0.2}, 17, 10),
-        ({"uniform": 0.6, "categorical": 0.2}, 10, 0),
+        ((0.2, 0.2, 0.6), "over half in 0; most others near one-hot"),
+        ((0.2, 0.6, 0.2), "over half in 0; most others near uniform"),
+        ((0.6, 0.3, 0.1), "over half in 1; most others near uniform"),
+        ((0.04, 0.6, 0.36), "over half in 0"),  # too few to move
     ],
 )
-def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
-    row = ATTENTION_TABLE.row(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
-    section = layouts()["attention"].section(settings={"k": 10}, rows=(row,))
-    fragile = summary(keep(report, section)).fragile
-    assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
+def test_fragile_rows_are_counted_beside_where_the_others_lie(report, shares, text):
+    share, uniform, categorical = shares
+    regimes = {"intermediate": share, "uniform": uniform, "categorical": categorical}
+    row = ATTENTION_TABLE.row(layer=0, head=0, tokens=17, **regimes)
+    section = layouts()["attention"].section(rows=(row,))
+    fragile = find_figure(keep(report, section), "fragile_rows")
+    assert (fragile.value, fragile.text) == (share, f"mean of 1 heads, {text}")
 
 
 def test_bounds_shown_are_the_tightest_of_each_standing(report):
-    summed = {each.bound: each for each in summary(report).bounds}
+    summed = {row.figure: row for row in summarise(report).rows}
     known = [row for row in report.section("bounds").rows if finite([row.exact])]
-    for name in ("sharp", "castin"):
+    for kind, name in (("tightest", "sharp"), ("certified", "castin")):
         values = [row[name] / row.exact for row in known if row[name]]
-        assert summed[name].median == pytest.approx(10 ** median(map(log10, values)))
-        assert summed[name].largest == pytest.approx(max(values))
+        figure = summed[f"{kind} bound, {name}"]
+        assert figure.value == pytest.approx(10 ** median(map(log10, values)))
+        assert f"of exact, {len(values)} heads, largest {max(values):.3g}" in figure.text
     shown = [name for name in lines(report) if " bound, " in name]
     assert shown == ["tightest bound, sharp", "certified bound, castin"]
 
@@ -171,9 +185,9 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
     attack = report.section("attack")
     balls = tuple(attack.rows[0].replace(eps=f"{n}/255", norm="linf") for n in range(1, 60))
     many = keep(report, attack.model_copy(update={"rows": balls}))
-    noted = len(summary(report).warnings)
+    noted = len(summarise(report).notes)
     for bare in (keep(report), blank_report):  # without figures
-        assert list_figures(bare) == []
+        assert summarise(bare).rows == ()
         assert "Scorecard" not in render(bare, "markdown").decode()
     for each in (report, blank_report, many):
         printed = str(each).split("\n")

@@ -9,7 +9,7 @@ import pytest
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
-from lipaudit.gate.rules import DEFAULT_RULES, STATS, VerdictStatus, list_metrics
+from lipaudit.gate.rules import STATS, VerdictStatus, list_default_rules, list_metrics
 from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import of_comparison, of_judgement, of_reports, topics
 from lipaudit.report.blocks import Card
@@ -50,7 +50,7 @@ def test_every_name_of_a_record_a_rule_and_the_json(report):
     names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus), *KINDS]
     names += [name for o in options for name in (o.name, *o.flags, *o.values())]
     names += [bound.domain for bound in load_bounds().values()]
-    names += [text for rule in DEFAULT_RULES for text in (rule.text, rule.metric)]
+    names += [text for rule in list_default_rules() for text in (rule.text, rule.metric)]
     names += [f"{name}:{stat}" for name, stat in zip(list_metrics(), cycle(STATS), strict=False)]
     names += [name for s in report.sections for name in s.samples]
     names += [name for kind in option_types().values() for name in kind().model_dump()]

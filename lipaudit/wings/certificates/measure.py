@@ -18,8 +18,23 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.attack import eps_column, seconds_column
 from lipaudit.measures.base import AuditRole, Measure, Part, Values
-from lipaudit.tables import Column, Display, Layout, Note, Row, Section
-from lipaudit.tables.columns import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, limit_columns
+from lipaudit.tables import Column, Display, Layout, Note, Report, Row, Section
+from lipaudit.tables.columns import (
+    ACCURACY,
+    CERTIFIED,
+    CERTIFIED_SHARE,
+    OUTCOMES,
+    finite,
+    limit_columns,
+    median_limits,
+)
+from lipaudit.tables.formats import format_value
+from lipaudit.tables.summary import (
+    CLEAN_OF_BALLS,
+    Headline,
+    declare_clean,
+    read_row,
+)
 from lipaudit.wings.certificates.options import MOST, CertifyOptions, plan_certificates
 
 if TYPE_CHECKING:
@@ -36,9 +51,40 @@ TRIAL = 1.0
 # Differs from machine to machine, so no gate reads it.
 SECONDS = seconds_column("Wall time of the proofs.")
 
+
+def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the certified accuracy of every ball, with the undecided samples in the text."""
+    for row in section.rows:
+        remarks = [f"{row.samples} samples"]
+        if row.undecided:
+            remarks.append(f"{row.undecided} undecided")
+        yield from read_row(headline, section, row, *remarks)
+
+
 CERTIFY_TABLE = Layout(
     name="certify",
     title="What is proven?",
+    headlines=(
+        declare_clean(12),
+        CLEAN_OF_BALLS,
+        Headline(
+            name="attacked_accuracy",
+            column="robust",
+            label="robust accuracy",
+            place=21,
+            ranks=True,
+        ),
+        Headline(
+            name="certified_accuracy",
+            column="certified",
+            label="certified accuracy",
+            place=30,
+            read=read_certified,
+            sentence="{value:.0%} are certified at {ball}.",
+            rule="certify.certified >= -2pp",
+            ranks=True,
+        ),
+    ),
     display=Display(
         about="The true robust accuracy is between the certified share (proven) and the robust "
         "share (not broken by the attacks).",
@@ -102,9 +148,40 @@ CERTIFY_TABLE = Layout(
 )
 
 
+def read_radius(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the median certified radius, with its limits and that of attacks in the text."""
+    row = section.rows[0] if section.rows else None
+    if row is None or not finite([row.radius]):
+        return
+    column = section.columns["radius"]
+    proven = report.section("certify")
+    radii = proven.samples.get("radius", ()) if proven else ()
+    text = f"median of {row.samples} samples"
+    if row.radius_adversarial is not None:
+        text += f", nearest adversarial {format_value(row.radius_adversarial, column)}"
+    yield headline.row(
+        section,
+        row.radius,
+        limits=median_limits(radii),
+        text=text,
+        samples=row.samples,
+        norm=row.norm,
+        figure=f"{headline.label}, {row.norm}",
+    )
+
+
 RADII_TABLE = Layout(
     name="certify.radius",
     title="How far around a sample is its class proven?",
+    headlines=(
+        Headline(
+            name="certified_radius",
+            column="radius",
+            label="certified radius",
+            place=40,
+            read=read_radius,
+        ),
+    ),
     display=Display(
         about="Certified radius: no input nearer to the sample changes its class. Adversarial "
         "radius: an attack found a misclassified input at this distance."

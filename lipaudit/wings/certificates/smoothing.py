@@ -26,6 +26,7 @@ from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import Balls, TwoCounts, option, repeat_option
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Row, Section
 from lipaudit.tables.columns import ACCURACY, CERTIFIED_SHARE, OUTCOMES, limit_columns
+from lipaudit.tables.summary import CLEAN_OF_BALLS, Headline
 from lipaudit.tables.trials import Norm, parse_radius
 
 if TYPE_CHECKING:
@@ -106,6 +107,17 @@ _share_column = partial(Column.share, status="empirical")
 SMOOTHING_TABLE = Layout(
     name="smoothing",
     title="What is certified of the smoothed classifier?",
+    headlines=(
+        CLEAN_OF_BALLS,
+        Headline(
+            name="smoothed_accuracy",
+            column="certified",
+            label="smoothed certified",
+            words="smoothed certified accuracy",
+            place=31,
+            rule="smoothing.certified >= -2pp",
+        ),
+    ),
     display=Display(
         about="The smoothed classifier takes the majority vote of the model on noisy copies. With "
         "probability 1 - alpha, no change of L2 size eps changes a certified vote.",

@@ -16,8 +16,9 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import base
 from lipaudit.measures.base import Measure, MeasureOptions, Part
 from lipaudit.settings.option import option, read_list
-from lipaudit.tables import Column, Display, Layout, Note, Reduction, Section
+from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
 from lipaudit.tables.columns import OUTCOMES, limit_columns
+from lipaudit.tables.summary import Headline, declare_clean, read_row
 from lipaudit.tables.trials import COUNTED, Norm
 from lipaudit.wings.corruptions.published import PUBLISHED, find_published, read_corruptions
 
@@ -113,9 +114,29 @@ severity_column = partial(
     rate_column, meaning="At this severity; of texts: number of errors.", format=".0%", better=None
 )
 LEVELS = [f"severity_{level}" for level in SEVERITIES]
+
+
+def read_mean(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the accuracy over all corruptions."""
+    for row in section.rows:
+        if row.corruption == "mean":
+            yield from read_row(headline, section, row)
+
+
 CORRUPT_TABLE = Layout(
     name="corrupt",
     title="Does it survive common corruptions?",
+    headlines=(
+        declare_clean(13),
+        Headline(
+            name="corrupted_accuracy",
+            column="accuracy",
+            label="accuracy under corruptions",
+            place=14,
+            read=read_mean,
+            rule="corrupt.accuracy@mean >= -2pp",
+        ),
+    ),
     display=Display(
         about="Accuracy on corrupted copies of the samples, with 95 % limits: mean over the "
         "severities, then at each severity. worst: right at every severity.",

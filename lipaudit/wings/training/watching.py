@@ -29,19 +29,21 @@ from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, UsageError, explain_error
+from lipaudit.measures import summarise
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
 from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report
-from lipaudit.tables.columns import finite
-from lipaudit.tables.summary import summary
+from lipaudit.tables.columns import finite, middle
 
 # Default attack during a training: only one, because of its cost.
 ATTACK = "pgd"
 # Prefix of the figures that loggers get, apart from those of the training itself.
 PREFIX = "lipaudit/"
+# Figures of a summary that loggers know by another name.
+LOGGED = {"jacobian_norm": "jacobian_norm/median", "steepest_head": "heads/steepest"}
 # Called with figures by name, and their step: `mlflow.log_metrics` is one.
 Logger = Callable[[dict[str, float], int], object]
 FOLDER = "lipaudit-watch"
@@ -288,18 +290,20 @@ def collect_figures(report: Report) -> dict[str, float]:
 
     Figures that are not finite are left out.
     """
-    summed, figures = summary(report), dict[str, float]()
-    for each in summed.accuracy:
-        ball = re.sub(r"[^A-Za-z0-9.]+", "_", f"{each.norm} {each.eps}")
-        figures[f"{each.kind}_accuracy" + (f"/{ball}" if each.norm else "")] = each.share
-    if summed.norms:
-        of = ("median", "p95", "max")
-        figures |= {f"jacobian_norm/{name}": getattr(summed.norms, name) for name in of}
-    if summed.heads:
-        figures["heads/steepest"] = summed.heads.steepest[0].exact
-        figures["heads/median"] = summed.heads.median
-    if summed.fragile:
-        figures["fragile_rows"] = summed.fragile.share
+    figures: dict[str, Any] = {}
+    for row in summarise(report).rows:
+        name = LOGGED.get(row.name, row.name)
+        if row.norm:
+            ball = f"{row.norm} {row.radius}".rstrip()
+            name += "/" + re.sub(r"[^A-Za-z0-9.]+", "_", ball)
+        figures[name] = row.value
+    jacobian = report.section("jacobian")
+    for row in jacobian.rows if jacobian else ():
+        if not row.module:
+            figures |= {f"jacobian_norm/{name}": row[name] for name in ("p95", "max")}
+    bounds = report.section("bounds")
+    if bounds is not None:
+        figures["heads/median"] = middle(row.exact for row in bounds.rows)
     return {PREFIX + name: value for name, value in figures.items() if finite([value])}
 
 

@@ -15,6 +15,7 @@ from lipaudit.measures.base import (
 )
 from lipaudit.settings.option import option
 from lipaudit.tables import Column, Display, Layout, Section
+from lipaudit.tables.summary import Headline
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -24,6 +25,15 @@ TABLE = Layout(
     name="confidence",
     title="Confidence of the predictions",
     display=Display(about="The largest softmax of the logits.", drawings=("confidences",)),
+    headlines=(
+        Headline(
+            name="confidence",
+            column="mean",
+            label="mean confidence",
+            sentence="Mean confidence {value:.0%}.",
+            rule="confidence.confidence:median >= -10%",
+        ),
+    ),
     fixed={
         "temperature": Column("T", "What the logits are divided by.", domain="", needed=True),
         "mean": Column("mean", "Mean over the samples.", format=".1%", better="higher"),

@@ -12,7 +12,8 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import InputError, LipauditError
-from lipaudit.tables.summary import summary
+from lipaudit.measures import summarise
+from lipaudit.tables.summary import find_figures
 from lipaudit.wings.training.watching import collect_figures
 from tests.commands import break_measure
 from tests.nets import own_net
@@ -139,15 +140,20 @@ def test_a_logger_gets_the_figures_and_one_that_fails_is_a_warning(watch):
 
 def test_figures_of_loggers_are_those_of_the_scorecard_as_far_as_they_are_finite():
     report = make_report()
-    summed, figures = summary(report), collect_figures(report)
-    assert figures["lipaudit/heads/steepest"] == summed.heads.steepest[0].exact
-    assert figures["lipaudit/fragile_rows"] == summed.fragile.share
+    summed, figures = summarise(report), collect_figures(report)
+    values = {row.name: row.value for row in summed.rows}
+    assert figures["lipaudit/heads/steepest"] == values["steepest_head"]
+    assert figures["lipaudit/fragile_rows"] == values["fragile_rows"]
+    assert figures["lipaudit/tightest_bound"] == values["tightest_bound"]
+    assert figures["lipaudit/certified_radius/linf"] == values["certified_radius"]
+    norms = report.section("jacobian").rows[0]
+    for name in ("median", "p95", "max"):
+        assert figures[f"lipaudit/jacobian_norm/{name}"] == norms[name]
     attacked = {
-        f"lipaudit/attacked_accuracy/{a.norm}_{a.eps.replace('/', '_')}": a.share
-        for a in summed.accuracy
-        if a.kind == "attacked"
+        f"lipaudit/attacked_accuracy/{row.norm}_{row.radius.replace('/', '_')}": row.value
+        for row in find_figures(summed, "attacked_accuracy")
     }
-    assert attacked
+    assert len(attacked) == 3
     assert {n: v for n, v in figures.items() if "attacked" in n} == attacked
     section = report.section("jacobian")
     row = section.rows[0].replace(median=math.nan)
@@ -228,7 +234,7 @@ def test_samples_without_labels_are_watched_without_accuracy(module, data, tmp_p
         warnings.simplefilter("error")
         monitor = lipaudit.watch(module, data=data[0], to=tmp_path)
         monitor.measure(0)
-    summed = summary(monitor.report)
-    assert summed.accuracy == ()
-    assert any(w.code == "left-out" for w in summed.warnings)
-    assert summed.heads is not None
+    summed = summarise(monitor.report)
+    assert not any(row.name.endswith("accuracy") for row in summed.rows)
+    assert any(note.code == "left-out" for note in summed.notes)
+    assert find_figures(summed, "steepest_head")

@@ -1,0 +1,103 @@
+"""Texts of single values: numbers with their unit, intervals, labels, names of samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.errors import visible
+
+if TYPE_CHECKING:
+    from lipaudit.tables.columns import Column
+    from lipaudit.tables.report import Report
+
+MISSING = "–"
+# Formats of counts, names and truth values, which have no status or domain.
+UNMEASURED = ("d", "s", "")
+# Number of characters of a sample's id that are shown.
+CHARACTERS = 12
+# Number of characters of a text shown after its place.
+LETTERS = 40
+
+
+def format_value(value: Any, column: Column) -> str:
+    """Format a value as its column defines, with the unit."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return visible(value)
+    unit = column.unit
+    if unit not in ("", "×"):
+        unit = f" {unit}"
+    return format_significant(value, column.format) + unit
+
+
+def format_limits(low: float, high: float, column: Column) -> str:
+    """Format the ends of an interval, with the unit once: 43.5 to 79.5%."""
+    first = format_value(low, column)
+    last = format_value(high, column)
+    return f"{first.removesuffix('%')} to {last}"
+
+
+def format_number(value: float, spec: str) -> str:
+    """Format a number; exponents have no padding (1.2e3, not 1.2e+03)."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    # Counts may be floats in arrays and medians: 12.0 becomes 12; 12.5 stays.
+    if spec != "d":
+        written = format(value, spec)
+    elif value == int(value):
+        written = format(int(value), spec)
+    else:
+        written = format(value, "g")
+    return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
+
+
+def format_significant(value: float, spec: str = ".3g") -> str:
+    """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
+    if spec.endswith("g"):
+        # The flag # keeps trailing zeros, and a final point, which is removed below.
+        digits = spec.removeprefix("+")
+        sign = spec.removesuffix(digits)
+        spec = f"{sign}#{digits}"
+    return re.sub(r"\.(?=e|$)", "", format_number(value, spec))
+
+
+def write_math(label: str) -> str:
+    """Write norms and inequalities with mathematical signs."""
+    return label.replace("||", "‖").replace("<=", "≤").replace(">=", "≥")
+
+
+def describe_standing(column: Column) -> str:
+    """Return status and domain of a column: `bound at X`; empty for names and counts."""
+    if column.format in UNMEASURED or not column.domain:
+        return ""
+    where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
+    return write_math(f"{column.status} {where}")
+
+
+def join_texts(texts: Iterable[str]) -> str:
+    """Join the texts that are not empty by commas."""
+    return ", ".join(filter(None, texts))
+
+
+def describe_places(report: Report) -> dict[str, str]:
+    """Return the place of each sample in the data, with the beginning of a text."""
+    places = {}
+    for name, place in report.places.items():
+        text = report.texts.get(name)
+        if text is not None:
+            place += f' "{text[:LETTERS]}"'
+        places[name] = place
+    return places
+
+
+def name_sample(sample: str, places: Mapping[str, str]) -> str:
+    """Name a sample by the beginning of its id and its place."""
+    return join_texts([sample[:CHARACTERS], places.get(sample, "")])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import lipaudit
+from lipaudit import schema
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, layouts, load_measures
 from lipaudit.tables.plugins import GROUP, collect, load_wings
@@ -130,6 +131,15 @@ def test_a_measure_with_strange_sections_is_refused(install, sections, drawings,
     assert not drawings or "tightness, bounds, attention" in caught.value.message
 
 
+def test_a_headline_of_no_column_is_refused(install):
+    source = MEASURE.format(sections=("heat",), drawings=())
+    headline = "from lipaudit.tables.summary import Headline as H\n"
+    heads = "headlines=[H(name='warm', column='warmth', label='warmth')], fixed"
+    install("heat-of-heads", headline + source.replace("fixed", heads))
+    with pytest.raises(UsageError, match="has a headline of the column 'warmth', which it does"):
+        layouts()
+
+
 @pytest.mark.parametrize(
     ("record", "says"), [("OWN['bounds']", "name that is in use"), ("3", "is int, not")]
 )
@@ -233,6 +243,31 @@ def test_a_measure_is_asked_for_in_an_audit_by_its_switch_and_says_how_many_samp
         assert "confidence" not in options.counts(demo=False)
     assert AuditOptions().names == usual
     refuse(2, "No such option", "audit", "demo", "--confidence")
+
+
+def test_a_headline_is_ranked_gated_and_kept_where_the_plugin_is_not_installed(tmp_path):
+    reports = []
+    with installed(EXAMPLE):
+        for temperature, file in (("1", "a.json"), ("4", "b.json")):
+            given = ("-n", 16, "--temperature", temperature, "-q", "-o", file)
+            invoke("confidence", "demo", *given)
+            reports.append(json.loads((tmp_path / file).read_text()))
+        ranked = invoke("report", "a.json", "b.json", "-f", "csv", "-q").stdout
+        said = invoke("gate", "a.json", "-b", "a.json", "-q").stdout
+    figures = [report["summary"]["rows"][0] for report in reports]
+    values = [report["sections"][0]["rows"][0]["mean"] for report in reports]
+    assert [figure["value"] for figure in figures] == values
+    names, *lines = ranked.splitlines()
+    column = names.split(",").index("mean confidence")
+    assert {float(line.split(",")[column]) for line in lines} == set(values)
+    assert "confidence.confidence:median >= -10%" in said
+    # Without the package the stored figure counts, but none that this installation computes.
+    report = reports[0]
+    assert f"mean confidence  {values[0]:.1%}" in str(schema.loads(json.dumps(report)))
+    forged = figures[0] | {"name": "steepest_head", "metric": "bounds.exact"}
+    report["summary"]["rows"] = [figures[0], forged]
+    (kept,) = schema.loads(json.dumps(report)).figures
+    assert kept == figures[0]
 
 
 def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):

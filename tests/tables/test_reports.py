@@ -31,6 +31,32 @@ def test_a_report_is_written_with_its_summary_and_read_without():
     assert schema.dumps(schema.loads(json.dumps(document))) == text
 
 
+FIGURE = {"name": "heat", "metric": "heat.mean", "figure": "mean heat", "value": 3.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "999999999d"},
+        {"status": "proven"},
+        {"better": "left"},
+        {"value": "3"},
+        {"metric": 3},
+        {"colour": "red"},
+    ],
+)
+def test_a_stored_figure_that_is_damaged_is_left_out(changes):
+    """Figures of measures that are not installed are kept, if they can be shown."""
+    document = json.loads(schema.dumps(schema.load(OLD[2])))
+    whole = FIGURE | {"format": ".3g", "status": "exact", "domain": "at X", "sentence": "Hot."}
+    for row, shown in ((whole, 1), (whole | changes, 0)):
+        document["summary"]["rows"] = [row]
+        report = schema.loads(json.dumps(document))
+        assert len(report.figures) == shown
+        assert str(report).count("mean heat") == shown
+        assert schema.loads(schema.dumps(report)) == report
+
+
 @pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
 def test_a_report_of_version_1_is_read_and_written_as_one_of_this(path):
     old, report = json.loads(path.read_text()), schema.load(path)

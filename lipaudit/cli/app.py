@@ -249,8 +249,11 @@ class Group(typer.core.TyperGroup):
         except Exception as error:
             # typer's own copy of click, or click itself, raises it.
             message = getattr(error, "message", "")
+            missing = ""
             if message.startswith("No such"):
-                error.message = f"{message} {explain_missing()}".rstrip()  # type: ignore[attr-defined]
+                missing = explain_missing()
+            if missing:
+                error.message = f"{message.rstrip('.')}. {missing}"  # type: ignore[attr-defined]
             raise
 
     def main(self, *args: Any, **how: Any) -> Any:
@@ -274,6 +277,10 @@ class Group(typer.core.TyperGroup):
             summary = text.partition("\n\n")[0]
             rows.append((panel, (name, " ".join(summary.split()))))
         write_panels(formatter, rows)
+        missing = explain_missing()
+        if missing:
+            formatter.write_paragraph()
+            formatter.write_text(missing)
 
 
 def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) -> None:

@@ -26,7 +26,7 @@ from lipaudit.schema import json_schema
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings
 from lipaudit.tables.columns import group_values
-from lipaudit.tables.plugins import collect
+from lipaudit.tables.plugins import collect, explain_missing, load_wings
 from lipaudit.theory.bounds.record import SYMBOLS
 
 if TYPE_CHECKING:
@@ -155,7 +155,11 @@ def env(output: Output, terminal: Terminal) -> None:
         "devices": ", ".join(devices),
         "default device": str(find_device("auto")),
         "threads": str(torch.get_num_threads()),
+        "wings": ", ".join(point.name for point in load_wings()) or "none",
     }
+    missing = explain_missing()
+    if missing:
+        facts["missing"] = missing
     _emit_facts(facts, output)
 
 

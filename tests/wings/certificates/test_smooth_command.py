@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
+pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 
 SMOOTH = ("certify", "demo", "--smooth", "0.25", "--noise-samples", "10,60", "-n", "3")
 

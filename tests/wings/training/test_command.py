@@ -15,7 +15,7 @@ from lipaudit.models.sources.loader import load_net, save_net
 from lipaudit.wings.training.loop import TrainingRecord
 from tests.commands import invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
+pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 
 FGSM = ("--eps", "0.01", "--attack", "fgsm")
 ARGS = ("demo", "-n", "128", "--epochs", "3", "--batch-size", "32", "--lr", "1e-3")

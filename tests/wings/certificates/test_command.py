@@ -14,13 +14,13 @@ from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
+pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 
 OWN = "py:tests.cli.own:"
 
 
 @pytest.fixture(autouse=True)
-def _own(_elsewhere, monkeypatch):
+def _own(elsewhere, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     x = torch.rand(6, 1, 3, 4, generator=torch.Generator().manual_seed(0))
     y = load_net(f"{OWN}dense").module(x).argmax(1)

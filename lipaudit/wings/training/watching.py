@@ -298,9 +298,9 @@ def collect_figures(report: Report) -> dict[str, float]:
             name += "/" + re.sub(r"[^A-Za-z0-9.]+", "_", ball)
         figures[name] = row.value
     jacobian = report.section("jacobian")
-    for row in jacobian.rows if jacobian else ():
-        if not row.module:
-            figures |= {f"jacobian_norm/{name}": row[name] for name in ("p95", "max")}
+    rows = [row for row in jacobian.rows if not row.module] if jacobian else []
+    for row in rows[:1]:
+        figures |= {f"jacobian_norm/{name}": row[name] for name in ("p95", "max")}
     bounds = report.section("bounds")
     if bounds is not None:
         figures["heads/median"] = middle(row.exact for row in bounds.rows)

@@ -18,10 +18,10 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
-from lipaudit.theory import worst_tokens
-from lipaudit.theory.ascent import steepest_tokens
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, are_affine_everywhere
+from lipaudit.wings.growth import worst_tokens
+from lipaudit.wings.growth.ascent import steepest_tokens
 
 if TYPE_CHECKING:
     from lipaudit.wings.growth.scaling import ScalingOptions

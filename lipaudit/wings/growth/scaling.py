@@ -26,8 +26,8 @@ from lipaudit.theory.bounds.record import Bound, load_bounds
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
-    from lipaudit.theory.worst_tokens import PowerLaw
     from lipaudit.wings.growth.lengths import Cells
+    from lipaudit.wings.growth.worst_tokens import PowerLaw
 
 
 ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
@@ -416,7 +416,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     import numpy as np
     import torch
 
-    from lipaudit.theory.worst_tokens import power_law
+    from lipaudit.wings.growth.worst_tokens import power_law
 
     known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
@@ -451,7 +451,7 @@ def _write_notes(
     apart: Sequence[Sequence[Row]],
 ) -> Iterator[Note]:
     """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
-    from lipaudit.theory.ascent import SEARCHES
+    from lipaudit.wings.growth.ascent import SEARCHES
 
     reached = len({row.n for row in rows if row.mode == "real"})
     if reached:

@@ -19,7 +19,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report.blocks import Curve
 from lipaudit.report.sections import show_section
 from lipaudit.settings.option import read_lengths
-from lipaudit.theory.ascent import steepest_tokens
+from lipaudit.wings.growth.ascent import steepest_tokens
 from lipaudit.wings.growth.lengths import cut
 from lipaudit.wings.growth.scaling import ScalingOptions, measure, summarise
 from tests.measures.cases import dense_norm, run_measure

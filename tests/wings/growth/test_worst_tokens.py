@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.theory.products import dense_jacobian
-from lipaudit.theory.worst_tokens import (
+from lipaudit.wings.growth.worst_tokens import (
     adversary,
     duplicated_norm,
     mean_field_norm,

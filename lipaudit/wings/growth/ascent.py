@@ -1,0 +1,416 @@
+"""Gradient ascent for inputs of a head with a large norm; the result is a lower limit.
+
+The searches take one head of affine self-attention.
+
+The steepest tokens are at three points (ours): most tokens are followers, which share their
+attention between two leaders on opposite sides of the ball, so every follower's output changes
+with a leader. Without a mask, no search over all tokens was seen to end higher from n = 5 on. With
+the closed form for copies, the search costs as much as one for three tokens, for every n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lipaudit.theory.head_norms import head_norms
+from lipaudit.theory.heads import Heads, Projection
+from lipaudit.wings.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
+
+_MEMORY = 12
+_FIRST = 0.1  # length of a step without a memory
+_RISE = 1e-4  # least share of the rise that the gradient promises
+_SHRINK = 0.2
+_TRIES = 10
+_PATIENCE = 5
+
+
+class Summit(NamedTuple):
+    """The points of the rows, with height and gradient."""
+
+    x: Float[Tensor, "rows size"]
+    height: Float[Tensor, " rows"]
+    slope: Float[Tensor, "rows size"]
+
+
+def climb(
+    heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
+) -> Summit:
+    """Return the end point of each row's climb; rows are independent.
+
+    Args:
+        heights: the function to maximise; differentiable, one number per row.
+        x: the starts.
+        steps: largest number of steps.
+        gain: a row stops if it gains less than this, relatively, in `_PATIENCE` steps in a row.
+
+    >>> peak = climb(lambda x: 5 - (x - 3).square().sum(1), torch.zeros(1, 2), steps=50)
+    >>> peak.x
+    tensor([[3., 3.]])
+    """
+    place = measure_heights(heights, x)
+    idle = torch.zeros_like(place.height)
+    memory: list[Turn] = []
+    for _ in range(steps):
+        last = place
+        move = _turn_uphill(last.slope, memory)
+        place = _step(heights, last, move, idle < _PATIENCE)
+        turn = _remember(place.x - last.x, last.slope - place.slope)
+        memory = [*memory[1 - _MEMORY :], turn]
+        gained = place.height - last.height > gain * place.height.abs()
+        idle = torch.where(gained, 0.0, idle + 1)
+        if bool((idle >= _PATIENCE).all()):
+            break
+    return place
+
+
+def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Summit:
+    """Return the heights at x with their gradients."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        height = heights(x)
+        (slope,) = torch.autograd.grad(height.sum(), x)
+    return Summit(x.detach(), height.detach(), slope)
+
+
+class Turn(NamedTuple):
+    """A step of the rows, how much their slope fell along it, and 1 / <step, fall>.
+
+    The weight is 0 in rows in which the slope did not fall; they are ignored.
+    """
+
+    step: Tensor
+    fall: Tensor
+    weight: Tensor
+
+
+def _remember(step: Tensor, fall: Tensor) -> Turn:
+    bend = _dot(step, fall)
+    lengths = step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
+    weight = torch.where(bend > 1e-12 * lengths, 1 / bend, 0.0)
+    return Turn(step, fall, weight)
+
+
+def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
+    """Move active rows, in shorter steps until they rise; rows that cannot rise stay."""
+    promised = _dot(move, place.slope)[:, 0]
+    rounding = torch.finfo(move.dtype).eps ** 0.5
+    arrived = promised <= rounding * place.height.abs()
+    rows = (active & ~arrived).nonzero()[:, 0]
+    size = 1.0
+    for _ in range(_TRIES):
+        if not len(rows):
+            break
+        x = place.x[rows] + size * move[rows]
+        tried = measure_heights(heights, x)
+        least = place.height[rows] + _RISE * size * promised[rows]
+        rises = tried.height >= least
+        risen = rows[rises]
+        place = Summit(
+            x=place.x.index_copy(0, risen, tried.x[rises]),
+            height=place.height.index_copy(0, risen, tried.height[rises]),
+            slope=place.slope.index_copy(0, risen, tried.slope[rises]),
+        )
+        rows = rows[~rises]
+        size *= _SHRINK
+    return place
+
+
+def _turn_uphill(slope: Tensor, memory: list[Turn]) -> Tensor:
+    """Return the direction of L-BFGS after these steps; no row moves by more than 1."""
+    move = slope
+    shares = []
+    for turn in reversed(memory):
+        share = turn.weight * _dot(turn.step, move)
+        move = move - share * turn.fall
+        shares.append(share)
+    # The length scale is that of the last step; of a first one by convention.
+    tiny = torch.finfo(slope.dtype).tiny
+    steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
+    size = _FIRST / steepness
+    if memory:
+        last = memory[-1]
+        bend = (last.weight * _dot(last.fall, last.fall)).clamp_min(tiny)
+        size = torch.where(last.weight > 0, 1 / bend, size)
+    move = size * move
+    for turn, share in zip(memory, reversed(shares), strict=True):
+        back = turn.weight * _dot(turn.fall, move)
+        move = move + (share - back) * turn.step
+    plain = _FIRST * (slope / steepness)
+    move = torch.where(_dot(move, slope) > 0, move, plain)
+    return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1, keepdim=True)
+
+
+SEARCHES = 4
+"""Number of independent searches; their spread shows how reliable the result is."""
+STARTS = 6
+"""Number of starts of a search at each length, besides the end point of the previous length."""
+STEPS = 150
+
+_POWER_STEPS = 5
+_ROUGH = 1e-4  # a row stops if a step gains less than this
+_POLISH = 200  # largest number of steps for the highest ends, after their copies are rounded
+_TILT = 0.1  # direction of the leaders towards the query that they share
+_EDGE = 0.95  # starts are slightly inside the ball, where the gradient sees its boundary
+
+
+@dataclass(frozen=True)
+class Steepest:
+    """The steepest n tokens found by each of several independent searches.
+
+    Attributes:
+        points: the distinct tokens.
+        copies: how often each is repeated, in this order.
+        norm: ||J|| at the n tokens.
+    """
+
+    points: Float[Tensor, "searches points D"]
+    copies: Int[Tensor, "searches points"]
+    norm: Float[Tensor, " searches"]
+
+
+def steepest_tokens(
+    heads: Heads, radius: float, lengths: Sequence[int], *, seed: int, causal: bool
+) -> Iterator[Steepest]:
+    """Yield, for every length, tokens with ||x_i|| <= radius at which ||J|| is large.
+
+    Each search maximises ||J^T u|| over the three points, the number of copies of the leaders and
+    the unit vector u together, from starts at random and from its end at the length before. It
+    runs on the CPU in float64, so that it ends at the same tokens wherever the model is.
+
+    Args:
+        heads: one head, in float64.
+        radius: R.
+        lengths: numbers of tokens, ascending.
+        seed: seed of the starts.
+        causal: whether later keys are masked; leaders then come first, one copy each.
+    """
+    head, basis = _narrow_head(heads)
+    generator = torch.Generator().manual_seed(seed)
+    parameters = 3 * len(basis) + 1
+    last = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
+    for n in lengths:
+        slope = _Slope(head, radius, n, causal)
+        fresh = slope.starts(SEARCHES * STARTS, generator)
+        fresh = fresh.view(SEARCHES, STARTS, -1)
+        ends = slope.climb_all(torch.cat([fresh, last], 1), generator)
+        yield slope.steepest(ends, basis, seed)
+        last = ends[:, None]
+
+
+def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
+    """Return the head on the CPU in the coordinates that its projections read, and their axes."""
+    read = affine_projections(heads)
+    weights = [projection.weight[0].cpu() for projection in read]
+    left_singular, size, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
+    rank = int((size > 1e-12 * size[0]).sum())
+    basis = left_singular[:, : max(rank, 1)].mT
+    narrow = []
+    for projection in read:
+        weight = basis @ projection.weight[0].cpu()
+        bias = projection.bias
+        if bias is not None:
+            bias = bias.cpu()
+        narrow.append(Projection(weight[None], bias, None, "affine"))
+    head = replace(
+        heads,
+        to_q=narrow[0],
+        to_k=narrow[1],
+        to_v=narrow[2],
+        scale=heads.scale[:1].cpu(),
+        out=None,
+    )
+    return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """||J^T u|| / ||u|| as a function of rows of parameters: three points, copies, and u.
+
+    A point z stands for R sin|z| z / |z|, any point of the ball; t for (n / 3)^(sin^2 t) copies of
+    each leader. Unmasked, u is over the points, weighted by copies as in `weighted_norm`.
+
+    Attributes:
+        head: in as few coordinates as it reads.
+        radius: R.
+        n: tokens.
+        causal: whether later keys are masked.
+        whole: whether the copies are rounded, and stay.
+    """
+
+    head: Heads
+    radius: float
+    n: int
+    causal: bool
+    whole: bool = False
+
+    def starts(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return points where followers attend to both leaders; half of them with copies."""
+        to_q, to_k, to_v = affine_projections(self.head)
+        wq = to_q.weight[0]
+        wk = to_k.weight[0]
+        wv = to_v.weight[0]
+        directions = _normal(generator, 2, count, len(wq))
+        follower, apart = normalize(directions, dim=-1)
+        bias = torch.zeros_like(wq[0])
+        if to_q.bias is not None:
+            bias = to_q.bias[0]
+        # On this side of the ball the bias turns a follower's attention away from other followers.
+        towards = (follower @ wk @ bias)[:, None]
+        follower = torch.where(towards > 0, -follower, follower)
+        query = self.radius * follower @ wq + bias
+        query = normalize(query @ wk.mT, dim=1)
+        # The leaders on opposite sides across the query, where the values differ most.
+        apart = apart @ wv @ wv.mT
+        apart = normalize(apart - _dot(apart, query) * query, dim=1)
+        leader = normalize(apart + _TILT * query, dim=1)
+        opposite = normalize(-apart + _TILT * query, dim=1)
+        points = torch.stack([leader, opposite, follower], 1)
+        points = points * (_EDGE * math.pi / 2)
+        power = torch.rand(count, 1, generator=generator, dtype=points.dtype)
+        turns = power.sqrt().asin()
+        turns[::2] = 0.0
+        return torch.cat([points.flatten(1), turns], 1)
+
+    def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the highest end of each search, with whole copies."""
+        rows = starts.flatten(0, 1)
+        # u, brought closer to the leading left singular vector by power steps.
+        tokens = self.n
+        if not self.causal:
+            tokens = min(self.n, 3)
+        size = tokens * self.head.v.shape[3]
+        u = _normal(generator, len(rows), size)
+        u = normalize(u, dim=1)
+        for _ in range(_POWER_STEPS):
+            place = measure_heights(self._measure, torch.cat([rows, u], 1))
+            # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
+            image = place.slope[:, -size:] + place.height[:, None] * u
+            u = normalize(image, dim=1)
+        place = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
+        # From both whole numbers of copies beside the end, in a few more steps.
+        rounded = self._round_copies(ends)
+        whole = replace(self, whole=True)
+        place = climb(whole._measure, rounded.flatten(0, 1), steps=_POLISH)
+        ends = _highest(place.x.view_as(rounded), place.height)
+        return ends[:, : starts.shape[2]]
+
+    def _round_copies(self, rows: Tensor) -> Tensor:
+        """Return each row with the whole numbers of copies below and above its own."""
+        if self._most == 1:
+            single = rows.clone()
+            single[:, self._turn] = 0.0
+            return single[:, None]
+        leaders = self._copies(rows)[:, 0]
+        rounded = []
+        for copies in (leaders.floor(), leaders.ceil()):
+            # copies = (n / 3)^(sin^2 t), solved for t.
+            power = copies.clamp(1, self._most).log() / self._log_most
+            row = rows.clone()
+            row[:, self._turn] = power.sqrt().asin()
+            rounded.append(row)
+        return torch.stack(rounded, 1)
+
+    def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
+        """Return the tokens that the rows describe, and the norms there."""
+        points = self._points(rows)
+        copies = replace(self, whole=True)._copies(rows)
+        if self.causal:
+            x = points[:, self._places]
+            at = move_heads(self.head, x, causal=True)
+            norms = head_norms(at, seeds=[seed] * len(x))
+            norm = norms.norm[:, 0]
+        else:
+            at = move_heads(self.head, points, causal=False)
+            of_searches = []
+            for i, counts in enumerate(copies):
+                duplicated = duplicated_norm(at.row(i), counts)
+                of_searches.append(duplicated[0])
+            norm = torch.cat(of_searches)
+        return Steepest(points @ basis, copies.long(), norm)
+
+    @property
+    def _turn(self) -> int:
+        """Return the place of t in a row, behind three points."""
+        return 3 * self.head.x.shape[2]
+
+    @property
+    def _most(self) -> int:
+        """Return the largest number of copies of a leader."""
+        if self.causal:
+            return 1
+        return max(self.n // 3, 1)
+
+    @property
+    def _places(self) -> Tensor:
+        """Return the point of each token."""
+        return torch.arange(self.n).clamp_max(2)
+
+    def _points(self, rows: Tensor) -> Tensor:
+        """Return R sin|z| z / |z|."""
+        z = rows[:, : self._turn]
+        z = z.view(len(rows), 3, -1)[:, : self.n]
+        length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        length = length.clamp_min(1e-12)
+        return self.radius * torch.sin(length) * z / length
+
+    def _copies(self, rows: Tensor) -> Tensor:
+        """Return how often each point is repeated: (n / 3)^(sin^2 t) for the leaders."""
+        turns = rows[:, self._turn]
+        leaders = torch.exp(self._log_most * torch.sin(turns) ** 2)
+        if self.whole:
+            leaders = leaders.detach().round()
+        followers = self.n - 2 * leaders
+        copies = torch.stack([leaders, leaders, followers], 1)
+        return copies[:, : self.n]
+
+    @property
+    def _log_most(self) -> float:
+        if self._most > 1:
+            return math.log(self.n / 3)
+        return 0.0
+
+    def _measure(self, rows: Tensor) -> Tensor:
+        """Return ||J^T u|| / ||u|| of each row."""
+        x = self._points(rows)
+        if self.causal:
+            x = x[:, self._places]
+            at = move_heads(self.head, x, causal=True)
+            root = torch.ones_like(x[..., :1])
+        else:
+            copies = self._copies(rows)
+            at = move_heads(self.head, x, causal=False)
+            at = replace(at, bias=copies.log()[:, None, None])
+            root = copies.sqrt()[..., None]
+        u = rows[:, self._turn + 1 :]
+        u = u.view(*x.shape[:2], -1)
+        outputs = at.attention() @ at.v
+        outputs = outputs[:, 0]
+        (pulled,) = torch.autograd.grad(outputs, x, root * u, create_graph=True)
+        length = (pulled / root).flatten(1).norm(dim=1)
+        return length / u.flatten(1).norm(dim=1)
+
+
+def _highest(rows: Tensor, height: Tensor) -> Tensor:
+    which = height.view(rows.shape[:2]).argmax(1)
+    return rows[torch.arange(len(rows)), which]
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -288,6 +288,7 @@ ATTACK_TABLE = Layout(
             name="attacked_accuracy",
             column="robust",
             label="robust accuracy",
+            meaning="Share of samples that stay correct under all attacks of this radius.",
             place=20,
             read=read_worst,
             rule="attack.robust >= -2pp",

@@ -120,6 +120,7 @@ ATTENTION_TABLE = Layout(
             name="fragile_rows",
             column="intermediate",
             label="fragile attention rows",
+            meaning="Share of rows neither flat nor one-hot, where softmax reacts.",
             place=70,
             read=read_fragile,
         ),

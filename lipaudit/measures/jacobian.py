@@ -177,6 +177,7 @@ JACOBIAN_TABLE = Layout(
             column="norm",
             label="model sensitivity, median ‖J‖",
             words="Jacobian norm",
+            meaning="||J||: how much a small change of a sample can grow in the output.",
             place=51,
             read=read_norm,
             rule="jacobian.norm:median <= +10%",

@@ -87,6 +87,9 @@ HEADS_TABLE = Layout(
             name="sensitivity_in_maps",
             column="patterns",
             label="sensitivity via attention maps",
+            meaning="Share of the most sensitive direction that passes any attention map, then "
+            "any MLP, then one head alone. A path may pass several, so these shares do not add "
+            "up.",
             place=52,
             read=read_sources,
         ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
-from lipaudit.measures import layouts, load_measures
+from lipaudit.measures import find_column, layouts, list_headlines, load_measures
 from lipaudit.report import cells
 from lipaudit.settings.option import Settings
 from lipaudit.tables.plugins import load_wings
@@ -62,6 +62,7 @@ def list_topics() -> tuple[Topic, ...]:
         *_list_measures(),
         *_list_columns(),
         *_list_attacks(),
+        *_list_headlines(),
         *_list_words(),
     )
 
@@ -145,6 +146,18 @@ def _list_attacks() -> Iterator[Topic]:
         yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
     for name in sorted(RESERVED):
         yield Topic("Attacks", name, name, ATTACKS[name])
+
+
+def _list_headlines() -> Iterator[Topic]:
+    """Yield the figures of scorecards, each name once."""
+    labels = set()
+    for section, headline in list_headlines():
+        label = headline.label
+        if label and label not in labels:
+            labels.add(label)
+            meaning = headline.meaning or find_column(f"{section}.{headline.column}").meaning
+            words = (label.partition(",")[0], headline.name)
+            yield Topic("Figures of scorecards", label, label, meaning, words=words)
 
 
 def _list_words() -> Iterator[Topic]:
@@ -233,19 +246,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "in the ball": "The figure holds for every input within the radius around a sample.",
         "all inputs, every ||x_i|| <= R": "For every input of as many tokens of norm at most R.",
         "scorecard": "The main results of a report on one screen; `--details` prints all.",
-        "clean accuracy": "Share of samples right without attack. CI: 95 % (Wilson 1927).",
-        "robust accuracy": "Share of samples that stay correct under all attacks of this radius.",
-        "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
         "sensitivity through attention": "Share of the most sensitive direction that passes any "
         "attention; then any MLP, and the head with the largest share.",
-        "sensitivity via attention maps": "Share of the most sensitive direction that passes any "
-        "attention map, then any MLP, then one head alone. A path may pass several, so these "
-        "shares do not add up.",
         "of the largest": "The value of a head over that of the largest one, to compare two maps.",
-        "steepest attention head": "The head with the largest exact norm ||J|| (sample median).",
-        "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts.",
-        "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
-        "certified bound": "The tightest bound that holds on a whole set of inputs.",
         "accuracy": "Share of the samples that are classified correctly.",
         "confidence": "The probability of no false alarm of the gate over all rules together.",
         "best": "The first model of a ranking. Others may not be distinguishable from it.",

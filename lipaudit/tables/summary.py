@@ -36,6 +36,7 @@ class Headline:
         column: its column, as rules of the gate name it.
         label: its name on a scorecard, before the ball; empty: it is on none.
         words: its name in a sentence of the gate; empty: the label.
+        meaning: one sentence, for `lipaudit explain`; empty: the meaning of the column.
         place: its place on scorecards, in rankings and among default rules. Figures with the same
             tens are sorted by their balls.
         read: yields rows of the summary, by `row`; by default one for each row of the section.
@@ -50,6 +51,7 @@ class Headline:
     column: str
     label: str = ""
     words: str = ""
+    meaning: str = ""
     place: int = LAST
     read: Callable[[Headline, Section, Report], Iterable[Row]] = read_rows
     sentence: str = ""
@@ -239,6 +241,7 @@ def declare_clean(place: int, rule: str = "") -> Headline:
         name="clean_accuracy",
         column="correct",
         label="clean accuracy",
+        meaning="Share of samples right without attack. CI: 95 % (Wilson 1927).",
         place=place,
         read=read_clean,
         sentence="Clean accuracy {value:.0%}.",

@@ -254,6 +254,7 @@ def test_a_headline_is_ranked_gated_and_kept_where_the_plugin_is_not_installed(t
             reports.append(json.loads((tmp_path / file).read_text()))
         ranked = invoke("report", "a.json", "b.json", "-f", "csv", "-q").stdout
         said = invoke("gate", "a.json", "-b", "a.json", "-q").stdout
+        assert "Mean over the samples." in invoke("explain", "mean confidence").stdout
     figures = [report["summary"]["rows"][0] for report in reports]
     values = [report["sections"][0]["rows"][0]["mean"] for report in reports]
     assert [figure["value"] for figure in figures] == values

@@ -25,12 +25,7 @@ VERDICTS = {
     "tokens": "Why a sample is undecided: near words would be tokenized differently.",
     "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
 }
-WORDS = {
-    "certified accuracy": "Share of the samples proven correct for every input of the ball.",
-    "smoothed certified": "Share certified for the vote under noise, each at 1 - alpha.",
-    "certified radius": "Median radius in which the class is proven not to change.",
-}
 WING = Wing(
     measures=(CERTIFY, SMOOTHING),
-    topics={"Verdicts of certificates": VERDICTS, "Words of pages": WORDS},
+    topics={"Verdicts of certificates": VERDICTS},
 )

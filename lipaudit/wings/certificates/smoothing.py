@@ -114,6 +114,7 @@ SMOOTHING_TABLE = Layout(
             column="certified",
             label="smoothed certified",
             words="smoothed certified accuracy",
+            meaning="Share certified for the vote under noise, each at 1 - alpha.",
             place=31,
             rule="smoothing.certified >= -2pp",
         ),

@@ -132,6 +132,7 @@ CORRUPT_TABLE = Layout(
             name="corrupted_accuracy",
             column="accuracy",
             label="accuracy under corruptions",
+            meaning="Mean share of the corrupted copies that are right.",
             place=14,
             read=read_mean,
             rule="corrupt.accuracy@mean >= -2pp",

@@ -528,6 +528,7 @@ def make_rule(metric: str) -> Rule:
         "has no better direction": not (plain.about.better or plain.column in FLAGS),
         "has one value per row": plain.stat == "each",
         "varies too much by chance (a maximum)": plain.stat == "max",
+        "is of a group of samples": plain.group != "",
     }
     if why := next(filter(faults.get, faults), ""):
         raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)

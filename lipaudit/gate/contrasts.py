@@ -203,7 +203,7 @@ def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[
         BaselineError: the report has no groups, or lacks the values of each sample.
     """
     contrasts = list[Contrast]()
-    for group, members in groups.list_own_members(rule, current).items():
+    for group, members in groups.list_own_members(rule, current, "the current report").items():
         take = [i for i, name in enumerate(section.ids) if name in members]
         reading = pairing.read(rule, section, take, again=not rule.per_sample)
         pairing.require_finite(rule, reading)

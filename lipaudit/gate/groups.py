@@ -75,15 +75,21 @@ def find_members(
     return members
 
 
-def list_own_members(rule: Rule, report: Report) -> dict[str, frozenset[str]]:
-    """Return the samples of each group that a rule with an absolute limit judges.
+def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozenset[str]]:
+    """Return the samples of each group that a rule reads in one report.
+
+    Args:
+        rule: a rule by group.
+        report: the report.
+        what: the report in messages.
 
     Raises:
-        BaselineError: the report has no groups, or not this one.
+        BaselineError: the report has no such section, no groups, or not this one.
     """
     section = report.section(rule.measure)
-    assert section is not None
-    own = _list_members(section, require_groups(report, "the current report"))
+    if section is None:
+        raise BaselineError(f"{what} has no section {rule.measure}")
+    own = _list_members(section, require_groups(report, what))
     return {group: frozenset(own[group]) for group in _choose_groups(rule, own)}
 
 

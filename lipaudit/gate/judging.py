@@ -118,11 +118,11 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
 
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists.
-        BaselineError: a rule reads groups of samples, and the baseline has none.
+        BaselineError: a rule reads groups of samples that the baseline does not have.
     """
     for rule in rules or choose_rules(baseline):
         if rule.group:
-            groups.require_groups(baseline, "the baseline")
+            groups.list_own_members(rule, baseline, "the baseline")
         rated = rule.column.startswith("ece") and "transfer" not in rule.text
         if rated or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))

@@ -337,8 +337,8 @@ class Verdict(Frozen):
         new: the current value on the shared samples.
         paired: the tested change, sample by sample: the median of the samples' changes
             (`median`, `each`), else the change of the two values.
-        low: lower 95 % limit of the paired change, for this row or column alone.
-        high: upper 95 % limit of the paired change, for this row or column alone.
+        low: lower limit of the paired change, for this row or column alone, at 1 - alpha.
+        high: upper limit of the paired change, likewise; of a comparison at 95 %.
         unit: unit of change, paired, low and high.
         p: p-value of "no worse", for this row or column alone.
         p_adjusted: the same over all rules and rows together.

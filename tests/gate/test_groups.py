@@ -299,6 +299,17 @@ def test_a_model_is_not_measured_for_groups_that_the_baseline_lacks(tmp_path, mo
     assert "Which groups fare worse?" in invoke("report", "base.json").stdout
     replace_parts(monkeypatch, "attack", lambda *_: pytest.fail("measured"))
     refuse(5, "the baseline has no groups", "gate", "demo", "-b", "none.json", *rule)
+    unknown = ("--fail-on", "attack.robust@group=nobody >= -5pp")
+    refuse(5, "there is no group 'nobody'", "gate", "demo", "-b", "base.json", *unknown)
+    refuse(
+        2,
+        "it is of a group",
+        "report",
+        "base.json",
+        "now.json",
+        "--rank-by",
+        "attack.robust@group=3",
+    )
     _, then = both()
     with pytest.raises(BaselineError, match="no groups"):
         require_judgeable(rules(RULES[0]), then)

@@ -5,9 +5,10 @@ A baseline is an ordinary report, reduced so that it fits into git.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
@@ -58,10 +59,11 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
     Raises:
         BaselineError: too few samples are in the baseline.
     """
-    known = {section.measure: section.ids for section in baseline.sections if section.ids}
     try:
-        for measure in (name for name in known if name in ids):
-            pairing.find_shared(measure, ids[measure], known[measure], pairing.ALL_BUT_FEW)
+        for section in baseline.sections:
+            measure = section.measure
+            if section.ids and measure in ids:
+                pairing.find_shared(measure, ids[measure], section.ids, pairing.ALL_BUT_FEW)
     except BaselineError as error:
         advice = f"Give the baseline's samples ({baseline.run.data.spec}) with --data."
         raise BaselineError(error.message, advice) from None
@@ -85,24 +87,24 @@ def promote(report: Report, reason: str) -> Report:
     if reasons := find_problems(report):
         text = f"this report cannot be a baseline: {reasons[0]}"
         raise BaselineError(text, "Measure again.")
-    sections = []
-    for section in report.sections:
-        # Arrays behind rows stay, so that rows can be computed again for shared samples.
-        columns = section.columns
-        behind = [column.reduction for column in columns.values() if column.reduction]
-        kept = {
-            SCORES,
-            *columns,
-            *(name for how in behind for name in (how.values, how.per, how.weights)),
-        }
-        timed = {"seconds": None} if "seconds" in columns else {}
-        update = {
-            "rows": tuple(row.replace(**timed) for row in section.rows),
-            "arrays": {name: array for name, array in section.arrays.items() if name in kept},
-        }
-        sections.append(section.model_copy(update=update))
+    sections = [_reduce_section(section) for section in report.sections]
     run = report.run.model_copy(update={"reason": reason.strip()})
     return report.model_copy(update={"run": run, "sections": tuple(sections)})
+
+
+def _reduce_section(section: Section) -> Section:
+    """Return a section without wall times, and without arrays that no rule reads."""
+    # Arrays behind rows stay, so that rows can be computed again for shared samples.
+    kept = {SCORES, *section.columns}
+    for column in section.columns.values():
+        how = column.reduction
+        if how is not None:
+            kept.update((how.values, how.per, how.weights))
+    arrays = {name: array for name, array in section.arrays.items() if name in kept}
+    rows = section.rows
+    if "seconds" in section.columns:
+        rows = tuple(row.replace(seconds=None) for row in rows)
+    return section.model_copy(update={"rows": rows, "arrays": arrays})
 
 
 def find_problems(report: Report) -> list[str]:
@@ -110,18 +112,24 @@ def find_problems(report: Report) -> list[str]:
 
     It must be complete and converged, with finite figures for the default rules.
     """
-    reasons = [why for s in report.sections if (why := pairing.find_fault(report, s))]
-    rules = list[Rule]()
+    reasons = list[str]()
+    for section in report.sections:
+        fault = pairing.find_fault(report, section)
+        if fault:
+            reasons.append(fault)
+    rules: tuple[Rule, ...] = ()
     with suppress(UsageError):  # no default rule exists for its sections
-        rules += choose_rules(report)
+        rules = choose_rules(report)
     for rule in rules:
-        section = report.section(rule.measure)
-        assert section is not None
+        judged = report.section(rule.measure)
+        assert judged is not None
         try:
-            pairing.read_trusted(rule, report, section)
+            pairing.read_trusted(rule, report, judged)
         except LipauditError as error:
             reasons.append(error.message)
-    return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
+    if not report.sections:
+        reasons.append("it has no sections")
+    return list(dict.fromkeys(reasons))
 
 
 # Settings that exclude a comparison
@@ -136,29 +144,55 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
         measure: the measure of the sections.
         lenient: whether precision and preprocessing may differ.
     """
-    both = [s for r in (current, baseline) for s in r.sections if s.measure == measure]
-    section, before = both
-    if changes := _list_changed_settings(section, before):
+    section = current.section(measure)
+    before = baseline.section(measure)
+    assert section is not None
+    assert before is not None
+    changes = _list_changed_settings(section, before)
+    if changes:
         return f"{measure}: settings differ: {changes}"
     # Against weaker attacks than the baseline's, robustness would look better.
-    new, old = ({str(row.key): row.key for row in s.rows if "attack" in row} for s in both)
-    less, known = ({n.text for n in s.notes if n.code in FALLBACKS} for s in both)
-    lacks = sorted(name for name, key in old.items() if key not in new.values())
-    if weaker := lacks + sorted(less - known):
+    weaker = _list_lost_attacks(section, before)
+    if weaker:
         return f"{measure}: weaker than the baseline: {'; '.join(weaker)}"
     # Norms of different outputs, such as an encoder's and a classifier's.
-    now, then = ({f"{r.from_} to {r.to}" for r in s.rows if "from" in r} for s in both)
-    if lost := ", ".join(sorted(then - now)):
+    now = _list_paths(section)
+    lost = ", ".join(sorted(_list_paths(before) - now))
+    if lost:
         return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
-    # Figures of the weights alone depend on no sample.
-    judged = ((s, n, c.domain) for s in both for n, c in s.columns.items() if c.better)
-    cells = (row.get(n) for s, n, domain in judged if domain != "the weights" for row in s.rows)
-    of_data = any(cell is not None for cell in cells)
-    if other_suite and of_data and not all(s.samples.get("ids") for s in both):
-        return f"{measure}: the samples differ from the baseline's"
-    differing = [] if lenient else list_differences(current, baseline)
-    return "; ".join(text for kind, text in differing if kind in BINDING)
+    both = (section, before)
+    if other_suite and any(map(_depends_on_samples, both)):
+        named = all(each.samples.get("ids") for each in both)
+        if not named:
+            return f"{measure}: the samples differ from the baseline's"
+    if lenient:
+        return ""
+    binding = [text for kind, text in list_differences(current, baseline) if kind in BINDING]
+    return "; ".join(binding)
+
+
+def _list_lost_attacks(section: Section, before: Section) -> list[str]:
+    """Return the attacks that a section lacks, and what its attacks did less than before."""
+    known = {row.key for row in section.rows if "attack" in row}
+    lost = {str(row.key) for row in before.rows if "attack" in row and row.key not in known}
+    less = {note.text for note in section.notes if note.code in FALLBACKS}
+    less_before = {note.text for note in before.notes if note.code in FALLBACKS}
+    return sorted(lost) + sorted(less - less_before)
+
+
+def _list_paths(section: Section) -> set[str]:
+    """Return the inputs and outputs whose norms a section has: `pixels to logits`."""
+    return {f"{row.from_} to {row.to}" for row in section.rows if "from" in row}
+
+
+def _depends_on_samples(section: Section) -> bool:
+    """Say whether a section has a figure that depends on samples: not on the weights alone."""
+    for name, column in section.columns.items():
+        judged = column.better and column.domain != "the weights"
+        if judged and any(row.get(name) is not None for row in section.rows):
+            return True
+    return False
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
@@ -178,8 +212,8 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
     """
     if current is None or baseline is None or current.measure != "attack":
         return False
-    new, old = ((s.settings.get("seed"), s.samples.get("ids")) for s in (current, baseline))
-    return new != old
+    other_seed = current.settings.get("seed") != baseline.settings.get("seed")
+    return other_seed or current.samples.get("ids") != baseline.samples.get("ids")
 
 
 def list_examples(report: Report) -> dict[str, str]:
@@ -188,71 +222,112 @@ def list_examples(report: Report) -> dict[str, str]:
     Embeddings of texts do not transfer, and neither words nor patches have a ball to move into.
     """
     section = report.section("attack")
-    balls = section and any(row.norm not in WHOLE for row in section.rows)
-    return section.files if section and balls and "mean" in report.run.preprocess else {}
+    if section is None or "mean" not in report.run.preprocess:
+        return {}
+    has_balls = any(row.norm not in WHOLE for row in section.rows)
+    return section.files if has_balls else {}
 
 
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between the conditions of two runs: the kind of each, and a text."""
-    new, old = _list_conditions(current), _list_conditions(baseline)
+    new = _list_conditions(current)
+    old = _list_conditions(baseline)
     # Another version may record more packages, and a resizing that was not recorded: ids of
     # samples come from resized pixels, so another resizing gives other samples.
-    whole = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
-    names = [name for name in old | new if name in whole or (name in old and name in new)]
-    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
-    found = [(n.split()[0], f"{n}: {was} became {now}") for n, was, now in pairs if was != now]
-    now, then = current.section("attack"), baseline.section("attack")
-    restarted = has_other_starts(now, then)
+    always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
+    found = list[tuple[str, str]]()
+    for name in old | new:
+        was = old.get(name, ABSENT)
+        now = new.get(name, ABSENT)
+        compared = name in always or (name in old and name in new)
+        if compared and was != now:
+            kind, *_ = name.split()
+            found.append((kind, f"{name}: {was} became {now}"))
+    attacked = current.section("attack")
+    before = baseline.section("attack")
+    restarted = has_other_starts(attacked, before)
     if restarted and has_same_weights(current, baseline):
         text = (
             "attack: the weights are equal, but the random starts differ (other seed, number or "
             "order of samples). Differences under attack are chance"
         )
         found.append(("starts", text))
-    tried, before = (
-        any(row.get("attack") == "transfer" for row in each.rows) if each else None
-        for each in (now, then)
-    )
-    if tried and before is False:
-        text = "attack: worst includes transfer, examples of another model that the baseline"
-        found.append(("transfer", f"{text} did not try"))
-    elif tried is False and (saved := ", ".join(list_examples(baseline))):
-        text = f"attack: the examples that the baseline saved ({saved}) were not tried again"
-        found.append(("transfer", f"{text}; --transfer does"))
-    if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
+    text = _compare_transfer(attacked, before, baseline)
+    if text:
+        found.append(("transfer", text))
+    repeats = max((sum(map(is_repeat, each.ids)) for each in current.sections), default=0)
+    if repeats:
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
     return found
+
+
+def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:
+    """Return whether only one of two sections tried examples of another model, or nothing."""
+    if current is None:
+        return ""
+    tried = _tries_transfer(current)
+    if tried and before is not None and not _tries_transfer(before):
+        return (
+            "attack: worst includes transfer, examples of another model that the baseline did not "
+            "try"
+        )
+    saved = ", ".join(list_examples(baseline))
+    if saved and not tried:
+        return (
+            f"attack: the examples that the baseline saved ({saved}) were not tried again; "
+            "--transfer does"
+        )
+    return ""
+
+
+def _tries_transfer(section: Section) -> bool:
+    return any(row.get("attack") == "transfer" for row in section.rows)
 
 
 def _list_conditions(report: Report) -> dict[str, object]:
     """Return the conditions of a run by their names in messages."""
     run = report.run
-    names = {n: name for section in report.sections for n, name in section.classes.items()}
-    return {
-        **{"seed": run.seed, "device": run.device.split(":")[0], "dtype": run.dtype},
-        "data": run.data.spec,
-        **{f"preprocess {k}": v for k, v in sorted(schema.to_json_values(run.preprocess).items())},
-        **dict(sorted(run.options.items())),
-        **dict(sorted(run.versions.items())),
-        **{f"class {number}": repr(names[number]) for number in sorted(names)},
-    }
+    found: dict[str, object] = {"seed": run.seed, "device": run.device.split(":")[0]}
+    found["dtype"] = run.dtype
+    found["data"] = run.data.spec
+    for name, value in sorted(schema.to_json_values(run.preprocess).items()):
+        found[f"preprocess {name}"] = value
+    found.update(sorted(run.options.items()))
+    found.update(sorted(run.versions.items()))
+    classes: dict[int, str] = {}
+    for section in report.sections:
+        classes |= section.classes
+    for number in sorted(classes):
+        found[f"class {number}"] = repr(classes[number])
+    return found
 
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:
     """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
-    new, old = schema.to_json_values(current.settings), schema.to_json_values(baseline.settings)
-    changes = []
+    new = schema.to_json_values(current.settings)
+    old = schema.to_json_values(baseline.settings)
+    changes = list[str]()
     for key in sorted((new.keys() | old.keys()) - FREE):
-        before, after = (each.get(key, "unset") for each in (old, new))
+        before = old.get(key, "unset")
+        after = new.get(key, "unset")
         if isinstance(before, list) and isinstance(after, list):
-            read = _read_radius if key == "eps" else str
-            known = [read(each) for each in after]
-            lost = ", ".join(str(each) for each in before if read(each) not in known)
-            changes += [f"{key} lacks {lost}"] if lost else []
+            lost = _list_lost_entries(key, before, after)
+            if lost:
+                changes.append(f"{key} lacks {lost}")
         elif before != after:
-            ends = (ABSENT if each is None else str(each) for each in (before, after))
-            changes.append(f"{key} {' became '.join(ends)}")
+            changes.append(f"{key} {_write_setting(before)} became {_write_setting(after)}")
     return "; ".join(changes)
+
+
+def _list_lost_entries(key: str, before: list[Any], after: list[Any]) -> str:
+    """Return the entries of a list that are gone; radii may be written in another way."""
+    read: Callable[[object], object] = _read_radius if key == "eps" else str
+    known = [read(each) for each in after]
+    return ", ".join(str(each) for each in before if read(each) not in known)
+
+
+def _write_setting(value: object) -> str:
+    return ABSENT if value is None else str(value)
 
 
 def _read_radius(text: object) -> object:

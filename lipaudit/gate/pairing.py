@@ -68,47 +68,89 @@ def read(
         UsageError: the rule matches nothing.
         BaselineError: the rows cannot be computed again.
     """
-    take = list(range(len(section.ids)) if samples is None else samples)
-    rows = index_rows(section)
+    take = list(range(len(section.ids)))
+    if samples is not None:
+        take = list(samples)
+    points: dict[Key, float] = {}
+    pairs: dict[Key, Values] = {}
     if rule.per_sample:
-        pairs = {key: cells[take] for key, cells in _read_columns(rule, section).items()}
-        points = {
-            k: float(reduce_values(rule.stat, v)) if v.size else np.nan for k, v in pairs.items()
-        }
+        for key, values in _read_columns(rule, section).items():
+            pairs[key] = values[take]
+            points[key] = math.nan
+            if take:
+                points[key] = float(reduce_values(rule.stat, pairs[key]))
     else:
-        kept = [key for key in rows if key not in skipped]
-        kept = [k for k in kept if all(_matches(rows[k], w, section) for w in rule.selector)]
-        cells = {k: rows[k].get(rule.column) for k in _choose_worst(kept, rule.selector)}
-        points = {key: float(cell) for key, cell in cells.items() if cell is not None}
-        # The values per sample behind rows: an array with the column's name, rows x samples.
-        stored, shape = section.arrays.get(rule.column), (len(rows), len(section.ids))
-        pairs = {}
-        if stored is not None and stored.shape == shape:
-            lines = dict(zip(rows, stored.numpy()[:, take], strict=True))
-            # If a sample has no such token, the mean over tokens is compared without a test.
-            whole = [k for k in points if not is_mean(rule) or np.isfinite(lines[k]).all()]
-            pairs = {key: lines[key] for key in whole}
-        elif rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
-            # Every row is of the same samples: accuracy without attack.
-            pairs = dict.fromkeys(points, np.array(section.samples["correct"], dtype=float)[take])
+        rows = index_rows(section)
+        points = _read_rows(rule, section, rows, skipped)
+        pairs = _read_pairs(rule, section, take, [*rows], points)
         # Without a reduction, rows that are tested sample by sample need no figure of their own.
         plain = rule.about.reduction is None and rule.stat == "each"
         if again and points and not (plain and pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
-        columns = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
-        some = "; ".join([*map(str, columns or rows)][:8])
-        advice = f"{'Columns' if columns else 'Rows'}: {some or 'none'}."
-        left = [note.text for note in section.notes if note.code == "left-out"]
-        # Of an attack, only calibration errors are left out.
-        if left and (section.measure != "attack" or rule.column.startswith("ece")):
-            advice = f"Left out: {'; '.join(left)}. {advice}"
-        raise UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
+        raise UsageError(
+            f"{rule.text!r} matches nothing in section {section.measure}",
+            _describe_choice(rule, section),
+        )
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
+
+
+def _read_rows(
+    rule: Rule, section: Section, rows: Mapping[Key, Row], skipped: Collection[Key]
+) -> dict[Key, float]:
+    """Return the figure of every row that a rule matches; rows that are null are left out."""
+    matching = list[Key]()
+    for key, row in rows.items():
+        matches = all(_matches(row, word, section) for word in rule.selector)
+        if key not in skipped and matches:
+            matching.append(key)
+    points: dict[Key, float] = {}
+    for key in _choose_worst(matching, rule.selector):
+        cell = rows[key].get(rule.column)
+        if cell is not None:
+            points[key] = float(cell)
+    return points
+
+
+def _read_pairs(
+    rule: Rule,
+    section: Section,
+    take: list[int],
+    rows: Sequence[Key],
+    points: Mapping[Key, float],
+) -> dict[Key, Values]:
+    """Return the values per sample behind rows, if they are stored."""
+    # An array with the column's name: rows x samples.
+    stored = section.arrays.get(rule.column)
+    if stored is not None and stored.shape == (len(rows), len(section.ids)):
+        pairs = {}
+        for key, values in zip(rows, stored.numpy()[:, take], strict=True):
+            # If a sample has no such token, the mean over tokens is compared without a test.
+            whole = not is_mean(rule) or np.isfinite(values).all()
+            if key in points and whole:
+                pairs[key] = values
+        return pairs
+    if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
+        # Every row is of the same samples: accuracy without attack.
+        flags = np.array(section.samples["correct"], dtype=float)
+        return dict.fromkeys(points, flags[take])
+    return {}
+
+
+def _describe_choice(rule: Rule, section: Section) -> str:
+    """Return what a rule could name in place of what matches nothing."""
+    columns = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
+    names = columns or [*map(str, index_rows(section))]
+    advice = f"{'Columns' if columns else 'Rows'}: {'; '.join(names[:8]) or 'none'}."
+    left = [note.text for note in section.notes if note.code == "left-out"]
+    # Of an attack, only calibration errors are left out.
+    if left and (section.measure != "attack" or rule.column.startswith("ece")):
+        advice = f"Left out: {'; '.join(left)}. {advice}"
+    return advice
 
 
 def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
@@ -137,10 +179,14 @@ def find_fault(report: Report, section: Section, *, lenient: bool = False) -> st
         return "the report is partial: its run was cut short"
     if section.samples.get("ids") == () or not (section.rows or section.samples):
         return f"section {section.measure} has no samples"
+    if lenient:
+        return ""
     rows, samples = find_unsettled([section])
-    what = f"{len(samples)} samples" if samples else f"{len(rows)} rows"
-    unsettled = (rows or samples) and not lenient
-    return f"{section.measure}: {what} did not converge" if unsettled else ""
+    if samples:
+        return f"{section.measure}: {len(samples)} samples did not converge"
+    if rows:
+        return f"{section.measure}: {len(rows)} rows did not converge"
+    return ""
 
 
 def read_trusted(
@@ -190,9 +236,10 @@ def find_contradiction(section: Section, column: str) -> str:
         how = about.reduction
         if how is None or how.per or column not in (name, how.values):
             continue
+        if how.weights in section.arrays:
+            continue
         for key, cell, values in _list_reduced(section, name, how):
-            weighted = how.weights in section.arrays
-            if cell is None or weighted or values.size != len(section.ids):
+            if cell is None or values.size != len(section.ids):
                 continue
             known = values[once]
             known = known[~np.isnan(known)]
@@ -222,8 +269,7 @@ def _list_reduced(
         cells = section.samples.get(column, ())
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
-            values = [np.nan if cell is None else float(cell) for cell in cells]
-            yield key, row.get(name), np.array(values)
+            yield key, row.get(name), _read_numbers(cells)
 
 
 def is_mean(rule: Rule) -> bool:
@@ -271,15 +317,14 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
         if kind == rule.column:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError(f"{section.measure}.{name} holds text")
-            numbers = [np.nan if cell is None else float(cell) for cell in cells]
-            values[trial or ""] = np.array(numbers)
+            values[trial or ""] = _read_numbers(cells)
     if rule.column == RADIUS.column and values:
         # Another class is at distance 0 from a misclassified sample, which has no radius.
-        ids = section.ids or [str(i) for i in range(values[""].size)]
-        values[""][np.isin(ids, [*_list_wrong(section)])] = 0.0
+        wrong = [*_list_wrong(section)]
+        values[""][np.isin(_name_samples(section, values[""].size), wrong)] = 0.0
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
-        attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)
+        attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
         worst: dict[Key, Values] = {}
         for ball, inside in trials.worst_cases(attacked).items():
             lines = [values[trial] for trial in inside]
@@ -287,6 +332,16 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
         values = worst | values
     chosen = [key for key in values if _matches_all(key, rule.selector)]
     return {key: values[key] for key in _choose_worst(chosen, rule.selector)}
+
+
+def _read_numbers(cells: Iterable[Any]) -> Values:
+    """Return a per-sample column as numbers; empty cells are NaN."""
+    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+
+
+def _name_samples(section: Section, count: int) -> Sequence[str]:
+    """Return the ids of samples, or their numbers in old reports without ids."""
+    return section.ids or [str(i) for i in range(count)]
 
 
 def _matches_all(key: Key, words: Sequence[str]) -> bool:
@@ -330,26 +385,46 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     Raises:
         BaselineError: the report lacks the values of each sample.
     """
-    how, metric = rule.about.reduction, f"{rule.measure}.{rule.column}"
+    how = rule.about.reduction
+    metric = f"{rule.measure}.{rule.column}"
     if how == RIGHT and "correct" in section.samples:
         flags = np.array(section.samples["correct"], dtype=float)[take]
         return [float(flags.mean())] * len(section.rows)
-    stored = section.arrays.get(how.values) if how and not how.per else None
+    stored = None
+    if how is not None and not how.per:
+        stored = section.arrays.get(how.values)
     if how is None or stored is None:
         why = "is stored only over all samples of a report, and the two reports have others"
         raise BaselineError(f"{metric} {why}")
-    values = stored.numpy()[:, take]
+    weights = None
     if how.weights in section.arrays:
         weights = section.arrays[how.weights].numpy()[:, take]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            cells: Any = np.where(weights > 0, values * weights, 0.0).sum(1) / weights.sum(1)
-    else:
-        lines = (line[~np.isnan(line)] for line in values)
-        cells = [reduce_values(how.stat, line) if line.size else np.nan for line in lines]
-    for row, cell in zip(section.rows, cells, strict=True):
-        if row[rule.column] is not None and math.isnan(cell):
+    cells = list[float]()
+    for i, line in enumerate(stored.numpy()[:, take]):
+        if weights is None:
+            cell = _reduce_known(how.stat, line)
+        else:
+            cell = _average(line, weights[i])
+        if section.rows[i][rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")
-    return [float(cell) for cell in cells]
+        cells.append(cell)
+    return cells
+
+
+def _reduce_known(stat: str, values: Values) -> float:
+    """Return a statistic of the values that are not NaN; NaN if all are."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return math.nan
+    return float(reduce_values(stat, known))
+
+
+def _average(values: Values, weights: Values) -> float:
+    """Return the weighted mean; samples without weight have no value. NaN without any weight."""
+    weighted = weights > 0
+    if not weighted.any():
+        return math.nan
+    return float((values[weighted] * weights[weighted]).sum() / weights.sum())
 
 
 # Samples that two reports share
@@ -393,28 +468,33 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
         sections: the sections.
         column: a per-sample column; samples without its value count, too.
     """
-    rows, samples = set[Key](), set[str]()
+    rows = set[Key]()
+    samples = set[str]()
     for section in sections:
-        rows |= {n for n, row in index_rows(section).items() if row.get("converged") is False}
+        for key, row in index_rows(section).items():
+            if row.get("converged") is False:
+                rows.add(key)
         for name, cells in section.samples.items():
-            ids = section.ids or [str(i) for i in range(len(cells))]  # old reports may lack them
-            flagged = zip(ids, cells, strict=True)
+            ids = _name_samples(section, len(cells))
             if name == "converged":
-                samples |= {sample for sample, flag in flagged if not flag}
+                samples.update(ids[i] for i, flag in enumerate(cells) if not flag)
             elif trials.parse_column(name)[0] == column:
-                empty = {s for s, cell in flagged if not isinstance(cell, int | float)}
+                empty = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
                 if column == RADIUS.column:
                     empty -= _list_wrong(section)  # their radius is 0
                 samples |= empty
     return rows, samples
 
 
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, int | float)
+
+
 def _list_wrong(section: Section) -> set[str]:
     """Return the ids of misclassified samples."""
     flags = section.samples.get("correct", ())
-    wrong = [i for i, flag in enumerate(flags) if flag is not None and not flag]
-    ids = section.ids or [str(i) for i in range(len(flags))]
-    return {ids[i] for i in wrong}
+    ids = _name_samples(section, len(flags))
+    return {ids[i] for i, flag in enumerate(flags) if flag is not None and not flag}
 
 
 def match_samples(
@@ -448,24 +528,25 @@ def match_samples(
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
     """Map the ids of another report to those of the first; empty if ids are equal."""
-    places, old_places = report.places, first.places
+    places = report.places
+    old_places = first.places
     known = {place: name for name, place in old_places.items()}
     ids = {name: known[place] for name, place in places.items() if place in known}
-    new, old = report.run, first.run
+    new = report.run
+    old = first.run
+    texts = report.texts
+    old_texts = first.texts
     # A command lists its models, so two reports with equal commands come from one audit.
-    one, two = (run.command.replace(" --resume", "") for run in (new, old))
-    texts, old_texts = report.texts, first.texts
+    same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
     # Other ids of the same data: the inputs were prepared in another way, or the data changed.
-    prepared = new.preprocess != old.preprocess or bool(texts) or one == two
-    same = (
-        prepared
-        and (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
-        and not places.keys() & old_places.keys()
-        and len(known) == len(old_places)
-        and len(ids) >= min(len(places), len(old_places))
-        and all(texts.get(name) == old_texts.get(before) for name, before in ids.items())
-    )
-    return ids if same else {}
+    prepared = new.preprocess != old.preprocess or bool(texts) or same_command
+    same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
+    if not (prepared and same_data) or places.keys() & old_places.keys():
+        return {}
+    # Every place is known, and has one sample.
+    complete = len(known) == len(old_places) and len(ids) >= min(len(places), len(old_places))
+    same_texts = all(texts.get(name) == old_texts.get(before) for name, before in ids.items())
+    return ids if complete and same_texts else {}
 
 
 def _rename_ids(record: Record, names: Mapping[str, str]) -> Record:

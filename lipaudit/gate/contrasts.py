@@ -300,32 +300,29 @@ def _contrast(
     rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
 ) -> Contrast:
     """Compare a row or column: by its samples, else by their medians, else without a test."""
-    first, last = old.points[name], new.points[name]
-    before, now = np.array([first]), np.array([last])
+    first = old.points[name]
+    last = new.points[name]
     paired = name in old.pairs and name in new.pairs
     if paired:
-        before, now = old.pairs[name], new.pairs[name]
+        before = old.pairs[name]
+        now = new.pairs[name]
         # Medians of exactly the tested samples, so that figures and their change agree.
         if rule.stat == "each" and not pairing.is_mean(rule):
-            first, last = float(np.median(before)), float(np.median(now))
-    worse = _compute_change(rule, before, now)
-    # Figures are the same if they are equal within their accuracy.
-    if rule.column in FLAGS and rule.per_sample:
-        same = bool(np.array_equal(before, now))
+            first = float(np.median(before))
+            last = float(np.median(now))
     else:
-        slack = ROUNDING * float(np.abs(before).max(initial=0.0))
-        same = bool(np.isclose(now, before, rtol=tol, atol=slack).all())
+        before = np.array([first])
+        now = np.array([last])
+    worse = _compute_change(rule, before, now)
+    same = _are_same(rule, before, now, tol)
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
         # The statistic of each sample over the rows that have a figure of every sample.
-        both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
-        known = [lines for lines in both if np.isfinite(lines).all()]
-        if not known or rule.stat == "each":
+        lines = _stack_rows(old, new)
+        if lines is None or rule.stat == "each":
             return Contrast(str(name), first, last, same=same)
-        before, now = (
-            reduce_values(rule.stat, np.stack(lines), axis=0) for lines in zip(*known, strict=True)
-        )
+        before, now = (reduce_values(rule.stat, each, axis=0) for each in lines)
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
     # Stored arrays without ids name no sample.
@@ -333,15 +330,40 @@ def _contrast(
     return Contrast(str(name), first, last, evidence, before, now, worse, named, same)
 
 
+def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
+    """Say whether figures are equal within their accuracy."""
+    if rule.column in FLAGS and rule.per_sample:
+        return bool(np.array_equal(before, now))
+    slack = ROUNDING * float(np.abs(before).max(initial=0.0))
+    return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
+
+
+def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
+    """Return the values of all rows that both reports have of every sample, (rows, samples)."""
+    before = list[Values]()
+    now = list[Values]()
+    for row, values in old.pairs.items():
+        others = new.pairs.get(row)
+        if others is not None and np.isfinite((values, others)).all():
+            before.append(values)
+            now.append(others)
+    if not before:
+        return None
+    return np.stack(before), np.stack(now)
+
+
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
     """Choose the test of a rule, as in the table of docs/guide/gate.md."""
-    flags = (Reduction("mean", rule.column), pairing.RIGHT)
-    row_of_flags = rule.stat == "each" and rule.about.reduction in flags
-    if (rule.stat == "mean" or row_of_flags) and np.isin((old, new), (0, 1)).all():
-        text = f"{rule.text!r}: a share changes in percentage points"
+    share = rule.stat == "mean"
+    if rule.stat == "each":
+        share = rule.about.reduction in (Reduction("mean", rule.column), pairing.RIGHT)
+    if share and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
+            text = f"{rule.text!r}: a share changes in percentage points"
             raise UsageError(text, "Write -2pp, not -2%.")
-        return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
+        lost = int((worse > 0).sum())
+        gained = int((worse < 0).sum())
+        return statistics.judge_share(lost, gained, old.size)
     if rule.stat == "max":
         raise UsageError(
             f"{rule.text!r}: the variation of a maximum is unknown",
@@ -351,7 +373,8 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     least = statistics.LEAST.get(stat, FEWEST)
     if stat == "each" and pairing.is_mean(rule) and rule.limit.kind == "difference":
         # The row is a mean, and differences add up: a median of flags that seldom change is 0.
-        stat, least = "mean", statistics.LEAST["share"]
+        stat = "mean"
+        least = statistics.LEAST["share"]
     if stat in ("median", "each"):
         return statistics.judge_median(worse)
 

@@ -65,15 +65,19 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     limit = abs(float(rule.limit.value))
     if rule.limit.kind == "difference":
         drop = find_smallest(lambda drop: _see_drop(drop, n, quantile))
-        return f"in 9 of 10 runs a drop of {100 * max(drop, limit):.0f} points"
+        points = 100 * max(drop, limit)
+        return f"in 9 of 10 runs a drop of {points:.0f} points"
     if rule.stat == "each":
         always = math.ceil(math.log2(rows / level))
-        quiet = f" while the others keep still (always with {always})"
-        return "growth in all of them" + (quiet if n < always else "")
+        if n >= always:
+            return "growth in all of them"
+        return f"growth in all of them while the others keep still (always with {always})"
     share = find_smallest(lambda share: _see_share(share, n, quantile))
-    change = math.expm1(SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12)))
+    # A share of samples that got worse lies at a quantile of their log-ratios.
+    shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))
+    percent = 100 * max(math.expm1(shift), limit)
     way = "growth" if rule.worse > 0 else "a fall"
-    return f"in 9 of 10 runs {way} of {100 * max(change, limit):.0f} %"
+    return f"in 9 of 10 runs {way} of {percent:.0f} %"
 
 
 def _see_drop(drop: float, n: int, quantile: float) -> bool:
@@ -83,10 +87,11 @@ def _see_drop(drop: float, n: int, quantile: float) -> bool:
     D.
     Source: Connor, Biometrics 43 (1987) 207.
     """
-    flips = 2 * CHURN + drop
+    discordant = 2 * CHURN + drop
     power = NormalDist().inv_cdf(SEEN)
-    spread = quantile * math.sqrt(flips) + power * math.sqrt(max(0.0, flips - drop**2))
-    return drop * math.sqrt(n) >= spread
+    spread = math.sqrt(max(0.0, discordant - drop**2))
+    needed = quantile * math.sqrt(discordant) + power * spread
+    return drop * math.sqrt(n) >= needed
 
 
 def _see_share(share: float, n: int, quantile: float) -> bool:
@@ -95,8 +100,9 @@ def _see_share(share: float, n: int, quantile: float) -> bool:
     (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
     """
     power = NormalDist().inv_cdf(SEEN)
-    spread = quantile / 2 + power * math.sqrt(max(0.0, share * (1 - share)))
-    return (share - 0.5) * math.sqrt(n) >= spread
+    spread = math.sqrt(max(0.0, share * (1 - share)))
+    needed = quantile / 2 + power * spread
+    return (share - 0.5) * math.sqrt(n) >= needed
 
 
 def find_smallest(is_seen: Callable[[float], bool]) -> float:
@@ -119,4 +125,6 @@ def _count_for_strict(rule: Rule) -> int:
     if rule.column not in FLAGS:
         return 0
     quantile = -NormalDist().inv_cdf(LEVEL)
-    return math.ceil(quantile * math.sqrt(2) / abs(float(rule.limit.value)) - 2)
+    limit = abs(float(rule.limit.value))
+    # quantile * sqrt(2) / (n + 2) <= limit
+    return math.ceil(quantile * math.sqrt(2) / limit - 2)

@@ -32,7 +32,7 @@ from lipaudit.measures.base import (
     listening,
     sample_ids,
 )
-from lipaudit.models.net import OWN, Net
+from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.tables import Note, Report, Section
@@ -106,7 +106,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         if place is None:
             run, origins = results.describe_run(job), results.list_origins(job.samples)
             report: Report | None = results.make_report(run, findings.sections, origins)
-            complete = shard.complete
+            complete = shard.is_complete
         else:
             report, complete = _gather_report(shard, findings.parts, place, request.command)
         del job
@@ -124,14 +124,15 @@ def _gather_report(
 ) -> tuple[Report | None, bool]:
     """Return the report of all processes, None but for rank 0, and whether it is complete."""
     gathered = gather((shard, parts), place)
-    complete = all(each.complete for each, _ in gathered)
+    every = [each for each, _ in gathered]
+    is_complete = all(each.is_complete for each in every)
     if place.rank > 0:
-        return None, complete
+        return None, is_complete
     joined: dict[str, list[Part]] = {name: [] for name in shard.measures}
     for _, measured in gathered:
         for name, some in measured.items():
             joined[name] += some
-    return shards.join_shards([each for each, _ in gathered], joined, command), complete
+    return shards.join_shards(every, joined, command), is_complete
 
 
 def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
@@ -163,7 +164,7 @@ class Findings:
         sections: the sections of a run of one process, with those of measures that failed.
         parts: the parts of each measure, if the samples are shared between processes.
         failures: the measures that failed, with the reasons.
-        cut: ids of the samples that the time limit left out, by measure.
+        remainder: ids of the samples that the time limit left out, by measure.
     """
 
     observer: Observer
@@ -171,7 +172,7 @@ class Findings:
     sections: list[Section] = field(default_factory=list)
     parts: dict[str, list[Part]] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
-    cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    remainder: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -220,7 +221,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         try:
             parts, left = run_measure(job, name, options, findings)
             if left:
-                findings.cut[name] = left
+                findings.remainder[name] = left
             if request.run.shard:
                 findings.parts[name] = parts
             else:
@@ -246,10 +247,10 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     errors.clear()
     outcome: dict[str, Any] = {
         "notes": job.notes,
-        "finished": True,
+        "is_finished": True,
         "left_out": tuple(name for name in request.measures if name not in job.request.measures),
         "failures": findings.failures,
-        "cut": findings.cut,
+        "remainder": findings.remainder,
     }
     shard = planned.model_copy(update=outcome)
     if request.run.parts is not None:
@@ -283,15 +284,12 @@ def run_measure(
     end = job.request.started + (run.time_limit or math.inf)
     opening, batches = job.batches(name)
     first = opening
-    # The code of a module object is unknown, so its runs cannot be recognised: nothing is read,
-    # and nothing is stored but for a merge.
-    known = net.source != OWN
     facts = results.identify(job, name, options)
-    journal = Journal(facts, run.parts, keeps=known or run.parts is not None)
+    journal = Journal(facts, run.parts, keeps=job.stores)
     findings.journals.append(journal)
     ids = list(chain.from_iterable(batch.ids for batch in batches))
     parts: list[Part] = []
-    if run.continues and known:
+    if job.continues:
         parts = _read_finished(journal, name, ids, observer)
     left = list_unfinished(batches, parts)
     total = sum(map(len, left))
@@ -300,8 +298,7 @@ def run_measure(
     def tell_cost(passes: int, seconds: float, unit: str) -> None:
         of_sample = passes * seconds
         cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {of_sample:,.1f} s"
-        everything = f"{total * of_sample:,.0f} s"
-        text = f"{name}: a sample takes {cost}, all take about {everything}"
+        text = f"{name}: a sample takes {cost}, all take about {total * of_sample:,.0f} s"
         observer.note(Note.info("cost", text))
 
     while left and time.monotonic() < end:

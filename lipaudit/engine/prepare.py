@@ -24,7 +24,7 @@ from lipaudit.measures.base import MeasureOptions
 from lipaudit.measures.layers import note_unread
 from lipaudit.models import requirements
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
-from lipaudit.models.net import NEEDED, LoadOptions, Net
+from lipaudit.models.net import NEEDED, OWN, LoadOptions, Net
 from lipaudit.models.outputs import settle_output
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources import classifiers
@@ -98,6 +98,20 @@ class Job:
     samples: Samples
     counts: Mapping[str, int]
     notes: tuple[Note, ...]
+
+    @property
+    def stores(self) -> bool:
+        """Say whether finished batches are stored.
+
+        The code of a module object is unknown, so its runs cannot be recognised: only a merge has
+        a use for them.
+        """
+        return self.net.source != OWN or self.request.run.parts is not None
+
+    @property
+    def continues(self) -> bool:
+        """Say whether batches that an earlier run finished are used."""
+        return self.net.source != OWN and self.request.run.continues
 
     def batches(self, name: str) -> tuple[Batch, list[Batch]]:
         """Return the first batch of a measure, and those of this process: all, or every n-th one.

@@ -70,10 +70,10 @@ class Shard(Frozen):
         places: places of the samples in the data, as in a report.
         measures: what all shards measure, by measure.
         notes: notes on loading, which precede the notes of a measure.
-        finished: whether the process came to its end.
+        is_finished: whether the process came to its end.
         left_out: optional measures that turned out to be impossible.
         failures: the measures that failed, with the reasons.
-        cut: ids of the samples that a time limit left out, by measure.
+        remainder: ids of the samples that a time limit left out, by measure.
     """
 
     number: int = Field(ge=1)
@@ -84,10 +84,10 @@ class Shard(Frozen):
     places: dict[str, tuple[Cell, ...]]
     measures: dict[str, Planned]
     notes: tuple[Note, ...] = ()
-    finished: bool = False
+    is_finished: bool = False
     left_out: tuple[str, ...] = ()
     failures: dict[str, Failure] = {}
-    cut: dict[str, tuple[str, ...]] = {}
+    remainder: dict[str, tuple[str, ...]] = {}
 
     _check_lengths = field_validator("places")(require_aligned)
 
@@ -102,14 +102,14 @@ class Shard(Frozen):
         return f"shard-{self.number}-of-{self.of}.json"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Say whether no measure failed and no sample was left out."""
-        return not self.failures and not self.cut
+        return not self.failures and not self.remainder
 
     @property
     def unmeasured(self) -> dict[str, int]:
         """Return the numbers of samples that a time limit left out, by measure."""
-        return {name: len(ids) for name, ids in self.cut.items()}
+        return {name: len(ids) for name, ids in self.remainder.items()}
 
 
 def describe_shard(job: Job) -> Shard:
@@ -330,13 +330,13 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
         InputError: samples are missing; the advice has the command that measures them.
     """
     first = shards[0]
-    finished = {shard.name for shard in shards if shard.finished}
+    finished = {shard.name for shard in shards if shard.is_finished}
     names = [f"{i}/{first.of}" for i in range(1, first.of + 1)]
     unfinished = [name for name in names if name not in finished]
     for name, planned in first.measures.items():
         missing = _list_missing(first.ids[: planned.samples], parts[name])
         for shard in shards:
-            cut = shard.cut.get(name, ())
+            cut = set(shard.remainder.get(name, ()))
             missing = [sample for sample in missing if sample not in cut]
             if name in shard.failures or name in shard.left_out:
                 missing = []

@@ -204,6 +204,7 @@ def _count_broken(clean: Sequence[Row], attacked: Row) -> str:
 FILE = "report.json"
 """File name of the report in commands on its page, if its own command names none; of an audit."""
 RESUME = " --resume"
+MERGES = ("lipaudit merge ", "lipaudit.merge(")
 NOISE = {
     "random-weights": "Load trained weights: the current ones are random.",
     "random-data": "Measure on real samples: the current ones are noise.",
@@ -249,7 +250,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     """Yield steps and the command for each, the most urgent first, as points of a list."""
     command = report.run.command
     # A merge says itself which shards to run again.
-    if report.status != "complete" and not command.startswith("lipaudit merge "):
+    if report.status != "complete" and not command.startswith(MERGES):
         resume = f"{command.removesuffix(RESUME)}{RESUME}"
         yield "", "Measure the missing results.", resume
     model = report.run.model.spec

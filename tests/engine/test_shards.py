@@ -321,6 +321,17 @@ def test_an_audit_in_shards_is_the_audit_of_one_process(command, half):
     assert read_without_maps(merged) == read_without_maps(one)
 
 
+def test_an_audit_from_python_in_shards_is_that_of_one_process(tmp_path):
+    how: dict[str, Any] = {"samples": 5, "batch_size": 2, "certify": True, "quick": True}
+    for i in (1, 2):
+        assert lipaudit.audit("demo", shard=f"{i}/2", parts=tmp_path, **how) is None
+    merged, whole = lipaudit.merge(tmp_path), lipaudit.audit("demo", **how)
+    assert {"bounds", "attention", "jacobian.shares", "attack", "certify"} <= {
+        section.measure for section in merged.sections
+    }
+    assert read_figures(merged) == read_figures(whole)
+
+
 def test_a_measure_that_failed_in_a_shard_has_failed_until_it_is_measured(
     command, half, monkeypatch
 ):

@@ -194,6 +194,7 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     answers: dict[bytes, Tensor] = {}
 
     def evaluate(u: Tensor) -> Tensor:
+        turn.check()  # queries that repeat take no pass
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])
         if not len(u):  # all margins are exactly 0
             return u.new_zeros(0, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lipaudit.attacks import balls
 from lipaudit.attacks.balls import Ball, distance
-from lipaudit.attacks.kinds import CHUNK, Attack, Trial, adapt
+from lipaudit.attacks.kinds import CHUNK, Attack, Trial, adapt, list_steps
 from lipaudit.attacks.oracle import (
     AttackFunction,
     ByRow,
@@ -123,12 +123,15 @@ def evaluate_chunk(
     seed: int = 0,
     batch_size: int = CHUNK,
     patch: tuple[int, int] | None = None,
+    earlier: Sequence[Outcome] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
-    Trials run from the smallest radius to the largest. An attack gets the samples that survived
-    the earlier attacks of its trial, and of the same trial at smaller radii. So a sample broken at
-    one radius is broken at every larger one.
+    The cheapest trial runs first, and of equal trials the one at the smallest radius (see
+    `kinds.list_steps`). An attack gets the samples that survived the earlier attacks of its trial,
+    and of the same trial at smaller radii. So a sample broken at one radius is broken at every
+    larger one.
 
     Args:
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
@@ -139,6 +142,8 @@ def evaluate_chunk(
         seed: seed of all random numbers.
         batch_size: samples per call of f. It limits memory, and changes only the rounding of f.
         patch: height and width of a patch, for attacks on patches.
+        earlier: outcomes of an interrupted run on this chunk, which are not yielded again.
+        check: called before every pass of an attack; it may raise to end the run.
 
     Raises:
         UsageError: the samples have half precision.
@@ -150,12 +155,34 @@ def evaluate_chunk(
             f"samples are {chunk.x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
-    meter, x, y = Meter(), chunk.x, chunk.y
-    oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
-    logits = _require_finite(oracle(x), "clean samples", chunk)
-    # A second pass, with gradient, shows signs of trouble.
+    oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size)
+    logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
+    clean = earlier[0] if earlier else _examine_clean(oracle, chunk, logits, seed)
+    if not earlier:
+        yield clean
+    session = _Session(f, chunk, box, batch_size, logits, patch)
+    known = list(earlier[1:])
+    last = clean
+    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    for number, (trial, attack) in enumerate(list_steps(plan)):
+        if attack is trial.attacks[0]:
+            last = ends.get((trial.norm, trial.attacks), clean)
+        if number < len(known):
+            last = known[number]
+        else:
+            run = session.rewrite if trial.norm in COUNTED else session.search
+            meter, part = Meter(check=check), derive_seed(seed, attack.name, chunk.number)
+            found = run(trial, attack, last, meter, torch.Generator().manual_seed(part))
+            last = Outcome(trial, attack.name, part, **found, **meter.read())
+            yield last
+        ends[trial.norm, trial.attacks] = last
+
+
+def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> Outcome:
+    """Return the outcome of the clean samples; a second pass, with gradient, shows trouble."""
+    x, y = chunk.x, chunk.y
     again, gradient = logits_and_gradient(oracle, x, y)
-    clean = Outcome(
+    return Outcome(
         trial=None,
         attack="clean",
         seed=seed,
@@ -164,22 +191,9 @@ def evaluate_chunk(
         x_adv=x,
         distance=x.new_zeros(len(x)),
         confidence=logits.softmax(1).amax(1),
-        checks=examine(logits, again, gradient, y, int(meter.broken)),
-        **meter.read(),
+        checks=examine(logits, again, gradient, y, int(oracle.meter.broken)),
+        **oracle.meter.read(),
     )
-    yield clean
-    session = _Session(f, chunk, box, batch_size, logits, patch)
-    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
-    # From small radii to large ones: what breaks a sample in a ball breaks it in every larger one.
-    for trial in sorted(plan, key=lambda trial: trial.radius.value):
-        run = session.rewrite if trial.norm in COUNTED else session.search
-        last = ends.get((trial.norm, trial.attacks), clean)
-        for attack in trial.attacks:
-            meter, part = Meter(), derive_seed(seed, attack.name, chunk.number)
-            found = run(trial, attack, last, meter, torch.Generator().manual_seed(part))
-            last = Outcome(trial, attack.name, part, **found, **meter.read())
-            yield last
-        ends[trial.norm, trial.attacks] = last
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,7 @@ class _Session:
                 target=torch.cat(targets),
                 restart=restart,
                 saved=chunk.saved,
+                check=meter.check,
             )
             z, logits = self._run(function, turn, ball, meter)
             right = logits.argmax(1) == chunk.y[turn.rows]
@@ -237,11 +252,15 @@ class _Session:
             chosen = copy * len(rows) + torch.arange(len(rows), device=z.device)
             x_adv[rows] = z[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
+        # The points of samples broken before are those of `last`, or unknown (see `earlier`).
+        moved = last.distance.clone()
+        tried = last.robust
+        moved[tried] = distance(x_adv[tried], chunk.x[tried], ball.norm, patch)
         return {
             "tried": last.robust if fitted.turns else torch.zeros_like(robust),
             "robust": robust,
             "x_adv": x_adv,
-            "distance": distance(x_adv, chunk.x, ball.norm, patch),
+            "distance": moved,
             "confidence": confidence,
             "notes": notes,
         }

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Final, Literal
 
 from lipaudit.errors import UsageError, suggestion
@@ -243,6 +244,19 @@ class Trial:
     def key(self) -> TrialKey:
         """Return the key of the trial in a report."""
         return TrialKey(self.label, self.norm, self.radius)
+
+
+def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
+    """Return the attacks of all trials in the order in which they run, the cheapest trial first.
+
+    Of equal trials the smaller radius comes first: what it breaks is broken at larger ones, too.
+    """
+
+    def rank(trial: Trial) -> tuple[int, Fraction]:
+        cost = sum(attack.estimate_cost(trial.radius) for attack in trial.attacks)
+        return cost, trial.radius.value
+
+    return [(trial, attack) for trial in sorted(plan, key=rank) for attack in trial.attacks]
 
 
 def read_plan(

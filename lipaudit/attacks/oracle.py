@@ -69,6 +69,7 @@ class Meter:
         began: start of the count, in seconds of `time.perf_counter`.
         mends: whether NaN gradients are replaced by those at a nearby point. This waits for the
             device, so attacks switch it on after the first NaN.
+        check: called before every pass; it raises to end an attack whose time is over.
     """
 
     forwards: int = 0
@@ -76,6 +77,12 @@ class Meter:
     broken: int | Tensor = 0
     mends: bool = False
     began: float = field(default_factory=time.perf_counter)
+    check: Callable[[], None] = lambda: None
+
+    def pass_forward(self, samples: int) -> None:
+        """Count samples that are about to pass forward."""
+        self.check()
+        self.forwards += samples
 
     def read(self) -> dict[str, Any]:
         """Return the counts and the time so far, as fields of an outcome."""
@@ -128,7 +135,7 @@ class Oracle:
 
     def __call__(self, z: Float[Tensor, " rows *sample"]) -> Float[Tensor, "rows classes"]:
         """Return the logits, in a tensor that the caller may overwrite."""
-        self.meter.forwards += len(z)
+        self.meter.pass_forward(len(z))
         if torch.is_grad_enabled() and z.requires_grad:
             return _InPieces.apply(z, self)
         with torch.no_grad():
@@ -274,6 +281,7 @@ class Turn:
         target: the class to aim at in each row; the runner-up unless the attack is targeted.
         restart: number of earlier starts of these rows.
         saved: examples of another model for the whole chunk, (samples, examples, ...).
+        check: raises if the time of the attack is over; f calls it before every pass.
     """
 
     attack: Attack
@@ -283,6 +291,7 @@ class Turn:
     target: Int[Tensor, " rows"]
     restart: int = 0
     saved: Tensor | None = None
+    check: Callable[[], None] = lambda: None
 
 
 # (f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it.

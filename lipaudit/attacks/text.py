@@ -285,7 +285,7 @@ class TextOracle:
     @torch.no_grad()
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
         """Return the logits of texts, from their token ids."""
-        self.meter.forwards += len(texts)
+        self.meter.pass_forward(len(texts))
         logits: dict[int, Tensor] = {}
         for rows in self._pieces(texts):
             ids, mask = self.reader.pad([texts[i] for i in rows])
@@ -302,7 +302,7 @@ class TextOracle:
         are then left out, without gradient.
         """
         shortened = [self._shorten(ids) for ids in texts]
-        self.meter.forwards += len(texts)
+        self.meter.pass_forward(len(texts))
         self.meter.backwards += len(texts)
         slopes: dict[int, Tensor] = {}
         for rows in self._pieces(shortened):

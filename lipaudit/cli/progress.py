@@ -65,13 +65,13 @@ class OnStderr(Observer):
     def note(self, note: Note) -> None:
         """Print a note; of notes that differ by a measure or a number, only the first.
 
-        Notes on reused parts of a resumed run are printed for each measure.
+        Notes on reused parts and on what survives so far are printed each time.
         """
         # Every measure of an audit repeats notes on loading: print only the first.
         if self.terminal.quiet:
             return
         blank = note.text
-        if note.code != "reused":
+        if note.code not in ("reused", "so-far"):
             measures = "|".join(load_measures())
             blank = re.sub(rf"\d[\d.,]*|\b({measures})\b", "#", blank)
         if (note.code, blank) in self.said:

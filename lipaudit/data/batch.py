@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -199,10 +199,12 @@ class Share:
         first: the first batch of the run, measured here or not. Facts about all samples come from
             it, so that every process has the same.
         batches: the batches that this process measures.
+        begun: incomplete parts of an interrupted run, by the id of their first sample.
     """
 
     first: Batch
     batches: Iterable[Batch]
+    begun: Mapping[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that this process measures."""
@@ -212,6 +214,14 @@ class Share:
 def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
     """Return the first batch of a run: of the `Share`, else the first one that is yielded."""
     return batches.first if isinstance(batches, Share) else met
+
+
+def find_begun(batches: Iterable[Batch]) -> Mapping[str, Any] | None:
+    """Return the incomplete parts of an interrupted run; None if no part is ever replaced.
+
+    Only a `Share` comes from a run that takes incomplete parts.
+    """
+    return batches.begun if isinstance(batches, Share) else None
 
 
 @dataclass(frozen=True)

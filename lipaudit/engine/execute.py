@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,11 +26,14 @@ from lipaudit.errors import (
 )
 from lipaudit.measures import load_measures
 from lipaudit.measures.base import (
+    Listener,
     MeasureOptions,
     Part,
+    TimeOverError,
     in_order,
     listening,
     sample_ids,
+    select_complete,
 )
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -263,7 +266,7 @@ def run_measure(
 ) -> tuple[list[Part], tuple[str, ...]]:
     """Measure the samples of this process batch by batch, and store each part.
 
-    If memory runs out, batches are halved; after the time limit no further batch begins.
+    If memory runs out, batches are halved; after the time limit no further part begins.
 
     Args:
         job: the job.
@@ -273,7 +276,7 @@ def run_measure(
 
     Returns:
         The parts in the order of the samples, with those of a continued run, and the samples that
-        the time limit left out.
+        the time limit left out, or under only some of the attacks.
     """
     kind = load_measures()[name]
     net, run = job.net, job.request.run
@@ -288,34 +291,31 @@ def run_measure(
     journal = Journal(facts, run.parts, keeps=job.stores)
     findings.journals.append(journal)
     ids = list(chain.from_iterable(batch.ids for batch in batches))
-    parts: list[Part] = []
+    # By their first samples: a part replaces an incomplete one of the same samples.
+    parts: dict[str, Part] = {}
     if job.continues:
-        parts = _read_finished(journal, name, ids, observer)
-    left = list_unfinished(batches, parts)
+        parts = {part.ids[0]: part for part in _read_parts(journal, name, ids, observer)}
+    left = list_unfinished(batches, select_complete(parts.values()))
     total = sum(map(len, left))
     observer.begins(name, total)
-
-    def tell_cost(passes: int, seconds: float, unit: str) -> None:
-        of_sample = passes * seconds
-        cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {of_sample:,.1f} s"
-        text = f"{name}: a sample takes {cost}, all take about {total * of_sample:,.0f} s"
-        observer.note(Note.info("cost", text))
-
+    moves, costs = partial(observer.moves, name), partial(_note_cost, observer, name, total)
+    listener = Listener(moves, costs, observer.note, end)
     while left and time.monotonic() < end:
         # Layers are surveyed on the first batch, also by a process that does not measure it.
-        share = Share(first.to(net.device, net.dtype), _move_until(end, left, net))
+        moved = (batch.to(net.device, net.dtype) for batch in left)
+        share = Share(first.to(net.device, net.dtype), moved, dict(parts))
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
-            hears = listening(partial(observer.moves, name), tell_cost)
-            with exact_arithmetic(net.device), hears:
-                for part in kind.compute(net, share, options):
+            with exact_arithmetic(net.device), listening(listener):
+                for part in _take_until(end, kind.compute(net, share, options)):
                     journal.keep(part)
-                    parts.append(part)
-                    observer.advances(name, len(part.ids))
+                    parts[part.ids[0]] = part
+                    if part.complete:
+                        observer.advances(name, len(part.ids))
             break
         except Exception as error:
-            left = list_unfinished(batches, parts)
+            left = list_unfinished(batches, select_complete(parts.values()))
             if not out_of_memory(error):
                 _blame_sample(job, net, error, [opening, *left[:1]])
                 raise
@@ -332,29 +332,41 @@ def run_measure(
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
     # Texts are batched by length: their parts come in another order.
-    measured = {*sample_ids(parts)}
+    measured = {*sample_ids(select_complete(parts.values()))}
     cut = tuple(sample for sample in ids if sample not in measured)
-    return in_order(parts, job.samples.batch.ids), cut
+    return in_order([*parts.values()], job.samples.batch.ids), cut
 
 
-def _read_finished(
-    journal: Journal, name: str, ids: Sequence[str], observer: Observer
-) -> list[Part]:
-    """Return the parts that an interrupted run finished, and say how many samples they have."""
+def _note_cost(
+    observer: Observer, name: str, total: int, passes: int, seconds: float, unit: str
+) -> None:
+    """Note the time of a sample and of all of them: so many passes, of so many seconds each."""
+    each = passes * seconds
+    cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {each:,.1f} s"
+    text = f"{name}: a sample takes {cost}, all take about {total * each:,.0f} s"
+    observer.note(Note.info("cost", text))
+
+
+def _read_parts(journal: Journal, name: str, ids: Sequence[str], observer: Observer) -> list[Part]:
+    """Return the parts of an interrupted run, and say how many samples it finished."""
     parts = journal.read_parts(ids)
     if parts:
-        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
-        text = f"an interrupted run finished {done}: continuing from there"
-        observer.note(Note.info("reused", text))
+        finished = sample_ids(select_complete(parts))
+        text = f"an interrupted run finished {len(finished)} of {len(ids)} samples of {name}"
+        begun = len(sample_ids(parts)) - len(finished)
+        if begun:
+            text += f" and began {begun}"
+        observer.note(Note.info("reused", f"{text}: continuing from there"))
     return parts
 
 
-def _move_until(end: float, batches: Sequence[Batch], net: Net) -> Iterator[Batch]:
-    """Yield the first batch on the device, and the others that begin before a time."""
-    for i, batch in enumerate(batches):
-        if i > 0 and time.monotonic() >= end:
-            return
-        yield batch.to(net.device, net.dtype)
+def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield parts until a time, or until a measure says that it is over."""
+    with suppress(TimeOverError):
+        for part in parts:
+            yield part
+            if time.monotonic() >= end:
+                return
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:

@@ -233,6 +233,7 @@ def encode_part(part: Part, measure: str) -> bytes:
         "names": [*part.values],
         "facts": facts,
         "notes": [note.model_dump() for note in part.notes],
+        "complete": part.complete,
     }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     file = io.BytesIO()
@@ -258,7 +259,8 @@ def decode_part(content: bytes) -> Part:
             header = json.loads(arrays["header"].tobytes())
             values = {name: arrays[f"{i}"] for i, name in enumerate(header["names"])}
             remarks = tuple(Note(**note) for note in header["notes"])
-            return Part(tuple(header["ids"]), values, header["facts"], remarks)
+            ids = tuple(header["ids"])
+            return Part(ids, values, header["facts"], remarks, header["complete"])
     except Exception as error:  # zip, zlib, numpy and json have their own exceptions
         if out_of_memory(error):
             raise

@@ -19,7 +19,7 @@ from lipaudit.data.batch import Samples
 from lipaudit.engine.files import write
 from lipaudit.errors import explain_error
 from lipaudit.measures import layouts, load_measures
-from lipaudit.measures.base import MeasureOptions, Part, sample_ids
+from lipaudit.measures.base import MeasureOptions, Part, sample_ids, select_complete
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.plugins import load_wings
@@ -186,11 +186,14 @@ def summarise(
         parts: its parts, in the order of the samples.
         options: its options.
         notes: notes on loading, which come first.
-        left: number of samples that a time limit left out.
+        left: number of samples that a time limit left out or unfinished.
     """
     if left:
-        done = len(sample_ids(parts))
+        done = len(sample_ids(select_complete(parts)))
         text = f"the time limit ended {name} after {done} of {done + left} samples"
+        begun = len(sample_ids(parts)) - done
+        if begun:
+            text += f", with {begun} begun"
         notes += (Note.warn("cut-short", text),)
     if not parts:
         settings = options.model_dump()

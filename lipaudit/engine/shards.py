@@ -28,7 +28,7 @@ from lipaudit.engine.results import (
 )
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import load_measures
-from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
+from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids, select_complete
 from lipaudit.schema import to_json_values
 from lipaudit.tables import Note, Report, Run, Section
 from lipaudit.tables.columns import Cell, Frozen
@@ -187,10 +187,12 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     parts: dict[str, list[Part]] = {}
     for name, planned in first.measures.items():
         _require_files_here(_read_options(name, planned))
-        parts[name] = []
+        known: dict[str, Part] = {}
         for path in paths:
-            missing = _list_missing(first.ids[: planned.samples], parts[name])
-            parts[name] += read_parts(path / planned.folder, missing).values()
+            missing = _list_missing(first.ids[: planned.samples], [*known.values()])
+            for part in read_parts(path / planned.folder, missing).values():
+                known[part.ids[0]] = part  # an incomplete one is replaced
+        parts[name] = [*known.values()]
     _require_whole(shards, parts)
     return join_shards(shards, parts, command)
 
@@ -280,8 +282,8 @@ def _require_files_here(options: MeasureOptions) -> None:
 
 
 def _list_missing(ids: Sequence[str], parts: Sequence[Part]) -> list[str]:
-    """Return the samples that are in no part."""
-    measured = set(sample_ids(parts))
+    """Return the samples that are in no complete part."""
+    measured = {*sample_ids(select_complete(parts))}
     return [name for name in ids if name not in measured]
 
 

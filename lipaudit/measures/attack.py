@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -28,7 +29,6 @@ from lipaudit.tables.summary import CLEAN_OF_BALLS, Headline, declare_clean, rea
 from lipaudit.tables.trials import COSTS, COUNTED, WHOLE, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
-    from lipaudit.attacks.evaluate import Chunk, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
@@ -43,11 +43,8 @@ OF_AUDIT = ("eps", "attack", "norm")
 TRANSFER = "transfer"
 # File ending for changed texts; any other example is a tensor.
 TABLE = ".jsonl"
-# Largest number of classes, and of samples times classes, whose log-probabilities are stored:
-# about 10 bytes each.
-SCORED_CLASSES, MOST_SCORES = 100, 2**16
-# Number of broken samples stored as examples, the worst first.
-DRAWN = 512
+# Largest number of samples times classes whose log-probabilities are stored: about 10 bytes each.
+MOST_SCORES = 2**16
 
 
 def _attack(*efforts: str) -> Need:
@@ -233,6 +230,11 @@ class AttackOptions(MeasureOptions):
         """The files that the measure writes beside the report."""
         return () if self.save_adv is None else (self.save_adv,)
 
+    @property
+    def saves_tensors(self) -> bool:
+        """Say whether examples are saved as tensors, not as a table of texts."""
+        return self.save_adv is not None and self.save_adv.suffix != TABLE
+
     def identify(self) -> dict[str, Any]:
         """Return all that figures depend on among the options; of files, the contents."""
         from lipaudit.attacks.transfer import hash_file
@@ -376,52 +378,44 @@ ATTACK_TABLE = Layout(
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
-    """Yield, for each chunk of samples, the outcome of every trial.
+    """Yield, for each chunk of samples, the outcomes of the trials after every attack.
+
+    The cheapest attack runs first, on up to 512 samples, then the next one.
 
     Raises:
         UsageError: a batch is not a chunk of the run, so `logical_chunk` would be wrong.
         InputError: samples without labels, or token ids whose embedding nothing shows.
     """
-    import torch
-
-    from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
-    from lipaudit.attacks.transfer import note_source, read_examples
+    from lipaudit.attacks.transfer import note_source
+    from lipaudit.data.batch import find_begun
     from lipaudit.measures import texts
+    from lipaudit.measures.rounds import ROUND, attack_round, make_part, prepare_chunks
 
-    trials = options.trials()
-    reader = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
-    how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
-    patch = options.choose_patch(net)
-    spelled = any(trial.norm == "characters" for trial in trials)
+    steps = kinds.list_steps(options.trials())
     sources = tuple(map(note_source, options.transfer))
-    ordered = sorted(trials, key=lambda trial: trial.radius.value)  # as in `evaluate_chunk`
-    plan = [(trial, a.estimate_cost(trial.radius)) for trial in ordered for a in trial.attacks]
-    text = f"samples do not come in chunks of {CHUNK} (one random stream per chunk)"
-    advice = f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size."
-    for batch in batches:
-        if batch.start % CHUNK or len(batch) > CHUNK:
-            raise UsageError(text, advice)
-        y = base.require_labels(batch, "an attack")
-        drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
-        number, point = batch.start // CHUNK, net.point(batch)
-        each = [read_examples(path, batch.ids, point.shape[1:]) for path in options.transfer]
-        saved = torch.cat([e.to(point) for e in each], 1) if each else None
-        chunk = Chunk(number, point, y, net.free(batch), drafts, saved)
-        outcomes: list[Outcome] = []
-        f = net.make_classifier(batch)
-        for outcome in evaluate_chunk(f, chunk, trials, patch=patch, **how):
-            outcomes.append(outcome)
-            # A broken sample is not attacked at larger radii: those alive have most passes left.
-            clean, *attacked = outcomes
-            alive = {o.trial.attacks: int(o.robust.sum()) for o in attacked if o.trial}
-            correct = int(clean.robust.sum())
-            left = sum(n * alive.get(t.attacks, correct) for t, n in plan[len(attacked) :])
-            tried = zip(attacked, plan, strict=False)
-            done = len(batch) + sum(n * int(o.tried.sum()) for o, (_, n) in tried)
-            base.report_progress(len(batch) * done / (done + left))
-        if net.scored == "continuation":
-            outcomes += texts.raise_losses(net, batch, chunk, tuple(outcomes), **how)
-        yield _make_part(net, batch, chunk, outcomes, options, sources)
+    begun = find_begun(batches)
+    begin = prepare_chunks(net, options, steps, begun or {})
+    # Of continuations, examples are needed at the end: their chunks are attacked one by one.
+    scored = net.scored == "continuation"
+    left = iter(batches)
+    while group := list(islice(left, 1 if scored else ROUND)):
+        runs = [begin(batch) for batch in group]
+        for run in attack_round(runs, steps, net.classes or 2, _name_round(group)):
+            complete = len(run.outcomes) > len(steps)
+            if scored and complete:
+                how = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
+                outcomes = tuple(run.outcomes)
+                run.outcomes += texts.raise_losses(net, run.batch, run.chunk, outcomes, **how)
+            if complete or (begun is not None and not scored):
+                yield make_part(net, run, options, sources)
+
+
+def _name_round(group: Sequence[Batch]) -> str:
+    """Name the samples of a round by their positions; nothing if they are the first ones."""
+    first = group[0].start
+    if first == 0:
+        return ""
+    return f"samples {first + 1} to {group[-1].start + len(group[-1])}: "
 
 
 def check(net: Net, batch: Batch, options: AttackOptions) -> None:
@@ -447,67 +441,6 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         find_examples(path, batch.ids, batch.x.shape[1:])
 
 
-def _make_part(
-    net: Net,
-    batch: Batch,
-    chunk: Chunk,
-    outcomes: Sequence[Outcome],
-    options: AttackOptions,
-    notes: tuple[Note, ...],
-) -> Part:
-    import torch
-
-    from lipaudit.measures import drawings, texts
-
-    clean, *attacked = outcomes
-    by_trial = [[o for o in attacked if o.trial == trial] for trial in options.trials()]
-    # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
-    ends = [each[-1] for each in by_trial]
-    with torch.no_grad():
-        pieces = [net.output(piece) for piece in batch.split(options.batch_size)]
-    logits = torch.cat(pieces)
-    values = {
-        "label": chunk.y,
-        "predicted": logits.argmax(1),
-        "correct": clean.robust,
-        "robust": torch.stack([end.robust for end in ends], 1),
-        "distance": torch.stack([end.distance for end in ends], 1),
-        "confidence": torch.stack([each.confidence for each in (clean, *ends)], 1),
-    }
-    # The rival of a continuation depends on the model: it is no class that two models share.
-    if net.scored != "continuation" and logits.shape[1] <= SCORED_CLASSES:
-        values[SCORES] = logits.double().log_softmax(1)
-    if net.scored == "continuation":
-        points = [chunk.x, *(end.x_adv for end in ends)]
-        at = [texts.forward_pieces(net, batch, z, options.batch_size) for z in points]
-        values["losses"] = torch.stack([-scores[:, 0] for scores in at], 1)
-    if options.save_adv is not None and options.save_adv.suffix != TABLE:
-        values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
-    # The samples robust before and after Square, if gradient attacks ran before it.
-    squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
-    facts: dict[str, Any] = {
-        "checks": base.read_checks(clean),
-        "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
-        "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
-        "box": net.box if chunk.mask is None else None,
-        "nonfinite": sum(o.nonfinite for o in attacked),
-    }
-    if chunk.number * CHUNK < DRAWN:
-        some = [clean, *ends]
-        facts["examples"] = drawings.describe_examples(net, batch, chunk, some, options.batch_size)
-    if chunk.texts is not None:
-        fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
-        facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
-        facts["sizes"] = {  # what can be changed of each text
-            "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
-            "characters": [sum(map(len, draft.texts)) for draft in drafts],
-        }
-    remarks = (*(note for o in outcomes for note in o.notes), *notes)
-    arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
-    facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
-    return Part(batch.ids, arrays, facts, remarks)
-
-
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
     import numpy as np
@@ -516,6 +449,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     from lipaudit.measures import texts
 
     keys = [trial.key for trial in options.trials()]
+    unfinished = dict(zip(keys, _mark_unfinished(parts, options.trials()).T, strict=True))
     columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distance = dict(zip(keys, base.join_parts(parts, "distance").T, strict=True))
     robust = dict(zip(keys, base.join_parts(parts, "robust").T, strict=True))
@@ -526,10 +460,13 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         # Robust in a ball: no attack within it broke the sample. Its cost is of its own trials.
         flags, likely = (np.stack([each[k] for k in inside], 1) for each in (robust, sure))
         robust[ball] = flags.all(1)
+        unfinished[ball] = np.any([unfinished[key] for key in inside], axis=0)
         sure[ball] = likely[np.arange(len(likely)), find_first(~flags)]
         cost[ball] = np.sum([cost[key] for key in inside if key.radius == ball.radius], axis=0)
     for key in (*keys, *balls):
-        columns[key.column("robust")] = robust[key]
+        # Broken is certain; a sample that not all attacks have tried may still be broken.
+        unknown = robust[key].astype(bool) & unfinished[key]
+        columns[key.column("robust")] = np.where(unknown, np.nan, robust[key])
         columns |= {key.column("distance"): distance[key]} if key in distance else {}
     raised: dict[str, Values] = {}
     if "losses" in parts[0].values:  # attacks on continuations
@@ -539,15 +476,22 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     order, once = [*balls, *keys], base.mark_unique(parts)
     flags = np.stack([robust[key][once] for key in order], 1)
     known = base.join_facts(parts, "classes")
+    is_limit = np.array([unfinished[key].any() for key in order])
     rated: dict[str, Any] = {}
     if not raised:  # a continuation and its rival are no classes
         for each in (None, *keys):
             name = each.column("confidence") if each else "confidence"
             columns[name] = sure[each].astype(float).round(6)
-        tried = zip((None, *order), (columns["correct"][once], *flags.T), strict=True)
-        errors = [calibration_error(sure[key][once], hits) for key, hits in tried]
-        rated = {"ece_clean": errors[0], "ece": errors[1:]} if once.sum() >= FEWEST_RATED else {}
+        if once.sum() >= FEWEST_RATED:
+            rated["ece_clean"] = calibration_error(sure[None][once], columns["correct"][once])
+            rated["ece"] = [
+                np.nan if limit else calibration_error(sure[key][once], hits)
+                for key, hits, limit in zip(order, flags.T, is_limit, strict=True)
+            ]
         rated |= find_worst_classes(columns["label"][once], flags, known)
+    shares = base.share_columns("robust", flags)
+    # An upper limit has no lower end.
+    shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
     costs = np.array([cost[key] for key in order])
     left = {trial.key: texts.share_untried(parts, trial) for trial in options.trials()}
     rows = base.make_rows(
@@ -558,7 +502,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         eps_text=[key.radius.text for key in order],
         samples=int(once.sum()),
         clean=columns["correct"][once].mean(),
-        **base.share_columns("robust", flags),
+        **shares,
         untried=[left.get(key, np.nan) for key in order],
         **rated,
         seconds=costs[:, 0].round(3),
@@ -580,6 +524,37 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     ]
 
 
+def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
+    """Return for each sample and trial whether attacks of the trial are still to come."""
+    import numpy as np
+
+    planned = [len(trial.attacks) for trial in trials]
+    rows = []
+    for part in parts:
+        counts = part.facts["attacks"]
+        row = np.array(counts) < np.array(planned)
+        rows += [row] * len(part.ids)
+    return np.array(rows)
+
+
+def _note_limits(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, ...]:
+    """Say which attacks did not run on all samples; nothing if all did."""
+    samples = len(base.sample_ids(parts))
+    lacking = []
+    for i, trial in enumerate(trials):
+        for number, attack in enumerate(trial.attacks, 1):
+            tried = sum(len(part.ids) for part in parts if part.facts["attacks"][i] >= number)
+            if tried < samples:
+                lacking.append(f"{attack.name} ({trial.key.ball}) on {tried}")
+    if not lacking:
+        return ()
+    text = (
+        "robust accuracy is an upper limit, because not all attacks ran on all "
+        f"{samples} samples: {', '.join(lacking)}"
+    )
+    return (Note.warn("upper-limit", text),)
+
+
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
     import numpy as np
 
@@ -598,7 +573,10 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     once = base.mark_unique(parts)
     flags, labels = (base.join_parts(parts, name)[once] for name in ("robust", "label"))
     box = parts[0].facts.get("box")  # a list if it was stored
-    remarks += note_masking(trials, flags.astype(bool), labels, tuple(box) if box else None)
+    limits = _note_limits(parts, trials)
+    remarks += limits
+    if not limits:  # an attack that did not run breaks nothing, and masks nothing
+        remarks += note_masking(trials, flags.astype(bool), labels, tuple(box) if box else None)
     if once.sum() < FEWEST_RATED and "losses" not in parts[0].values:
         text = f"a calibration error (ECE) needs {FEWEST_RATED} samples"
         remarks += (Note.info("left-out", text),)

@@ -6,6 +6,8 @@ computes with them inside of functions.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -148,18 +150,22 @@ class NormOptions(MeasureOptions):
 class Part:
     """The result on one chunk of samples: the unit of progress, of resuming and of sharding.
 
+    A measure may yield several parts of the same samples: each replaces the one before.
+
     Attributes:
         ids: ids of the samples of the chunk.
         values: arrays whose first axis is the sample; of length 1 for figures of the whole chunk.
         facts: values that JSON can hold (names of layers, reasons): lists, dicts with text as
             keys, numbers, text. Facts that were stored come back with lists in place of tuples.
         notes: remarks on this chunk.
+        complete: whether nothing is left to do; a resumed run hands others back to the measure.
     """
 
     ids: tuple[str, ...]
     values: Mapping[str, Values]
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -233,22 +239,35 @@ class Measure:
     moved: Mapping[str, Any] = field(default_factory=dict)
 
 
-Moved = Callable[[float], None]
-Told = Callable[[int, float, str], None]
-_LISTENER: ContextVar[tuple[Moved, Told]] = ContextVar(
-    "listener", default=(lambda _samples: None, lambda *_cost: None)
-)
+class TimeOverError(Exception):
+    """The time limit is over: the work on the current part is dropped."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What hears a measure while it runs.
+
+    Attributes:
+        moves: receives the number of finished samples of the current part.
+        costs: receives the number of forward passes of a sample, seconds per pass, and their name.
+        notes: receives a note at once; the report does not have it.
+        end: when the time limit is over, in seconds of `time.monotonic`.
+    """
+
+    moves: Callable[[float], None] = lambda _samples: None
+    costs: Callable[[int, float, str], None] = lambda _passes, _seconds, _unit: None
+    notes: Callable[[Note], None] = lambda _note: None
+    end: float = math.inf
+
+
+NOBODY = Listener()
+_LISTENER: ContextVar[Listener] = ContextVar("listener", default=NOBODY)
 
 
 @contextmanager
-def listening(moved: Moved, told: Told) -> Iterator[None]:
-    """Inside the block, report the progress of the current part, and the cost of a sample.
-
-    Args:
-        moved: receives the number of finished samples of the current part.
-        told: receives the number of forward passes of a sample, seconds per pass, and their name.
-    """
-    token = _LISTENER.set((moved, told))
+def listening(listener: Listener) -> Iterator[None]:
+    """Let a listener hear the measures that run inside the block."""
+    token = _LISTENER.set(listener)
     try:
         yield
     finally:
@@ -260,12 +279,32 @@ def report_progress(samples: float) -> None:
 
     Measures with long parts call this now and then.
     """
-    _LISTENER.get()[0](samples)
+    _LISTENER.get().moves(samples)
 
 
 def report_cost(passes: int, seconds: float, unit: str) -> None:
     """Report, before the work, how many passes a sample takes, seconds of each, and their name."""
-    _LISTENER.get()[1](passes, seconds, unit)
+    _LISTENER.get().costs(passes, seconds, unit)
+
+
+def report_note(code: str, text: str) -> None:
+    """Report at once what is known so far, or what is to come; the report does not have it."""
+    _LISTENER.get().notes(Note.info(code, text))
+
+
+def is_limited() -> bool:
+    """Say whether the run has a time limit."""
+    return _LISTENER.get().end < math.inf
+
+
+def require_time() -> None:
+    """End the work on the current part if the time limit is over.
+
+    Raises:
+        TimeOverError: it is over.
+    """
+    if time.monotonic() >= _LISTENER.get().end:
+        raise TimeOverError
 
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:
@@ -283,9 +322,14 @@ def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[st
     return {name: join_parts(parts, name) for name in parts[0].values if name in names}
 
 
-def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
+def sample_ids(parts: Iterable[Part]) -> tuple[str, ...]:
     """Return the ids of all parts in order."""
     return tuple(i for part in parts for i in part.ids)
+
+
+def select_complete(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts that are complete."""
+    return [part for part in parts if part.complete]
 
 
 def make_rows(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -130,15 +131,30 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
 
 
 def describe_examples(
-    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
+    net: Net,
+    batch: Batch,
+    chunk: Chunk,
+    outcomes: Sequence[Outcome],
+    size: int,
+    *,
+    known: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """Describe each broken sample with the first adversarial example that broke it."""
+    """Describe each broken sample with the example of the first trial that broke it.
+
+    Those that are known of the same trial are left out.
+    """
     clean, *ends = outcomes
     fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
-    which = fallen.any(1).nonzero().flatten()
-    if not len(which):
+    rows, first = [], []
+    for row in fallen.any(1).nonzero().flatten().tolist():
+        end = ends[int(fallen[row].int().argmax())]
+        trial = str(end.trial.key if end.trial else "")
+        if known.get(batch.ids[row], {}).get("trial") != trial:
+            rows.append(row)
+            first.append(end)
+    if not rows:
         return {}
-    first = [ends[t] for t in fallen[which].int().argmax(1).tolist()]
+    which = torch.tensor(rows)
     x_adv = torch.stack([end.x_adv[i] for i, end in zip(which, first, strict=True)])
     broken = batch.rows(which.to(batch.x.device))
     with torch.no_grad():

@@ -30,9 +30,14 @@ STATUS = {
 
 
 def format_with_limits(value: Any, low: float | None, high: float | None, column: Column) -> Any:
-    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits the figure alone."""
-    if value is None or low is None or high is None:
+    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits the figure alone.
+
+    A figure with an upper limit alone is one itself: ≤ 62.5%.
+    """
+    if value is None or high is None:
         return value
+    if low is None:
+        return f"≤ {format_value(value, column)}"
     return f"{format_value(value, column)} ({format_limits(low, high, column)})"
 
 

@@ -82,7 +82,7 @@ def describe_gaps(report: Report) -> str:
         lacks.append(f"{failed}. The other measures are complete.")
     if report.unmeasured:
         left = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
-        lacks.append(f"the time limit ended the run before some samples were measured: {left}.")
+        lacks.append(f"the time limit ended the run before some samples were finished: {left}.")
     elif report.status != "complete" and not report.failures:
         lacks.append("the run was cut short.")
     return " ".join(lacks)
@@ -184,7 +184,10 @@ def _describe_attacked(
     else:
         weakest = attacked[-1]
         verdict = _count_broken(clean, weakest)
-    return f"{weakest.value:.0%} survive every attack at {weakest.ball}: {verdict}."
+    survivors = f"{weakest.value:.0%} survive every attack"
+    if weakest.low is None and weakest.high is not None:  # not all attacks ran
+        survivors = f"At most {survivors}"
+    return f"{survivors} at {weakest.ball}: {verdict}."
 
 
 def _count_broken(clean: Sequence[Row], attacked: Row) -> str:

@@ -143,7 +143,8 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             n = len(members)
             line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
             for ball, column in flags.items():
-                k = sum(samples[column][i] for i in members)
+                # Not known to be broken: attacks may still be to come.
+                k = sum(samples[column][i] != 0 for i in members)
                 low, high = wilson(k, n)
                 line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
             lines.append(line)

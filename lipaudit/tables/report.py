@@ -194,7 +194,8 @@ class Section(Frozen):
         files: files that the run wrote beside the report, by path as given, and the SHA-256 of
             their contents; written only if there are any.
         failure: why there are no figures; written only if the measure failed.
-        unmeasured: number of samples that a time limit left out; written only if positive.
+        unmeasured: number of samples that a time limit left out, or under only some of the
+            attacks; written only if positive.
     """
 
     measure: str

@@ -102,6 +102,8 @@ class Headline:
         return SUMMARY.row(**(known | cells))
 
 
+UPPER_LIMIT = "at most: not all attacks ran"
+"""What follows a figure that has an upper limit alone."""
 DESCRIPTION = ("meaning", "unit", "format", "better", "domain", "status")
 """What a row of the summary repeats of the column of its figure."""
 SUMMARY = Layout(
@@ -194,13 +196,17 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     limits = None
     low = row.get(f"{name}_low")
     high = row.get(f"{name}_high")
+    samples = row.get("samples") or len(section.ids)
+    remarks = remarks or (f"{samples} samples",)
     if low is not None and high is not None:
         limits = low, high
-    samples = row.get("samples") or len(section.ids)
-    text = join_texts(remarks or (f"{samples} samples",))
-    yield headline.row(
+    elif high is not None:  # not all attacks ran
+        remarks = (UPPER_LIMIT, *remarks)
+    text = join_texts(remarks)
+    found = headline.row(
         section, row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
+    yield found.replace(high=high)
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:

@@ -45,20 +45,24 @@ def test_a_command_writes_to_a_stream_of_text():
     assert "lipaudit" in json.loads(written.getvalue())
 
 
-def test_attacks_move_within_a_chunk():
+def test_attacks_move_after_every_attack_on_a_chunk():
     options = AttackOptions.parse({"eps": "0.02,0.05", "attack": "fgsm,pgd", "steps": 3})
     observer, told = Observer(), []
     observer.moves = lambda _, samples: told.append(("moves", samples))
     observer.advances = lambda _, samples: told.append(("advances", samples))
     execute(prepare(Request("demo", {"attack": options}, RunOptions(samples=70))), observer)
-    kinds = [kind for kind, _ in told]
-    first, second = kinds.index("advances"), len(kinds) - 1
-    for chunk, size in ((told[:first], 64), (told[first + 1 : second], 6)):
-        steps = [samples for _, samples in chunk]
-        assert len(steps) == 5  # clean, and two attacks in two balls
-        assert steps == sorted(set(steps))
-        assert 0 < steps[0] < size
-        assert steps[-1] == pytest.approx(size)
+    assert [samples for kind, samples in told if kind == "advances"] == [64, 6]
+    # What is complete, and the share of what is not.
+    complete, steps = 0, []
+    for kind, samples in told:
+        if kind == "advances":
+            complete += samples
+        else:
+            steps.append(complete + samples)
+    assert len(steps) == 9  # clean, then two attacks in two balls on two chunks
+    assert steps == sorted(set(steps))
+    assert 0 < steps[0] < steps[-2] < 70
+    assert steps[-1] == pytest.approx(70)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -253,7 +253,7 @@ def test_a_resumed_attack_knows_the_examples_of_another_model_by_their_contents(
         invoke(*how, saved, "--save-adv", "a.safetensors")
         with time_for(1):
             said = invoke(*again, code=None).stderr
-        continued.append("finished 64 of 65 samples of attack" in said)
+        continued.append("of 65 samples of attack and began" in said)
     assert continued == [False, False, True]
 
 

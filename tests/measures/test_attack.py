@@ -16,7 +16,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions, encode_files, measure
-from lipaudit.measures.base import Part, listening
+from lipaudit.measures.base import Listener, Part, listening
 from lipaudit.measures.rating import calibration_error
 from lipaudit.models.sources.loader import load_net
 from lipaudit.report.pictures import list_classes
@@ -72,7 +72,7 @@ def test_progress_counts_what_is_left_for_samples_that_are_not_broken(net):
     shares = []
     options = AttackOptions(attack="pgd", eps=("1/2", "0", "0.05"), steps=4)
     batch = digits(net, 30)
-    with listening(shares.append, lambda *_: None):
+    with listening(Listener(moves=shares.append)):
         (part,) = measure(net, [batch], options)
     flags = {t.radius.text: part.values["robust"][:, i] for i, t in enumerate(options.trials())}
     right, alive = int(part.values["correct"].sum()), int(flags["0.05"].sum())

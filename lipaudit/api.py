@@ -117,14 +117,19 @@ def _split_options(
         UsageError: an option belongs to no group.
     """
     split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
-    pairs = [*zip(groups, split, strict=True)][::-1]
-    known = {name: (given, name) for group, given in pairs for name in group.model_fields}
+    # The group and the field of each name. The first group counts, so it is entered last.
+    known: dict[str, tuple[dict[str, Any], str]] = {}
+    backwards = list(zip(groups, split, strict=True))[::-1]
+    for group, given in backwards:
+        for name in group.model_fields:
+            known[name] = given, name
     # Options that can be typed come first: a measure has a seed, too, but that of the run counts.
-    for group, given in pairs:
+    for group, given in backwards:
         for name, each in group.options().items():
             known[name] = given, name
             # On the command line some fields have other names, such as `to` and `mode`.
-            known[each.flags[0][2:].replace("-", "_")] = given, name
+            typed = each.flags[0].removeprefix("--")
+            known[typed.replace("-", "_")] = given, name
     for name, value in options.items():
         if name not in known:
             raise UsageError(f"there is no option {name!r}", suggestion(name, known))

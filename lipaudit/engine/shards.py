@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # Fields in which shards of one run may differ (devices must be of one kind).
 MAY_DIFFER = {"command", "created", "device", "device_map"}
+# Names of the files that describe shards.
+FILES = "shard-*-of-*.json"
 # Number of missing samples that an error names.
 NAMED = 3
 ADVICE = "Measure with --shard i/n --parts FOLDER, then: lipaudit merge FOLDER."
@@ -142,8 +144,9 @@ def save_shard(shard: Shard, folder: Path) -> None:
         EvaluationError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for other in _read_shards(folder):
-        differing = _list_differences(shard, other)
+    # One shard is enough: the others were compared with it.
+    for path in islice(folder.glob(FILES), 1):
+        differing = _list_differences(shard, _read_shard(path))
         if differing:
             raise UsageError(
                 f"{folder} has parts of another run, which differs in {', '.join(differing)}",
@@ -171,10 +174,10 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     for path in paths:
         if not path.is_dir():
             raise InputError(f"{path} is no folder of parts", ADVICE)
-        found = _read_shards(path)
+        found = [_read_shard(file) for file in path.glob(FILES)]
         if not found:
             raise InputError(f"{path} has no parts of a run", ADVICE)
-        shards += found
+        shards += sorted(found, key=lambda shard: (shard.of, shard.number))
     if not shards:
         raise InputError("no folder of parts is given", ADVICE)
     _require_one_run(shards)
@@ -236,21 +239,18 @@ def join_shards(
     return make_report(run, sections, first.places)
 
 
-def _read_shards(folder: Path) -> list[Shard]:
-    """Return the shards that a folder describes, by their numbers.
+def _read_shard(path: Path) -> Shard:
+    """Read the description of a shard.
 
     Raises:
-        InputError: a description is damaged.
+        InputError: the file is damaged.
     """
-    shards = []
-    for path in folder.glob("shard-*-of-*.json"):
-        try:
-            shards.append(Shard.model_validate_json(path.read_bytes()))
-        except (OSError, ValidationError) as error:
-            reason = getattr(error, "strerror", None) or "it does not describe a shard"
-            advice = "Copy the file again, or delete it and measure the shard again."
-            raise InputError(f"cannot read {path}: {reason}", advice) from None
-    return sorted(shards, key=lambda shard: (shard.of, shard.number))
+    try:
+        return Shard.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = getattr(error, "strerror", None) or "it does not describe a shard"
+        advice = "Copy the file again, or delete it and measure the shard again."
+        raise InputError(f"cannot read {path}: {reason}", advice) from None
 
 
 def _read_options(name: str, planned: Planned) -> MeasureOptions:

@@ -313,3 +313,22 @@ def test_a_model_is_not_measured_for_groups_that_the_baseline_lacks(tmp_path, mo
     _, then = both()
     with pytest.raises(BaselineError, match="no groups"):
         require_judgeable(rules(RULES[0]), then)
+
+
+def test_groups_without_a_change_are_seldom_flagged():
+    """Ten groups of 24, of which half of the samples change sides: the promise is 5 %."""
+    rng = np.random.default_rng(3)
+    names = [str(i % 10) for i in range(240)]
+    ids = sample_ids(240)
+    (rule,) = rules("attack.robust@group=each >= -5pp")
+    alarms = 0
+    for _ in range(40):
+        before = rng.integers(2, size=240)
+        after = np.where(rng.random(240) < 0.5, 1 - before, before)
+        pair = (
+            with_groups(make(attack(f)), names, ids)
+            for make, f in ((new, after), (report, before))
+        )
+        alarms += judge(*pair, (rule,)).exit_code
+    # Of 40 true null hypotheses at 5 %, more than 7 are rejected once in a thousand times.
+    assert alarms <= 7

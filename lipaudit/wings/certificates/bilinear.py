@@ -111,8 +111,9 @@ def div(x: Any, y: Any) -> Form:
     """Return x / y, by the reciprocal of a y that stays positive."""
     if isinstance(y, Form):
         return mul(x, relax(y, RECIPROCAL, positive=True))
+    constant = affine.as_constant(y, x).to(DOUBLE)
     # 1 / y is rounded once more than y itself.
-    return affine.scale(x, affine.as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
+    return affine.scale(x, constant.reciprocal(), roundings=2)
 
 
 def _product(x: Form, y: Form, f: Bilinear) -> Form:
@@ -156,9 +157,11 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     lost = lost + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     # Underflow: every product of every generator may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
-    under = 8 * count * terms * tiny(dtype) * (1 + x_size.sum() + y_size.sum())
+    sizes = 1 + x_size.sum() + y_size.sum()
+    under = 8 * count * terms * tiny(dtype) * sizes
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    slack = up(slack + lost + under + gamma(4, DOUBLE) * shift.abs(), terms + 16)
+    slack = slack + lost + under + gamma(4, DOUBLE) * shift.abs()
+    slack = up(slack, terms + 16)
     centre = f(x.centre, y.centre) - f(x.aside, y.aside)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
@@ -235,8 +238,11 @@ def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     t = (y.sizes.linear + y.rest).clamp_min(_STILL).reciprocal()
     u = affine.scale(_subtract_middle(x), s)
     v = affine.scale(_subtract_middle(y), t)
-    most = up(_reach(affine.add(u, v)).square() / (4 * s * t))
-    least = up(_reach(affine.sub(u, v)).square() / (4 * s * t))
+    # 4 s t dx dy = (u + v)^2 - (u - v)^2
+    total = _reach(affine.add(u, v))
+    difference = _reach(affine.sub(u, v))
+    most = up(total.square() / (4 * s * t))
+    least = up(difference.square() / (4 * s * t))
     return least, most
 
 
@@ -257,15 +263,19 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
     # Any scales are valid: those that are the radii, of what moves at all, leave least.
-    s = (x.mass + x.slack).clamp_min(_STILL).to(dtype).reciprocal()
-    t = (y.mass + y.slack).clamp_min(_STILL).to(dtype).reciprocal()
-    u = _scale_rows(x.dense, s, rows).transpose(-3, -2).flatten(0, -3)  # (b j, i, rows)
+    s = (x.mass + x.slack).clamp_min(_STILL)
+    s = s.to(dtype).reciprocal()
+    t = (y.mass + y.slack).clamp_min(_STILL)
+    t = t.to(dtype).reciprocal()
+    u = _scale_rows(x.dense, s, rows).transpose(-3, -2)
+    u = u.flatten(0, -3)  # (b j, i, rows)
     v = _scale_rows(y.dense, t, rows).flatten(0, -3)  # (b j, d, rows)
     shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])  # (*b, j, i, d)
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
     # Slack, and errors that only x has: they act on both in the same way.
-    alone = (symbols.sizes(x.dense[:0], x.blocks).errors + x.slack).mT[..., :, None] * s
+    errors = symbols.sizes(x.dense[:0], x.blocks).errors + x.slack
+    alone = errors.mT[..., :, None] * s
     alone = alone + y.slack[..., None, :] * t
 
     def bound_square(v: Tensor) -> Tensor:
@@ -276,7 +286,8 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
         under = 4 * (rows * tiny(dtype)) ** 0.5
         reach = reach * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + under
         reach = up(reach.view(shape) + alone)
-        return up((reach.square() / (4 * s * t)).sum(-3), shape[-3] + 32)
+        squares = reach.square() / (4 * s * t)
+        return up(squares.sum(-3), shape[-3] + 32)
 
     return bound_square(v), bound_square(-v)
 
@@ -379,16 +390,21 @@ def _share(
         radii.append(r)
         stacks.append(g)
         sizes.append(size)
-    largest = torch.cat(sizes, 2).flatten(2).topk(layers, sorted=False).indices
+    by_query = torch.cat(sizes, 2).flatten(2)
+    largest = by_query.topk(layers, sorted=False).indices
     # The rows g_sj of the largest products, and their radii: those of the second pair come last.
     places = largest.flatten(1)[..., None].expand(-1, -1, width)
-    rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, places).view(*largest.shape, width)
+    rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, places)
+    rows = rows.view(*largest.shape, width)
     of_second_pair = largest >= keys * stacks[0].shape[1]
     columns = largest % keys + keys * of_second_pair
-    products = rows * torch.cat(radii, -1).gather(-1, columns)[..., None]
-    block = symbols.birth_shared(products.movedim(-2, 0).reshape(layers, *moving.shape))
+    radius_of_row = torch.cat(radii, -1).gather(-1, columns)
+    products = rows * radius_of_row[..., None]
+    products = products.movedim(-2, 0)
+    block = symbols.birth_shared(products.reshape(layers, *moving.shape))
 
-    slack = (moving - block.rows.to(DOUBLE).abs().sum(0)).clamp_min(0.0)
+    moved = block.rows.to(DOUBLE).abs().sum(0)
+    slack = (moving - moved).clamp_min(0.0)
     # The radii, and their products with the rows, were rounded: by a share of all that moves.
     rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
     return block, slack + rounding * moving + 4 * layers * tiny(dtype)
@@ -425,10 +441,12 @@ def _shift_values(product: Form, x: Form, kappa: Tensor) -> Form:
     product.dense[: len(row_sums)] -= row_sums * rounded
     removed = [block.map_rows(lambda t: -t * rounded) for block in of_blocks]
     blocks = join_blocks(product.blocks, removed, torch.add)
-    centre = product.centre + (1 - x.centre.sum(-1, keepdim=True)) * kappa
+    total = x.centre.sum(-1, keepdim=True)
+    centre = product.centre + (1 - total) * kappa
     kappa = kappa.abs()
     moving = x.mass.sum(-1, keepdim=True) * kappa
-    still = (1 + x.centre.abs().sum(-1, keepdim=True)) * kappa + product.centre.abs()
+    size = 1 + x.centre.abs().sum(-1, keepdim=True)
+    still = size * kappa + product.centre.abs()
     slack = product.slack + x.slack.sum(-1, keepdim=True) * kappa
     slack = slack + gamma(keys + 4, dtype) * moving + gamma(keys + 8, DOUBLE) * still
     slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + kappa)
@@ -442,7 +460,8 @@ def einsum(equation: str, *operands: Any) -> Any:
     inputs, arrow, wanted = equation.replace(" ", "").partition("->")
     a, comma, b = inputs.partition(",")
     once = all(len(set(axes)) == len(axes) for axes in (a, b, wanted))
-    if len(operands) != 2 or not (arrow and comma and once) or set(wanted) - set(a + b):
+    complete = arrow and comma and once
+    if len(operands) != 2 or not complete or set(wanted) - set(a + b):
         raise NoRuleError(f"einsum of {equation}")
     # Axes that nothing else has are summed first: what is left is a batch of matrices.
     x, a = _sum_out(operands[0], a, b + wanted)
@@ -451,9 +470,12 @@ def einsum(equation: str, *operands: Any) -> Any:
     inner = [axis for axis in a if axis in b and axis not in wanted]
     rows = [axis for axis in a if axis not in b]
     columns = [axis for axis in b if axis not in a]
-    product = _fold(x, a, batch, rows, inner) @ _fold(y, b, batch, inner, columns)
+    left = _fold(x, a, batch, rows, inner)
+    right = _fold(y, b, batch, inner, columns)
+    product = left @ right
 
-    sizes = dict(zip(a, x.shape, strict=True)) | dict(zip(b, y.shape, strict=True))
+    sizes = dict(zip(a, x.shape, strict=True))
+    sizes |= zip(b, y.shape, strict=True)
     order = batch + rows + columns
     product = product.reshape([sizes[axis] for axis in order])
     return product.permute([order.index(axis) for axis in wanted])

@@ -70,7 +70,11 @@ class Nodes:
             some = known[i : i + BATCH]
             proven.append(some[prove_bounds(problem, some) > 0])
         parts = join_nodes(proven)
-        return all(_cover(parts.state[parts.which == i]) for i in margins.tolist())
+        for margin in margins.tolist():
+            of_margin = parts.state[parts.which == margin]
+            if not _cover(of_margin):
+                return False
+        return True
 
     def floor(self) -> Tensor:
         """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
@@ -86,11 +90,13 @@ def _cover(state: Int[Tensor, "b k"]) -> bool:
     """Say whether parts cover the ball: one is all of it, or both sides of a ReLU are covered."""
     if (state == 0).all(1).any():
         return True
-    split = (state != 0).all(0).nonzero()[:, 0]
+    is_split = (state != 0).all(0)
+    split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
         return False
-    signs = state[:, split[0]]
-    others = torch.arange(state.shape[1], device=state.device) != split[0]
+    unit = split[0]
+    signs = state[:, unit]
+    others = torch.arange(state.shape[1], device=state.device) != unit
     rest = state[:, others]
     return _cover(rest[signs == 1]) and _cover(rest[signs == -1])
 
@@ -120,7 +126,8 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     value, _ = bound(problem, nodes)
     margins, units = problem.sizes
-    size = margins[nodes.which] + nodes.feasible().abs().sum(0) @ units
+    multipliers = nodes.feasible().abs().sum(0)
+    size = margins[nodes.which] + multipliers @ units
     roundings = sum(problem.units.slopes.shape) + 64
     return value - up(gamma(roundings, DOUBLE) * size, roundings)
 
@@ -137,7 +144,8 @@ def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     for depth in sorted(set(problem.depth.tolist()), reverse=True):
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, t = bound(problem, Nodes(which, state, y))
-        cancel = t[:, problem.columns[layer]].clamp_min(0) / problem.offset[layer]
+        coefficients = t[:, problem.columns[layer]]
+        cancel = coefficients.clamp_min(0) / problem.offset[layer]
         flat = problem.slope[layer] < 0.5
         y[0, :, layer] = torch.where(flat, cancel, 0.0)
         y[1, :, layer] = torch.where(flat, 0.0, cancel)
@@ -170,12 +178,17 @@ def ascend(
         # A supergradient: what the multipliers add at minus the e that attains the minimum.
         e = _find_minimum(problem, t)
         of_z = units.centre - w.sign() * units.spread - e @ units.slopes.mT
-        slope = table[0] * of_z + table[1] * (1 - e[:, problem.columns])
+        of_error = 1 - e[:, problem.columns]
+        slope = table[0] * of_z + table[1] * of_error
         first.lerp_(slope, 1 - _DECAY[0])
         second.lerp_(slope.square_(), 1 - _DECAY[1])
-        size = (second / (1 - _DECAY[1] ** (step + 1))).sqrt_().add_(1e-8)
-        pace = rate * (1 - 0.9 * step / steps) / (1 - _DECAY[0] ** (step + 1))
-        y = torch.maximum(torch.addcdiv(y, first, size, value=pace), floor)
+        # Both means begin at zero: Adam divides by what they lack.
+        missing_first = 1 - _DECAY[0] ** (step + 1)
+        missing_second = 1 - _DECAY[1] ** (step + 1)
+        size = (second / missing_second).sqrt_().add_(1e-8)
+        pace = rate * (1 - 0.9 * step / steps) / missing_first
+        y = torch.addcdiv(y, first, size, value=pace)
+        y = torch.maximum(y, floor)
     return best, replace(nodes, y=best_y)
 
 
@@ -197,8 +210,8 @@ def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     a = problem.slope
     first = torch.where(state == 1, -1.0, -a)
     second = torch.where(state == -1, 1.0, 1 - a)
-    on_error = torch.stack([state != 1, state != -1]) * -problem.offset
-    return torch.stack([first, second]), on_error
+    unknown = torch.stack([state != 1, state != -1])
+    return torch.stack([first, second]), unknown * -problem.offset
 
 
 def _evaluate(
@@ -213,7 +226,8 @@ def _evaluate(
     t = torch.addmm(margins.slopes[which], w, units.slopes)
     t.index_add_(1, problem.columns, v)
     value = margins.centre[which] + w @ units.centre + v.sum(1)
-    value = value - (margins.spread[which] + w.abs() @ units.spread)
+    spread = margins.spread[which] + w.abs() @ units.spread
+    value = value - spread
     # Less the dual norm of the coefficients.
     if problem.symbols.norm == "linf":
         return value - torch.linalg.vector_norm(t, 1, dim=1), t, w
@@ -303,7 +317,8 @@ def decide(
     rough = exact.to(torch.float32)
     roots = start(rough, is_open)
     # Multipliers differ in size between models: the rate is relative to those of the start.
-    rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
+    used = (roots.y > 0).sum().clamp_min(1)
+    rate = RATE * float(roots.y.sum() / used)
     roots = _climb(rough, roots, rate, deadline)
     bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
     search = _Search(exact, rough, rate, nodes, deadline)
@@ -353,10 +368,11 @@ class _Search:
                 return "seconds", float(worth.min())
             # Worst first: so the least bound of all parts, which is reported, rises fastest.
             order = worth.argsort()
-            alike = queue.which[order] == queue.which[order[0]]  # one margin: one face suffices
-            now = order[alike][:BATCH]
-            later = torch.cat([order[alike][BATCH:], order[~alike]])
-            batch = queue[now]
+            margins = queue.which[order]
+            alike = margins == margins[0]  # one margin: one face suffices
+            of_margin = order[alike]
+            later = torch.cat([of_margin[BATCH:], order[~alike]])
+            batch = queue[of_margin[:BATCH]]
             known = (batch.state != 0).all(1)
             if self._leave_open(batch[known]):
                 return "signs", float(worth.min())
@@ -387,7 +403,8 @@ class _Search:
         _, t = bound(self.rough, batch)
         used = batch.y.clamp_min(0).sum(0) * self.rough.offset
         score = 2 * t[:, self.rough.columns].abs() + used
-        unit = score.masked_fill(batch.state != 0, -1.0).argmax(1, keepdim=True)
+        score = score.masked_fill(batch.state != 0, -1.0)
+        unit = score.argmax(1, keepdim=True)
         positive = replace(batch, state=batch.state.scatter(1, unit, 1))
         negative = replace(batch, state=batch.state.scatter(1, unit, -1))
         return self._bound_parts(t, join_nodes([positive, negative]), STEPS)

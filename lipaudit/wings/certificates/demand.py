@@ -78,16 +78,20 @@ class TrialRun:
     """Runs every call of a model on numbers, and records it."""
 
     def __init__(self, like: Symbols) -> None:
+        # A pass without inputs that move: only the calls of the model matter.
         shown = like.shown
         self.symbols = Symbols(0, "linf", order=1, dtype=shown, rules=like.rules, shown=shown)
+        # Every call on a form of these symbols comes here in place of its rule.
         self.symbols.intercept = self.call
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
         """Return the form on which the model runs."""
         centre = centre.to(self.symbols.shown)
-        form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
-        form.__dict__["node"] = Node(centre.new_zeros(centre.shape, dtype=torch.bool))
+        no_rows = centre.new_empty(0, *centre.shape)
+        form = Form(centre, no_rows, centre, self.symbols)
+        unread = centre.new_zeros(centre.shape, dtype=torch.bool)
+        form.__dict__["node"] = Node(unread)
         return form
 
     def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
@@ -157,7 +161,8 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     """Run the model on numbers; None if that fails, or if its result contains no form."""
     trial = TrialRun(x.symbols)
     try:
-        results = forms_of(model(trial.start(x.centre.clone())))
+        start = trial.start(x.centre.clone())
+        results = forms_of(model(start))
         for form in results:
             form.node.read[...] = True
         # From the results backwards: a call is read where later ones read its results.
@@ -187,8 +192,10 @@ def _demand(call: Call) -> Cut | None:
     for node in call.args[:reach]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
             # An argument of size 1 along the axis is broadcast: all of it is read.
-            is_broadcast = node.read.shape[axis] == 1
-            node.read.narrow(axis, 0 if is_broadcast else place, 1)[...] = True
+            read_place = place
+            if node.read.shape[axis] == 1:
+                read_place = 0
+            node.read.narrow(axis, read_place, 1)[...] = True
         else:
             _demand_all(node)
     _demand_all((call.args[reach:], call.kwargs))
@@ -197,7 +204,8 @@ def _demand(call: Call) -> Cut | None:
 
 def _demand_places(call: Call, node: Node) -> None:
     """Record what a rearrangement reads: that of the entries' indices tells which of them."""
-    indices = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
+    indices = torch.arange(node.read.numel(), device=node.read.device)
+    indices = indices.view(node.read.shape)
     args = tree_map_only(Node, lambda other: other.read, call.args[1:])
     moved = call.func(indices, *args, **call.kwargs)
     if len(call.results) == 1:

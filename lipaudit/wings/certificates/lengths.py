@@ -42,8 +42,11 @@ def lengths(
     n = symbols.n
     first_error = symbols.first_error
     axis = axis % x.ndim
-    if any(bool((b.group != b.group.narrow(axis, 0, 1)).any()) for b in x.blocks):
-        x.whole()
+    for block in x.blocks:
+        first = block.group.narrow(axis, 0, 1)
+        if bool((block.group != first).any()):
+            x.whole()
+            break
     unit = symbols.norm == "l2"
     linear = _bound_sum([x.dense[:n]], axis, weight, unit=unit)
     quadratic = _bound_sum([x.dense[n:first_error]], axis, weight, unit=unit)
@@ -62,7 +65,8 @@ def lengths(
     quadratic = quadratic + _norm(around, axis, weight)
     reach = torch.maximum(high - around, around - low)
     quadratic = torch.minimum(quadratic, _norm(reach, axis, weight))
-    return linear, up(quadratic + errors + _norm(x.slack, axis, weight))
+    slack = _norm(x.slack, axis, weight)
+    return linear, up(quadratic + errors + slack)
 
 
 def _norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
@@ -95,7 +99,8 @@ def _bound_sum(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: 
             if gain is not None:
                 weighted = part * gain
             vectors = weighted.movedim(axis + 1, -1)
-            vectors = vectors.reshape(len(part), count, k).transpose(0, 1)
+            vectors = vectors.reshape(len(part), count, k)
+            vectors = vectors.transpose(0, 1)
             if not unit:
                 # s_r = ||h_r||, the choice that is exact for one direction.
                 share = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
@@ -105,10 +110,13 @@ def _bound_sum(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: 
             gram += (vectors.mT @ vectors).to(DOUBLE)
 
     # What rounding and underflow did to the vectors and to the sums of their products.
-    trace = up(gram.diagonal(dim1=-2, dim2=-1).sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    trace = up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
     under = rows * k * tiny(dtype)
-    lost = gamma(_ROWS + rows // _ROWS + len(stacks) + 32, dtype) * trace + under
+    roundings = _ROWS + rows // _ROWS + len(stacks) + 32
+    lost = gamma(roundings, dtype) * trace + under
     symmetric = (gram + gram.mT) / 2
-    size = up((bound_norms(symmetric, _SQUARINGS) + lost).sqrt()) + under
+    norms = bound_norms(symmetric, _SQUARINGS)
+    size = up((norms + lost).sqrt()) + under
     length = up(size * up(shares, rows).sqrt()) + under
     return length.view(shape)

@@ -74,9 +74,11 @@ def softmax(
             out.slack = out.slack + _LEFT * hidden
         # Below _LEFT exp may round up, or to zero.
         share = gamma(2 * LIBRARY + 2, DOUBLE)
-        least = (low.exp() * (1 - share) - _LEFT).clamp_min(0.0)
-        most = (high.exp() * (1 + share) + _LEFT).clamp_max(1.0)
-        out.weights = (least.masked_fill(hidden, 0.0), most.masked_fill(hidden, _LEFT))
+        least = low.exp() * (1 - share) - _LEFT
+        least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
+        most = high.exp() * (1 + share) + _LEFT
+        most = most.clamp_max(1.0).masked_fill(hidden, _LEFT)
+        out.weights = (least, most)
         return out
 
     return _apply_along(input, dim, rule)
@@ -92,7 +94,8 @@ def log_softmax(
         # Of a key with a negligible weight, too, the logarithm is finite unless a mask hides it.
         if not hidden.any():
             return log_p
-        return affine.where(hidden, affine.sub(rows, _log_sum(rows, log_p)), log_p)
+        of_hidden = affine.sub(rows, _log_sum(rows, log_p))
+        return affine.where(hidden, of_hidden, log_p)
 
     return _apply_along(input, dim, rule)
 
@@ -142,7 +145,8 @@ def _log_sum(rows: Form, log_p: Form) -> Form:
     """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
     top = rows.centre.argmax(-1, keepdim=True)
     gather = affine.make_move("gather")
-    return affine.sub(gather(rows, -1, top), gather(log_p, -1, top))
+    score = gather(rows, -1, top)
+    return affine.sub(score, gather(log_p, -1, top))
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:
@@ -151,7 +155,8 @@ def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> 
     if dim % input.ndim == input.ndim - 1:
         return rule(input)
     turn = affine.make_move("transpose")
-    return turn(rule(turn(input, dim, -1)), dim, -1)
+    result = rule(turn(input, dim, -1))
+    return turn(result, dim, -1)
 
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
@@ -173,12 +178,15 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     squares = p * r.square()
     by_key = _total(_excess(r) * squares)
     by_length = _excess(r.amax(-1, keepdim=True)) * squared_length
-    third = up(torch.minimum(by_key, by_length) / 2, 8 * LIBRARY + keys)
-    second = up(torch.minimum(_total(squares), squared_length), 4 * LIBRARY + keys)
+    third = torch.minimum(by_key, by_length)
+    third = up(third / 2, 8 * LIBRARY + keys)
+    second = torch.minimum(_total(squares), squared_length)
+    second = up(second, 4 * LIBRARY + keys)
     top = up(lost + second / 2 + third)
     rho = _first_order(d, p, r, lost, top)
     if symbols.order == 2:
-        other = _second_order(d, p, (linear, rest), third + 2 * lost + top.square() / 2)
+        off = third + 2 * lost + top.square() / 2
+        other = _second_order(d, p, (linear, rest), off)
         first_is_less = rho.slack < other.slack
         centre = torch.where(first_is_less, rho.centre, other.centre)
         slack = torch.minimum(rho.slack, other.slack)
@@ -188,7 +196,8 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     # c - LSE(c) + d - rho.
     log_p = s.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(hidden, 0.0).abs()
-    shifted = Form(log_p, d.dense, up(d.slack + share * size), symbols, blocks=d.blocks)
+    slack = up(d.slack + share * size)
+    shifted = Form(log_p, d.dense, slack, symbols, blocks=d.blocks)
     return affine.add(shifted, affine.neg(rho)), hidden
 
 
@@ -225,7 +234,9 @@ def _excess(r: Tensor) -> Tensor:
     """Return no less than g(r) - 1 = r / 3 + r^2 / 12 + ..., for small r below r / 3 (1 + r)."""
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
-    return torch.where(r < 0.01, r / 3 * (1 + r), g - 1 + 1e-9 * g)
+    of_wide = g - 1 + 1e-9 * g
+    of_small = r / 3 * (1 + r)
+    return torch.where(r < 0.01, of_small, of_wide)
 
 
 def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Form:
@@ -237,8 +248,10 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Fo
     # A = sum p cosh r, and log A + sum |M_j / A - p_j| r_j.
     level = up(_total(p * torch.cosh(r)), keys)
     tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + keys, DOUBLE) * p
-    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), keys)
-    hoeffding = up(r.amax(-1, keepdim=True).square() / 2)
+    of_keys = up(_total(tilted * r), keys)
+    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + of_keys
+    widest = r.amax(-1, keepdim=True)
+    hoeffding = up(widest.square() / 2)
     high = torch.minimum(torch.minimum(chord, hoeffding), top)
     no_rows = d.dense.new_zeros(0, *high.shape)
     return Form(high / 2, no_rows, up(high / 2 + lost), d.symbols)
@@ -288,8 +301,9 @@ def scaled_dot_product_attention(
     if dropout_p > 0:
         raise NoRuleError("scaled_dot_product_attention with dropout")
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        heads = query.shape[-3]
+        key = key.repeat_interleave(heads // key.shape[-3], -3)
+        value = value.repeat_interleave(heads // value.shape[-3], -3)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if is_causal:
@@ -374,7 +388,8 @@ def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
 def _divide_by_root(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps), a quotient."""
     square = affine.add(_mean_square(y), eps)
-    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf)).settle()
+    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf))
+    inverse = inverse.settle()
     zero = torch.zeros_like(y.centre)
     constant = Form(zero, y.dense[:0], zero, y.symbols)
     return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
@@ -392,11 +407,12 @@ def _mean_square(y: Form) -> Form:
     middle, radius, kept = _bound_squares(y, moves)
     if symbols.order == 2:
         linear = y.dense[: symbols.n] * kept
-        squares = symbols.pack(torch.einsum("a...k,c...k->ac...", linear / n, linear))
-        dense[symbols.n : symbols.first_error] += squares[..., None]
+        squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
+        dense[symbols.n : symbols.first_error] += symbols.pack(squares)[..., None]
     # Two sums of n products, their weights rounded, and the sum of both.
     centre = _mean(y.centre.square())
-    moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
+    squared_moves = 2 * size * moves + moves.square()
+    moving = gamma(2 * n + 16, dtype) * _mean(squared_moves)
     still = gamma(n + 8, DOUBLE) * (centre + middle)
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = _mean(2 * size * y.slack) + radius

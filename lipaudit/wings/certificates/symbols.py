@@ -68,7 +68,8 @@ def up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"
     >>> up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
     """
-    return x * (1 + 2 * gamma(roundings + 2, DOUBLE)) + 2.0**-1000
+    raised = 1 + 2 * gamma(roundings + 2, DOUBLE)
+    return x * raised + 2.0**-1000
 
 
 def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
@@ -85,7 +86,8 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
 def summed_up(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
     """Raise float64 sums of `terms` numbers >= 0 above their true values."""
     dtype = total.dtype
-    return up(total.to(DOUBLE)) * (1 + gamma(terms + 1, dtype)) + terms * tiny(dtype)
+    raised = 1 + gamma(terms + 1, dtype)
+    return up(total.to(DOUBLE)) * raised + terms * tiny(dtype)
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,15 @@ class ErrorBlock:
         groups = move(self.group)
         if isinstance(groups, Tensor):
             return [replace(self, rows=stacks, group=groups)]
-        return [replace(self, rows=r, group=g) for r, g in zip(stacks, groups, strict=True)]
+        blocks = []
+        for rows, group in zip(stacks, groups, strict=True):
+            blocks.append(replace(self, rows=rows, group=group))
+        return blocks
 
     def like(self, other: ErrorBlock) -> bool:
         """Say whether layers of both can be added."""
-        return torch.equal(self.group, other.group) and torch.equal(self.numbers, other.numbers)
+        same_groups = torch.equal(self.group, other.group)
+        return same_groups and torch.equal(self.numbers, other.numbers)
 
     def by_row(self) -> ErrorBlock | None:
         """Return the block with one group per row of the last axis; None if symbols span rows."""
@@ -146,22 +152,26 @@ class ErrorBlock:
         if len(torch.unique(distinct)) < distinct.numel():
             return None
         row_count, m = distinct.shape
-        place = (groups[..., None] == distinct[:, None]).long().argmax(-1).view(shape)
-        places = torch.arange(m, device=groups.device).view(-1, *[1] * place.ndim)
-        in_layer = (place == places)[:, None]  # (m, 1, *shape)
+        # The place of every entry's group among those of its row: the number of its layer.
+        is_group = groups[..., None] == distinct[:, None]
+        place = is_group.long().argmax(-1).view(shape)
+        layer = torch.arange(m, device=groups.device)
+        layer = layer.view(-1, *[1] * place.ndim)
+        in_layer = (place == layer)[:, None]  # (m, 1, *shape)
         rows = (self.rows * in_layer).flatten(0, 1)
-        numbers = self.numbers[:, distinct].permute(2, 0, 1).flatten(0, 1)
+        numbers = self.numbers[:, distinct].permute(2, 0, 1)
         group = torch.arange(row_count, device=groups.device)
         group = group.view(*shape[:-1], 1).expand(shape)
-        return replace(self, rows=rows, group=group, numbers=numbers)
+        return replace(self, rows=rows, group=group, numbers=numbers.flatten(0, 1))
 
     def add_to(self, stack: Tensor) -> None:
         """Add the block to a stack (rows, *shape) with a row for every symbol."""
         numbers = self.numbers[:, self.group.flatten()]  # (layers, entries)
         entries = numbers.shape[1]
         flat = stack.view(len(stack), entries)
+        rows = self.rows.reshape(len(self.rows), entries)
         # Entries without a symbol (-1) are zero: adding them to row 0 changes nothing.
-        flat.scatter_add_(0, numbers.clamp_min(0), self.rows.reshape(len(self.rows), entries))
+        flat.scatter_add_(0, numbers.clamp_min(0), rows)
 
     def columns(self, mask: Tensor) -> ErrorBlock:
         """Return the entries of a mask, along one axis."""
@@ -215,7 +225,8 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     rows[layer, row, column] = radius[row, column].to(dtype)
     numbers = torch.full((layers, len(radius)), -1, device=device)
     numbers[layer, row] = first + torch.arange(len(row), device=device)
-    group = torch.arange(len(radius), device=device)[:, None].expand(radius.shape)
+    group = torch.arange(len(radius), device=device)
+    group = group[:, None].expand(radius.shape)
     return ErrorBlock(rows.view(layers, *shape), group.reshape(shape), numbers, first)
 
 

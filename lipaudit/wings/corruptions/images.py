@@ -42,11 +42,12 @@ def corrupt_image(
         seed: of the sample, at least 0; the result depends on it, the name and the severity alone.
     """
     side = find_published(max(x.shape[1:]))
-    severities = read_corruptions()[name][str(side)]
-    parameters = severities[severity - 1]
+    by_side = read_corruptions()[name]
+    parameters = by_side[str(side)][severity - 1]
     if not isinstance(parameters, list):
         parameters = [parameters]
-    draw = np.random.default_rng((seed, zlib.crc32(name.encode()), severity))
+    number = zlib.crc32(name.encode())
+    draw = np.random.default_rng((seed, number, severity))
     pixels = np.moveaxis(x, 0, -1).astype(np.float64)
     corrupt = CORRUPTIONS[name]
     changed = corrupt(pixels, draw, *parameters)
@@ -86,7 +87,8 @@ def blur_defocus(x: Pixels, _: Draw, radius: Number, sigma: Number) -> Pixels:
     disk /= disk.sum()
     edge = 1 if radius <= 8 else 2
     gaussian = np.exp(-_square_distances(edge) / (2 * sigma**2))
-    disk = ndimage.correlate(disk, gaussian / gaussian.sum(), mode="mirror")
+    gaussian /= gaussian.sum()
+    disk = ndimage.correlate(disk, gaussian, mode="mirror")
     margin = (half, half)
     padded = np.pad(x, (margin, margin, (0, 0)), mode="reflect")
     return signal.fftconvolve(padded, disk[..., None], "valid", axes=(0, 1))
@@ -103,7 +105,8 @@ def blur_glass(x: Pixels, draw: Draw, sigma: Number, reach: int, repetitions: in
     source = list(range(height * width))
     for _ in range(repetitions):
         down, right = draw.integers(-reach, reach, (2, height, width))
-        moves = (down * width + right).ravel().tolist()
+        moves = down * width + right
+        moves = moves.ravel().tolist()
         for i in range(height - reach, reach, -1):
             first = (i + 1) * width - reach
             last = i * width + reach
@@ -125,10 +128,13 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     weights = weights / weights.sum()
     angle = math.radians(degrees)
-    down = np.ceil(steps * math.sin(angle) - 0.5).astype(int)
-    right = np.ceil(steps * math.cos(angle) - 0.5).astype(int)
-    rows = np.arange(x.shape[0])
-    columns = np.arange(x.shape[1])
+    down = steps * math.sin(angle)
+    right = steps * math.cos(angle)
+    down = np.ceil(down - 0.5).astype(int)
+    right = np.ceil(right - 0.5).astype(int)
+    height, width, _channels = x.shape
+    rows = np.arange(height)
+    columns = np.arange(width)
     blurred = np.zeros_like(x)
     for weight, dy, dx in zip(weights, down, right, strict=True):
         shifted = x.take(rows + dy, 0, mode="clip")
@@ -153,7 +159,8 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
         size = round(cut * factor)
         zoomed = np.linspace(0, cut - 1, size)
         start = (size - n) // 2
-        places = (n - cut) // 2 + zoomed[start:][:n]
+        first = (n - cut) // 2
+        places = first + zoomed[start:][:n]
         low = places.astype(int)
         share = places - low
         if axis == 0:
@@ -189,15 +196,18 @@ def add_snow(
     height, width, channels = x.shape
     flakes = draw.normal(mean, scale, (height, width, 1))
     flakes = enlarge(flakes, zoom)
-    flakes = np.where(flakes < least, 0, flakes).clip(0, 1)
-    flakes = drag(flakes, radius, sigma, draw.uniform(-135, -45))
+    flakes = np.where(flakes < least, 0, flakes)
+    degrees = draw.uniform(-135, -45)
+    flakes = drag(flakes.clip(0, 1), radius, sigma, degrees)
     if channels == 3:
         grey = x @ GREY
     else:
         grey = x.mean(2)
-    white = np.maximum(x, grey[..., None] * 1.5 + 0.5)
+    paler = grey[..., None] * 1.5 + 0.5
+    white = np.maximum(x, paler)
     whitened = share * x + (1 - share) * white
-    return whitened + flakes + np.rot90(flakes, 2)
+    turned = np.rot90(flakes, 2)
+    return whitened + flakes + turned
 
 
 def draw_plasma(draw: Draw, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
@@ -208,17 +218,20 @@ def draw_plasma(draw: Draw, size: int, decay: Number) -> Float[np.ndarray, "size
     while step >= 2:
         half = step // 2
         count = size // step
-        jitter = wide * draw.uniform(-wide, wide, (3, count, count))
+        in_middle, on_rows, on_columns = wide * draw.uniform(-wide, wide, (3, count, count))
         corners = field[::step, ::step]
         # Sums of each corner and the next one, below it and to its right.
         down = corners + np.roll(corners, -1, 0)
         right = corners + np.roll(corners, -1, 1)
-        middle = (down + np.roll(down, -1, 1)) / 4 + jitter[0]
+        four = down + np.roll(down, -1, 1)
+        middle = four / 4 + in_middle
         field[half::step, half::step] = middle
         above = np.roll(middle, 1, 0)
-        field[::step, half::step] = (middle + above + right) / 4 + jitter[1]
+        four = middle + above + right
+        field[::step, half::step] = four / 4 + on_rows
         left = np.roll(middle, 1, 1)
-        field[half::step, ::step] = (middle + left + down) / 4 + jitter[2]
+        four = middle + left + down
+        field[half::step, ::step] = four / 4 + on_columns
         step = half
         wide = wide / decay
     field -= field.min()
@@ -232,9 +245,11 @@ def add_fog(x: Pixels, draw: Draw, weight: Number, decay: Number) -> Pixels:
     size = 2
     while size < max(height, width):
         size *= 2
-    cloud = draw_plasma(draw, size, decay)[:height, :width, None]
+    cloud = draw_plasma(draw, size, decay)
+    cloud = cloud[:height, :width, None]
     brightest = x.max()
-    return (x + weight * cloud) * brightest / (brightest + weight)
+    foggy = x + weight * cloud
+    return foggy * brightest / (brightest + weight)
 
 
 def brighten(x: Pixels, _: Draw, change: Number) -> Pixels:
@@ -256,7 +271,8 @@ def _look_up(x: Pixels, places: Float[np.ndarray, "2 height width"], mode: str) 
     """Return the pixels at places between whole ones, by linear interpolation."""
     layers = []
     for layer in np.moveaxis(x, 2, 0):
-        layers.append(ndimage.map_coordinates(layer, places, order=1, mode=mode))
+        moved = ndimage.map_coordinates(layer, places, order=1, mode=mode)
+        layers.append(moved)
     return np.dstack(layers)
 
 
@@ -266,26 +282,33 @@ def bend(x: Pixels, draw: Draw, alpha: Number, sigma: Number, most: Number) -> P
     scale = min(sides) / find_published(max(sides))
     # Points (row, column); the affine map takes the moved ones back to the first ones.
     third = max(1, min(sides) // 3)
-    points = np.array(sides) // 2 + third * np.array([[1, 1], [-1, 1], [-1, -1]])
-    moved = points + scale * draw.uniform(-most, most, points.shape)
-    affine = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
+    middle = np.array(sides) // 2
+    points = middle + third * np.array([[1, 1], [-1, 1], [-1, -1]])
+    moves = draw.uniform(-most, most, points.shape)
+    moved = points + scale * moves
+    with_ones = np.column_stack([moved, np.ones(3)])
+    affine = np.linalg.solve(with_ones, points)
     linear = affine[:2]
     shift = affine[2]
     grid = np.indices(sides)
-    places = np.tensordot(linear.T, grid, 1) + shift[:, None, None]
+    turned = np.tensordot(linear.T, grid, 1)
+    places = turned + shift[:, None, None]
     x = _look_up(x, places, "mirror")
     noise = draw.uniform(-1, 1, grid.shape)
     noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))
-    return _look_up(x, grid + scale * alpha * noise, "reflect")
+    places = grid + scale * alpha * noise
+    return _look_up(x, places, "reflect")
 
 
 def pixelate(x: Pixels, _: Draw, share: Number) -> Pixels:
     """Shrink by averaging, and enlarge again."""
     height, width, _channels = x.shape
-    small = (max(1, int(width * share)), max(1, int(height * share)))
+    columns = max(1, int(width * share))
+    rows = max(1, int(height * share))
     layers = []
     for values in np.moveaxis(x, 2, 0).astype(np.float32):
-        shrunk = Image.fromarray(values).resize(small, Image.Resampling.BOX)
+        image = Image.fromarray(values)
+        shrunk = image.resize((columns, rows), Image.Resampling.BOX)
         enlarged = shrunk.resize((width, height), Image.Resampling.BOX)
         layers.append(np.asarray(enlarged, float))
     return np.dstack(layers)

@@ -187,11 +187,15 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         right = list[Any]()
         with torch.no_grad():
             clean = [net.output(batch).argmax(1)] * len(options.severity)
+            passes = len(clean) + len(options.copies)
             for classes in chain(clean, predict(net, batch, options)):
-                right.append((classes == y).cpu().numpy())
-                base.report_progress(len(batch) * len(right) / (len(clean) + len(options.copies)))
+                correct = classes == y
+                right.append(correct.cpu().numpy())
+                share = len(right) / passes
+                base.report_progress(len(batch) * share)
         # (samples, clean and corruptions, severities)
-        values = np.stack(right, 1).reshape(len(batch), -1, len(clean))
+        values = np.stack(right, 1)
+        values = values.reshape(len(batch), -1, len(clean))
         yield Part(batch.ids, {"right": values}, notes=tuple(notes))
 
 
@@ -202,11 +206,18 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
     from lipaudit.data.images import to_box
     from lipaudit.wings.corruptions.images import corrupt_image
 
-    (low, high), seeds = net.box or (0.0, 1.0), [base.seed_of(i, options.seed) for i in batch.ids]
-    samples = [*zip((batch.x.cpu().double().numpy() - low) / (high - low), seeds, strict=True)]
+    low, high = net.box or (0.0, 1.0)
+    seeds = [base.seed_of(i, options.seed) for i in batch.ids]
+    pixels = batch.x.cpu().double().numpy()
+    pixels = (pixels - low) / (high - low)
     for name, level in options.copies:
-        x = torch.stack([torch.tensor(corrupt_image(x, name, level, s)) for x, s in samples])
-        yield net.output(replace(batch, x=to_box(x, net.box).to(batch.x))).argmax(1)
+        copies = []
+        for image, seed in zip(pixels, seeds, strict=True):
+            corrupted = corrupt_image(image, name, level, seed)
+            copies.append(torch.tensor(corrupted))
+        x = to_box(torch.stack(copies), net.box)
+        output = net.output(replace(batch, x=x.to(batch.x)))
+        yield output.argmax(1)
 
 
 def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
@@ -218,11 +229,16 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     read = texts.read_texts(texts.make_reader(net), batch, characters=True)
     # Texts of one length at a time: then no figure depends on padding.
     reader = replace(read.reader, reads_padding=True)
-    samples = [*zip(read.drafts, [base.seed_of(i, options.seed) for i in batch.ids], strict=True)]
+    seeds = [base.seed_of(i, options.seed) for i in batch.ids]
+    oracle = TextOracle(reader, len(batch))
     for name, level in options.copies:
-        draws = [(draft, Random(f"{seed} {name} {level}")) for draft, seed in samples]
-        new = [mistype(*pair, reader.lexicon, name, level) for pair in draws]
-        yield TextOracle(reader, len(batch))([reader.read(d, cut=True) for d in new]).argmax(1)
+        copies = []
+        for draft, seed in zip(read.drafts, seeds, strict=True):
+            draw = Random(f"{seed} {name} {level}")
+            changed = mistype(draft, draw, reader.lexicon, name, level)
+            copies.append(reader.read(changed, cut=True))
+        logits = oracle(copies)
+        yield logits.argmax(1)
 
 
 def check(net: Net, batch: Batch, options: CorruptOptions) -> Tensor:
@@ -238,16 +254,22 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     once = base.mark_unique(parts)
     right = base.join_parts(parts, "right") * 1.0
     # (samples, rows, severities)
-    levels = np.insert(right, 1, right[:, 1:].mean(1), 1)
-    figures = {f"severity_{s}": levels[..., i] for i, s in enumerate(options.severity)}
-    figures |= {"accuracy": levels.mean(2), "worst": levels.min(2)}
-    figures["worst"][:, 1] = right[:, 1:].min((1, 2))
+    corrupted = right[:, 1:]
+    levels = np.insert(right, 1, corrupted.mean(1), 1)
+    figures = {}
+    for i, severity in enumerate(options.severity):
+        figures[f"severity_{severity}"] = levels[..., i]
+    figures["accuracy"] = levels.mean(2)
+    figures["worst"] = levels.min(2)
+    figures["worst"][:, 1] = corrupted.min((1, 2))
     cells = {name: values[once].mean(0) for name, values in figures.items()}
+    limits = base.share_columns("accuracy", figures["accuracy"][once])
+    clean_accuracy = cells["accuracy"][0] or np.nan
     rows = base.make_rows(
         CORRUPT_TABLE,
         corruption=["clean", "mean", *(options.corruption or ())],
-        **cells | base.share_columns("accuracy", figures["accuracy"][once]),
-        drop=1 - cells["accuracy"] / (cells["accuracy"][0] or np.nan),
+        **cells | limits,
+        drop=1 - cells["accuracy"] / clean_accuracy,
         samples=int(once.sum()),
     )
     notes = [*base.repeat_notes(parts), *base.notes(parts)]

@@ -103,7 +103,8 @@ def plan_audit(
     Raises:
         UsageError: a radius, attack or norm is invalid.
     """
-    plan, counts = options.plan(demo=demo), options.counts(demo=demo)
+    plan = options.plan(demo=demo)
+    counts = options.counts(demo=demo)
     optional = {*plan} - options.required
     return Request(model, plan, run, counts, optional=optional, partial=True, command=command)
 
@@ -168,7 +169,8 @@ class Outline:
 
 def outline_job(job: Job) -> Outline:
     """Return the facts by which several models are compared."""
-    net, y = job.net, job.samples.batch.y
+    net = job.net
+    y = job.samples.batch.y
     return Outline(
         job.request,
         kind=net.kind,
@@ -191,7 +193,8 @@ def require_shared(outlines: Sequence[Outline]) -> None:
     for i, other in enumerate(others, start=1):
         if other.model in (each.model for each in outlines[:i]):
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
-        one, two = first.run.data, other.run.data
+        one = first.run.data
+        two = other.run.data
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places = first.samples.get("place")
         has_same_places = bool(places) and places == other.samples.get("place")
@@ -224,7 +227,8 @@ def _compare_classes(first: Outline, other: Outline) -> str:
         is_other = ones and twos and {*ones}.isdisjoint(twos)
         if not is_other:
             return ""
-        one, two = ", ".join(ones), ", ".join(twos)
+        one = ", ".join(ones)
+        two = ", ".join(twos)
         reason = reason or f"the class {one!r} of {first.model} is {two!r} in {other.model}"
     return reason
 
@@ -285,7 +289,8 @@ def measure(
     """
     kind = find_measure(name).options
     given, shared = _split_options(options, kind, RunOptions)
-    plan, run = {name: kind.parse(given)}, RunOptions.parse(shared)
+    plan = {name: kind.parse(given)}
+    run = RunOptions.parse(shared)
     request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")
     with open_job(model, request, data, input_shape=input_shape) as job:
         if run.shard:
@@ -344,7 +349,10 @@ def audit(
         >>> [section.measure for section in report.sections if "." not in section.measure]
         ['bounds', 'jacobian']
     """
-    models = list(model) if isinstance(model, list | tuple) else [model]
+    if isinstance(model, list | tuple):
+        models = list(model)
+    else:
+        models = [model]
     if not models:
         raise UsageError("no model was given", "Give one model or a list of models.")
     how: dict[str, Any] = {"demo": is_demo(*models), "command": "lipaudit.audit()"}
@@ -355,7 +363,9 @@ def audit(
         return None
     audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
     reports = [report for report in audits if report is not None]
-    return reports if isinstance(model, list | tuple) else reports[0]
+    if isinstance(model, list | tuple):
+        return reports
+    return reports[0]
 
 
 def run_audits(
@@ -461,7 +471,8 @@ def open_job(
         )
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
-        request, data = replace(request, run=run), None
+        request = replace(request, run=run)
+        data = None
     options = load_options(request.run)
     if data is not None:
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))

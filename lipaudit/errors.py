@@ -117,7 +117,8 @@ def escape_controls(text: str) -> str:
 
 
 # Words longer than SHORT may match the start of a name, if at least ALIKE similar.
-SHORT, ALIKE = 3, 0.85
+SHORT = 3
+ALIKE = 0.85
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
@@ -144,7 +145,9 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
 
 def few(names: Sequence[object], most: int = 4) -> str:
     """Join the first few names."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+    more = ""
+    if len(names) > most:
+        more = f" and {len(names) - most} more"
     return ", ".join(map(str, names[:most])) + more
 
 
@@ -164,7 +167,9 @@ def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) ->
     known = list(known)
     if near := similar(name, known):
         return f"Did you mean {' or '.join(map(repr, near))}?"
-    return f"There are: {', '.join(known)}." if otherwise is None else otherwise
+    if otherwise is None:
+        return f"There are: {', '.join(known)}."
+    return otherwise
 
 
 def neighbours(path: Path) -> list[str]:
@@ -307,7 +312,9 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         words = f"a package is missing or too old: {said}", "Look for it: pip check"
         return InputError(*(find_unmet_requirement() or words))
     if isinstance(error, OSError):
-        file = f"{error.filename}: " if error.filename else ""
+        file = ""
+        if error.filename:
+            file = f"{error.filename}: "
         reason = f"{file}{error.strerror or said}"
         return EvaluationError(
             f"the operating system refused: {reason}",

@@ -85,7 +85,10 @@ def load(path: Path | str) -> Report:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        known = [] if Path(path).exists() else neighbours(Path(path))
+        if Path(path).exists():
+            known = []
+        else:
+            known = neighbours(Path(path))
         advice = suggestion(str(path), known, "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
     return loads(text, name=str(path))
@@ -189,12 +192,14 @@ def _layout(value: Any, depth: int = 0) -> str:
     if depth > 4 or len(flat) < 80 or _fits_one_line(value, depth):
         return flat
     if isinstance(value, dict):
-        left, right = "{", "}"
+        left = "{"
+        right = "}"
         items = []
         for key, inner in value.items():
             items.append(f"{json.dumps(key)}: {_layout(inner, depth + 1)}")
     else:
-        left, right = "[", "]"
+        left = "["
+        right = "]"
         items = [_layout(inner, depth + 1) for inner in value]
     end = "\n" + "  " * depth
     pad = f"{end}  "

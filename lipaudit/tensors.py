@@ -65,7 +65,8 @@ def heads(
     keys = _read_numbers("W_K", wk, 2, 3)
     values = _read_numbers("W_V", wv, 2, 3)
     wanted = "(D, d) or (heads, D, d), as X and W_Q have them"
-    count, width = len(queries), tokens.shape[-1]
+    count = len(queries)
+    width = tokens.shape[-1]
     _require_shape(queries.shape[1] == width, "W_Q", queries, wanted)
     _require_shape(keys.shape == queries.shape, "W_K", keys, wanted)
     _require_shape(values.shape[:2] == (count, width), "W_V", values, wanted)
@@ -79,7 +80,10 @@ def heads(
         whole = (*layer.q.shape[:3], layer.q.shape[2])
         fits = all(size in (1, most) for size, most in zip(added.shape, whole, strict=True))
         _require_shape(fits, "mask", added, f"that broadcasts to {whole}")
-    scales = layer.scale if scale is None else tokens.new_full((1, 1), scale)
+    if scale is None:
+        scales = layer.scale
+    else:
+        scales = tokens.new_full((1, 1), scale)
     return replace(layer, scale=scales, bias=added, causal=causal)
 
 
@@ -87,7 +91,8 @@ def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
     """Return the heads with a bias of their q, k or v."""
     bias = _read_numbers(f"bias {name}", values, 1, 2)
     rows = getattr(layer, name)
-    count, width = rows.shape[1], rows.shape[-1]
+    count = rows.shape[1]
+    width = rows.shape[-1]
     fits = bias.shape[0] in (1, count) and bias.shape[1] == width
     _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
     bias = bias.expand(count, -1)  # one value for all heads counts for each
@@ -170,7 +175,10 @@ def __dir__() -> list[str]:
 def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor:
     """Return numbers as a float64 tensor of `most` axes; at least `least` axes must be given."""
     try:
-        numbers = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
+        if isinstance(values, Tensor):
+            numbers = values
+        else:
+            numbers = torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
     wanted = f"of real numbers (at least one) with {least} to {most} axes"
@@ -189,5 +197,8 @@ def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
-    values = values if np.ndim(weight) == 3 else values[:, 0]
-    return values if np.ndim(x) == 3 else values[0]
+    if np.ndim(weight) != 3:
+        values = values[:, 0]
+    if np.ndim(x) == 3:
+        return values
+    return values[0]

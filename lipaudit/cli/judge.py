@@ -76,7 +76,9 @@ class Remeasure(Settings):
     @classmethod
     def complete(cls) -> type[Remeasure]:
         """Return the class with the options of measures whose files may have moved."""
-        return load_remeasure() if cls is Remeasure else cls
+        if cls is Remeasure:
+            return load_remeasure()
+        return cls
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -261,7 +263,10 @@ def save(
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
     if output.exists():
-        where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
+        if output == DEFAULT_BASE:
+            where = ""
+        else:
+            where = f" -o {shlex.quote(str(output))}"
         raise UsageError(
             f"{output} exists",
             f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'",
@@ -369,7 +374,8 @@ def _plan_again(
     from lipaudit.engine.prepare import Request
     from lipaudit.gate.conditions import list_examples
 
-    measures, counts = {}, {}
+    measures = {}
+    counts = {}
     moved = how.moved
     attacked = baseline.section("attack")
     examples = moved.get("attack", {}).get("transfer", ())
@@ -378,7 +384,8 @@ def _plan_again(
         examples = find_saved(saved, file.parent)
         which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
         terminal.tell(f"examples that {file} saved, tried again: {which}")
-    text, advice = "the attack transfer tried examples of another model", "--transfer FILE."
+    text = "the attack transfer tried examples of another model"
+    advice = "--transfer FILE."
     wanting = tried and not examples
     if wanting:
         raise BaselineError(f"baseline: {text}", f"Give this model examples too: {advice}")

@@ -111,13 +111,18 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
     width = max(map(len, facts)) + 2
     indent = " " * width
     for name, value in facts.items():
-        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            values = value
+        else:
+            values = [value]
         if isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
         # The name stands in front of the first value only.
         lead = name.ljust(width)
         for each in values:
-            text = "none" if each is None else str(each)
+            text = "none"
+            if each is not None:
+                text = str(each)
             lines += _wrap(text, lead, indent)
             lead = indent
     emit_facts(facts, output, lines)

@@ -139,7 +139,8 @@ class Commit:
     @property
     def note(self) -> Note:
         """Return a warning if the cache may be older than the Hub."""
-        name, revision = self.repository.name, self.repository.revision
+        name = self.repository.name
+        revision = self.repository.revision
         commit = f"commit {self.sha[:12]}"
         if HASH.fullmatch(revision):
             return Note.info("hub-commit", f"{name} is read at {commit}")
@@ -188,11 +189,14 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             # The Hub answers, and denies this: the cache is not used instead.
             raise
         except Exception as error:  # every HTTP library has its own exceptions
-            refusal, unasked = error, explain_refusal(error, repository).message
+            refusal = error
+            unasked = explain_refusal(error, repository).message
         advice = "Check its permissions, remove it, or set HF_HOME to another folder."
         with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
             reference = cache / "refs" / revision
-            sha = reference.read_text().strip() if reference.is_file() else revision
+            sha = revision
+            if reference.is_file():
+                sha = reference.read_text().strip()
             snapshot = cache / "snapshots" / sha
             stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
             known = snapshot.is_dir()

@@ -84,7 +84,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     Raises:
         InputError: the file is damaged, or has no samples.
     """
-    arrays, texts = dict[str, Tensor](), dict[str, str]()
+    arrays = dict[str, Tensor]()
+    texts = dict[str, str]()
     advice = "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...)."
     with explain_failure(f"{path} is not a readable array file", advice, Exception):
         if path.suffix == ".safetensors":
@@ -100,7 +101,10 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
             of_y = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
-            beside = {"x": path, "y": of_y} if of_y != path else {"labels": path}
+            if of_y != path:
+                beside = {"x": path, "y": of_y}
+            else:
+                beside = {"labels": path}
             arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
     x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
     for names, found in ((INPUTS, x), (LABELS, y)):
@@ -218,7 +222,8 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     if not bool(x.isfinite().all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     low, high = net.box or (-math.inf, math.inf)
-    least, most = x.min(), x.max()
+    least = x.min()
+    most = x.max()
     slack = ROUNDING * (high - low)
     if least < low - slack or most > high + slack:
         raise InputError(
@@ -226,7 +231,9 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
             f"[{low:g}, {high:g}]",
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
-    return x if net.box is None else x.clamp(low, high)
+    if net.box is None:
+        return x
+    return x.clamp(low, high)
 
 
 def read_token_ids(
@@ -262,7 +269,8 @@ def read_token_ids(
             advice = "Remove empty texts."
             raise InputError(f"{origin}: {place} holds padding and no text", advice)
     samples = [row[kept] for row, kept in zip(x, inside, strict=True)]
-    most, longest = net.input_shape[0], max(map(len, samples))
+    most = net.input_shape[0]
+    longest = max(map(len, samples))
     if longest > most:
         text = f"{text}; the model takes token ids (samples, at most {most})"
         raise InputError(text, advice)

@@ -57,7 +57,9 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
         )
     spec = spec or ("demo" if net.source == "demo" else "random")
     # Each source refuses models that take another kind of samples.
-    path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
+    path = Path(spec)
+    takes = f"the model takes {net.kind}"
+    is_text = net.kind == "text"
     draw = read_continuations if options.scored and is_text else tables.draw_table
     if spec == "random":
         samples = _make_random(net, options)
@@ -134,8 +136,12 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     path = Path(spec)
     if path.is_dir():
         shape = find_common_shape(path)
-        return () if shape is None else (SampleForm("image", shape),)
-    return images.list_forms(images.load_arrays(path)[0]) if _are_arrays(path) else ()
+        if shape is None:
+            return ()
+        return (SampleForm("image", shape),)
+    if _are_arrays(path):
+        return images.list_forms(images.load_arrays(path)[0])
+    return ()
 
 
 def _are_arrays(path: Path) -> bool:
@@ -174,7 +180,8 @@ def _finish(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Sa
 
 def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
     """Warn of texts most of whose tokens the tokenizer does not know."""
-    x, mask = samples.batch.x, samples.batch.mask
+    x = samples.batch.x
+    mask = samples.batch.mask
     if net.unknown_id is None or net.tokenize is None:
         return ()
     if mask is None:
@@ -215,7 +222,8 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
     origins: list[SampleOrigin] = []
-    shape, count = net.input_shape, options.samples
+    shape = net.input_shape
+    count = options.samples
     if net.kind == "image":
         what = "1/f noise"
         x = [_make_noise(shape, rng) for _ in range(count)]

@@ -32,9 +32,15 @@ COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 SHORT_FORMATS = ("PNG", "PPM")
 # Tag of the way in which a camera was held; the ways to be undone, and those that exchange width
 # and height.
-ORIENTATION, TURNED, LYING = 0x0112, range(2, 9), range(5, 9)
+ORIENTATION = 0x0112
+TURNED = range(2, 9)
+LYING = range(5, 9)
 # Tags of TIFF files.
-DEPTHS, COMPRESSION, MEANING, PLANES, SAMPLE_FORMAT = 258, 259, 262, 284, 339
+DEPTHS = 258
+COMPRESSION = 259
+MEANING = 262
+PLANES = 284
+SAMPLE_FORMAT = 339
 
 Preprocessing = Literal["model", "resize", "none"]
 
@@ -118,7 +124,9 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
             shapes.add((channels, height, width))
         if len(shapes) > 1:
             return None
-    return shapes.pop() if shapes else None
+    if shapes:
+        return shapes.pop()
+    return None
 
 
 @contextmanager
@@ -221,7 +229,8 @@ def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, Step]:
     """
     is_short = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
     values = np.array(image, dtype=np.float64)
-    least, most = values.min(), values.max()
+    least = values.min()
+    most = values.max()
     if is_short:
         values /= 257
         text = "16 bits to 8: divided by 257 and rounded"
@@ -298,7 +307,10 @@ class Resizing:
             done.append(Step(f"scaled to cover {width} x {height}, then cropped in the middle"))
         done.append(Step("divided by 255"))
         array = np.asarray(image, dtype=np.float32) / 255
-        planes = array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy()
+        if array.ndim == 2:
+            planes = array[None]
+        else:
+            planes = array.transpose(2, 0, 1).copy()
         return torch.from_numpy(planes), done
 
     def _follow_model(self, image: Image.Image, done: list[Step]) -> tuple[Tensor, list[Step]]:
@@ -308,7 +320,10 @@ class Resizing:
         value: Any = image
         for name, step in self.steps.items():
             value = step(value)
-            size = value.size if isinstance(value, Image.Image) else value.shape[:-3:-1]
+            if isinstance(value, Image.Image):
+                size = value.size
+            else:
+                size = value.shape[:-3:-1]
             done.append(Step(f"{name}: {size[0]} x {size[1]} pixels"))
         if tuple(value.shape) != tuple(self.shape):
             raise InputError(

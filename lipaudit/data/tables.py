@@ -80,7 +80,8 @@ def cut_windows(
 
 def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the largest number of tokens of a sample: the option's, or the model's limit."""
-    given, most = options.max_tokens, net.input_shape[0]
+    given = options.max_tokens
+    most = net.input_shape[0]
     if given < 1:
         raise UsageError(f"--max-tokens {given} leaves nothing", "Give at least 1.")
     if given <= most or given == DataOptions.max_tokens:
@@ -238,7 +239,9 @@ def read_table(path: Path) -> SampleTable:
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     found = {i: fault for i, fault in enumerate(faults) if fault}
-    classes = _read_classes(path) if path.suffix == ".parquet" else {}
+    classes = {}
+    if path.suffix == ".parquet":
+        classes = _read_classes(path)
     return SampleTable(str(path), columns, places, rows, found, classes)
 
 
@@ -271,7 +274,8 @@ def _read_separated(path: Path) -> Iterator[_Line]:
         table.fieldnames = names
         _require_unique(filter(None, names), path)
         for row in table:
-            surplus, fault = len(row.pop(None, ())), ""
+            surplus = len(row.pop(None, ()))
+            fault = ""
             if not surplus and not any(row.values()):
                 continue  # only separators, as spreadsheets end
             if surplus:
@@ -366,7 +370,8 @@ def draw_rows(
         InputError: a row cannot be read; with `skip_bad`, none can.
     """
     table.require_rows(options)
-    sound, faults = table.sound, table.faults
+    sound = table.sound
+    faults = table.faults
     drawn: list[tuple[int, T]] = []
     bad: list[str] = []
     for k in batch.draw_indices(len(sound), len(sound), options.seed):
@@ -473,7 +478,9 @@ def _draw_images(
 
 
 def _take_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
-    return None if labels is None else [labels[i] for i in rows]
+    if labels is None:
+        return None
+    return [labels[i] for i in rows]
 
 
 def _draw_texts(
@@ -536,7 +543,8 @@ def choose_text_columns(
     Raises:
         InputError: no column has a usual name, or the requested one is missing.
     """
-    columns, asked = table.columns, options.text_column
+    columns = table.columns
+    asked = options.text_column
     if asked is not None:
         names = [name.strip() for name in asked.split(",")]
         if asked in columns:  # a name may hold a comma

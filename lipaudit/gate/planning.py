@@ -107,7 +107,8 @@ def _see_share(share: float, n: int, quantile: float) -> bool:
 
 def find_smallest(is_seen: Callable[[float], bool]) -> float:
     """Return the smallest number between 0 and 1 from which a condition holds, by bisection."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if is_seen(middle):

@@ -109,7 +109,9 @@ def find_middle(ordered: Values) -> float:
     if lower == -math.inf and upper == math.inf:
         return 0.0
     # Halved before the sum, which may not be a float.
-    return lower / 2 + upper / 2 if lower != upper else lower
+    if lower != upper:
+        return lower / 2 + upper / 2
+    return lower
 
 
 def flip_signs(n: int) -> Values:
@@ -187,7 +189,9 @@ def judge_by_bootstrap(
 
     def p(margin: float) -> float:
         by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
-        return max(by_draws, tails[0]) if margin == 0 else by_draws
+        if margin == 0:
+            return max(by_draws, tails[0])
+        return by_draws
 
     def limits(level: float) -> Limits:
         k = int(level * (RESAMPLES + 1) + 1e-9)
@@ -225,7 +229,9 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
             return 1.0
         # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
-        return max(by_limits, tails[0]) if margin == 0 else by_limits
+        if margin == 0:
+            return max(by_limits, tails[0])
+        return by_limits
 
     def limits(level: float) -> Limits:
         half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels

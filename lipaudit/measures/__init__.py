@@ -166,7 +166,9 @@ class AuditOptions(Settings):
     @classmethod
     def complete(cls) -> type[AuditOptions]:
         """Return the class with the options that measures add."""
-        return load_audit_options() if cls is AuditOptions else cls
+        if cls is AuditOptions:
+            return load_audit_options()
+        return cls
 
     @classmethod
     def options(cls) -> dict[str, Option]:

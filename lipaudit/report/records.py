@@ -34,7 +34,8 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
 
 def write_csv(rows: Iterable[Cells]) -> bytes:
     """Write the names, then the rows; missing values are empty, control characters are shown."""
-    rows, file = list(rows), io.StringIO(newline="")
+    rows = list(rows)
+    file = io.StringIO(newline="")
     names = dict.fromkeys(name for row in rows for name in row)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(map(_format_csv, names))
@@ -53,7 +54,9 @@ def _format_csv(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = visible(value)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    if text.lstrip().startswith(("=", "+", "-", "@")):
+        return f"'{text}"
+    return text
 
 
 # A judgement for continuous integration
@@ -74,7 +77,8 @@ def write_junit(judgement: Judgement) -> bytes:
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
-        name, line = f"{verdict.rule} {verdict.row}".rstrip(), _xml(verdict.line)
+        name = f"{verdict.rule} {verdict.row}".rstrip()
+        line = _xml(verdict.line)
         about = {"classname": _xml(verdict.metric), "name": _xml(name)}
         test = ElementTree.SubElement(suite, "testcase", about)
         kind = _choose_kind(judgement, verdict)

@@ -21,10 +21,14 @@ from lipaudit.settings.option import (
     write_keywords,
 )
 
-MODEL, DATA, RUN = "Model", "Data", "Run"
-model_option, data_option = partial(option, panel=MODEL), partial(option, panel=DATA)
+MODEL = "Model"
+DATA = "Data"
+RUN = "Run"
+model_option = partial(option, panel=MODEL)
+data_option = partial(option, panel=DATA)
 image_option = partial(model_option, kinds=("image",))
-text_option, run_option = partial(data_option, kinds=("text",)), partial(option, panel=RUN)
+text_option = partial(data_option, kinds=("text",))
+run_option = partial(option, panel=RUN)
 
 
 class RunOptions(Settings):

@@ -45,11 +45,15 @@ class Need:
 
 def needs(other: str, *values: Any) -> Need:
     """Return the need for another option: one of some values, or any value if none is given."""
-    named = f" {' or '.join(map(str, values))}" if values else ""
+    named = ""
+    if values:
+        named = f" {' or '.join(map(str, values))}"
 
     def holds(settings: Any) -> bool:
         value = getattr(settings, other)
-        return value in values if values else value is not None
+        if values:
+            return value in values
+        return value is not None
 
     return Need(flag(other) + named, holds)
 
@@ -95,7 +99,9 @@ class Option:
         """Return the default for the help; None if the option is off or has no default."""
         if self.default is None or self.default is False:
             return self.usual
-        return self.flags[0].removeprefix("--") if self.default is True else str(self.default)
+        if self.default is True:
+            return self.flags[0].removeprefix("--")
+        return str(self.default)
 
 
 def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
@@ -242,7 +248,9 @@ class Settings(BaseModel):
             settings = kind.model_validate(typed)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0]) if first["loc"] else ""
+            name = ""
+            if first["loc"]:
+                name = str(first["loc"][0])
             wrong = first["msg"].removeprefix("Value error, ")
             wrong = wrong.replace("Input should be", "it must be")
             words = known[name].values() if name in known else ()
@@ -288,7 +296,9 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
         return str, False  # the type parses text itself, such as `auto` beside numbers
     if get_origin(annotation) in (Union, UnionType):
         choices = [each for each in get_args(annotation) if each is not type(None)]
-        return _kind(choices[0]) if len(choices) == 1 else (str, False)
+        if len(choices) == 1:
+            return _kind(choices[0])
+        return (str, False)
     if annotation == tuple[Path, ...]:
         return Path, True
     return annotation if annotation in PLAIN else str, False
@@ -298,7 +308,10 @@ _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
 DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
 # Smallest number of tokens: worst-case tokens are two points.
 FEWEST = 2
-MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
+MOST_LENGTHS = 1000
+MOST_TOKENS = 10**7
+MOST_LAYERS = 10**5
+MOST_PIXELS = 10**5
 # Limit above any real use, so that a typing error does not fill the memory.
 MOST_SHARDS = 10**5
 
@@ -359,7 +372,8 @@ def read_keywords(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for piece in filter(None, text.split(",")):
         before, equals, after = piece.partition("=")
-        key, word = before.strip(), after.strip()
+        key = before.strip()
+        word = after.strip()
         _require(key.isidentifier() and equals)
         values[key] = word
         plain = word.lower()
@@ -427,7 +441,9 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
 
     def convert(value: Any) -> Any:
         try:
-            return read(value) if isinstance(value, str) else value
+            if isinstance(value, str):
+                return read(value)
+            return value
         except ValueError as error:
             raise ValueError(f"it must be {form}" if form else str(error)) from None
 
@@ -471,7 +487,9 @@ def _balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Ra
 def _order_layers(layers: Any) -> Any:
     """Sort layers; a number is one layer."""
     # From Python, one layer may be given as a number.
-    known = (layers,) if isinstance(layers, int) else layers
+    known = layers
+    if isinstance(layers, int):
+        known = (layers,)
     if known is not None and (not known or not 0 <= min(known) <= max(known) < MOST_LAYERS):
         raise ValueError("give at least one layer, counted from 0")
     return known and tuple(sorted({*known}))

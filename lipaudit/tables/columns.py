@@ -36,7 +36,9 @@ _FORMAT = r"^(|s|d|[-+]?(\.\d{1,2})?[efg%])$"
 
 def _revive(value: Any) -> Any:
     """Return NaN and infinities for the strings that represent them."""
-    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    return value
 
 
 Float = Annotated[float, BeforeValidator(_revive), WithJsonSchema(_NUMBER)]
@@ -155,12 +157,16 @@ class Column:
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
         # JSON has no NaN: it is written as a string, which only columns of numbers convert back.
-        value = _revive(value) if kind is float else value
+        if kind is float:
+            value = _revive(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         # True is an int in Python, but not a count.
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        reason = "" if fits else f"is {value!r}, not of type {kind.__name__}"
+        if fits:
+            reason = ""
+        else:
+            reason = f"is {value!r}, not of type {kind.__name__}"
         if fits and self.least is not None and value < self.least:
             reason = f"is {value}, below {self.least:g}"
         if reason:
@@ -229,7 +235,9 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     """
     if strange := sorted(cells.keys() - columns.keys()):
         raise ValueError(f"a row has no column {strange[0]!r}")
-    given = {n: cells.get(n, None if c.needed else c.default) for n, c in columns.items()}
+    given = {}
+    for n, c in columns.items():
+        given[n] = cells.get(n, None if c.needed else c.default)
     row = Row({name: columns[name].read(name, cell) for name, cell in given.items()})
     try:
         _ = row.key
@@ -294,7 +302,9 @@ def finite(values: Iterable[Any]) -> list[float]:
 def middle(values: Iterable[Any]) -> float | None:
     """Return the median of the finite numbers, None without any."""
     numbers = finite(values)
-    return median(numbers) if numbers else None
+    if numbers:
+        return median(numbers)
+    return None
 
 
 def group_values(pairs: Iterable[tuple[Group, T]]) -> dict[Group, list[T]]:
@@ -311,7 +321,9 @@ def group_values(pairs: Iterable[tuple[Group, T]]) -> dict[Group, list[T]]:
 
 def order(value: Any) -> float:
     """Sort key that puts missing values and NaN last in descending order."""
-    return float(value) if isinstance(value, int | float) and value == value else -math.inf
+    if isinstance(value, int | float) and value == value:
+        return float(value)
+    return -math.inf
 
 
 def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
@@ -321,11 +333,16 @@ def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
 
 def log10_ratio(row: Row, bound: str) -> float | None:
     """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
-    logarithm, values = row.get(f"log10_{bound}"), finite([row.get(bound)])
+    logarithm = row.get(f"log10_{bound}")
+    values = finite([row.get(bound)])
     if values:
-        logarithm = math.log10(values[0]) if values[0] > 0 else None
+        logarithm = None
+        if values[0] > 0:
+            logarithm = math.log10(values[0])
     known = finite([logarithm, row.exact])
-    return known[0] - math.log10(known[1]) if len(known) == 2 and known[1] > 0 else None
+    if len(known) == 2 and known[1] > 0:
+        return known[0] - math.log10(known[1])
+    return None
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
@@ -338,7 +355,9 @@ def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     """
     numbers = sorted(finite(values))
     place = sign_test_place(len(numbers), 0.025)
-    return (numbers[place - 1], numbers[-place]) if place else None
+    if place:
+        return (numbers[place - 1], numbers[-place])
+    return None
 
 
 def sign_test_place(count: int, level: float) -> int:
@@ -358,7 +377,9 @@ def sign_test_place(count: int, level: float) -> int:
 def sum_binomial(most: int, count: int) -> float:
     """Return P(B <= most) for B ~ Binomial(count, 1/2)."""
     # Not by scipy, whose import takes half as long as a whole `report` or `gate`.
-    return sum(islice(_list_binomials(count), most + 1)) / 2**count if most >= 0 else 0.0
+    if most >= 0:
+        return sum(islice(_list_binomials(count), most + 1)) / 2**count
+    return 0.0
 
 
 def _list_binomials(count: int) -> Iterator[int]:
@@ -375,7 +396,8 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     >>> tuple(round(limit, 4) for limit in wilson(5, 10))
     (0.2366, 0.7634)
     """
-    share, z2 = successes / n, Z95**2
+    share = successes / n
+    z2 = Z95**2
     # The interval solves |p - share| = z sqrt(p (1 - p) / n) for p, so a share of 0 has a width.
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))

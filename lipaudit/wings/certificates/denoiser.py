@@ -41,7 +41,10 @@ def hash_denoiser(reference: str) -> str:
     """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
     weights = hash_weights(load_denoiser(reference), reference, bare=True)
     place = reference.removeprefix("py:").rpartition(":")[0]
-    path = place if place.endswith(".py") else str(sys.modules[place].__file__)
+    if place.endswith(".py"):
+        path = place
+    else:
+        path = str(sys.modules[place].__file__)
     return hashlib.sha256(Path(path).read_bytes() + weights.encode()).hexdigest()
 
 

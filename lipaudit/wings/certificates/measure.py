@@ -151,7 +151,9 @@ CERTIFY_TABLE = Layout(
 
 def read_radius(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the median certified radius, with its limits and that of attacks in the text."""
-    row = section.rows[0] if section.rows else None
+    row = None
+    if section.rows:
+        row = section.rows[0]
     if row is None or not finite([row.radius]):
         return
     column = section.columns["radius"]

@@ -60,7 +60,8 @@ def train(
     require_alone("a training", run)
     if run.autocast is not None:
         raise UsageError("--autocast has no effect on train: it runs in --dtype", "Leave it out.")
-    classes, run = run.classes, run.model_copy(update={"classes": None})
+    classes = run.classes
+    run = run.model_copy(update={"classes": None})
     if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
         text = f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
         raise UsageError(text)
@@ -75,14 +76,18 @@ def train(
         demo = "demo" if net.source == "demo" else None
         data = _load_samples(run.data or (demo and "demo:train"), net, run, "--data")
         held_out = held_out or demo
-        tested = None if held_out is None else _load_samples(held_out, net, run, "--held-out")
+        tested = None
+        if held_out is not None:
+            tested = _load_samples(held_out, net, run, "--held-out")
         for note in net.notes + data.notes:
             observer.note(note)
         record = loop.TrainingRecord(out, net, data, tested, recipe, command=typed_command())
         batch = None if tested is None else tested.batch
         try:
             state = record.read_state()
-            done = 0 if state is None else int(state["epochs"])
+            done = 0
+            if state is not None:
+                done = int(state["epochs"])
             if done:
                 terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
             start = time.monotonic()  # only epochs of this process are timed
@@ -191,7 +196,8 @@ def watch(
     # Checkpoints that could not be measured decide the exit code; the others have reports.
     if failed:
         reasons = "; ".join(f"{name}: {fault.message}" for name, fault in failed.items())
-        first, text = next(iter(failed.values())), f"not every checkpoint was measured: {reasons}"
+        first = next(iter(failed.values()))
+        text = f"not every checkpoint was measured: {reasons}"
         raise LipauditError(text, first.advice, first.exit_code)
     if not reports:
         raise InputError(

@@ -41,7 +41,8 @@ from lipaudit.wings.training.recipe import Recipe
 # Steps between two reads of the losses: each read makes an accelerator wait.
 LOOK = 32
 
-CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
+CHECKPOINT = "checkpoint.pt"
+RECORD = "train.json"
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Tensors, numbers, strings, and lists and dictionaries of them: `torch.load` reads no other
 # objects with `weights_only`.
@@ -100,7 +101,9 @@ def train(
     net.module.requires_grad_(True)
     try:
         run = Training(net, data, recipe)
-        first = run.restore(state) if state is not None else 0
+        first = 0
+        if state is not None:
+            first = run.restore(state)
         for number in range(first, recipe.epochs):
             # Dropout draws from torch's random state, timm's mixing from numpy's. Each epoch has a
             # seed of its own, so that a resumed run draws the same numbers.
@@ -125,7 +128,8 @@ class Training:
     """The state of a training, at first before its first step."""
 
     def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
-        self.net, self.recipe = net, recipe
+        self.net = net
+        self.recipe = recipe
         steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
         weights = net.module.parameters()
         how: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
@@ -140,7 +144,8 @@ class Training:
         # An attack starts from the plain image, so it would undo a mix and keep its labels.
         mixup = cutmix = 0.0
         if net.kind == "image" and recipe.adversarial is None:
-            mixup, cutmix = recipe.mixup, recipe.cutmix
+            mixup = recipe.mixup
+            cutmix = recipe.cutmix
         self.mix = make_mix(mixup, cutmix, net.classes or 0)
         # On the CPU: the order of samples and their shifts are the same on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
@@ -172,7 +177,8 @@ class Training:
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
         """Train on all samples once; return the mean loss and the mean penalty."""
-        net, recipe = self.net, self.recipe
+        net = self.net
+        recipe = self.recipe
         net.module.train()
         sums = np.zeros(2)
         losses: list[tuple[int, Tensor]] = []
@@ -203,7 +209,8 @@ class Training:
 
         It does not wait for the device.
         """
-        net, recipe = self.net, self.recipe
+        net = self.net
+        recipe = self.recipe
         y = _read_labels(batch)
         images = batch.x
         if net.kind == "image" and recipe.shift:
@@ -237,7 +244,8 @@ class Training:
 
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples for the model in eval mode."""
-        net, steps = self.net, self.recipe.steps
+        net = self.net
+        steps = self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
         net.module.eval()  # dropout would make gradients noisy
@@ -375,7 +383,9 @@ class TrainingRecord:
             return None
         try:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
-            kept, epochs, state = stored["run"], stored["epochs"], dict(stored["state"])
+            kept = stored["run"]
+            epochs = stored["epochs"]
+            state = dict(stored["state"])
         except Exception as error:  # pickle, zip and torch have their own exceptions
             if out_of_memory(error):
                 raise

@@ -20,5 +20,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'lipaudit.wings.training.monitor' has no attribute {name!r}")
     callback = CALLBACKS[name]()
     # Where pickle finds the class.
-    callback.__qualname__, callback.__module__ = name, __name__
+    callback.__qualname__ = name
+    callback.__module__ = __name__
     return callback

@@ -129,7 +129,9 @@ class _Watch:
             text = f"a mask of shape {shape} does not fit the queries of any attention layer"
             advice = "Give a mask of shape (batch, tokens) as the layers use it, or no mask."
             raise InputError(text, advice)
-        layers, self.layers, self.masked = self.layers, [], False
+        layers = self.layers
+        self.layers = []
+        self.masked = False
         return torch.stack([each.to(layers[0].device) for each in layers]).sum()
 
 
@@ -140,7 +142,8 @@ def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tens
         return penalties.jasmin_rows(form.p, k)
     q = call.q * form.scale
     keys = call.k
-    queries, width = q.shape[-2], keys.shape[-2]
+    queries = q.shape[-2]
+    width = keys.shape[-2]
     mask = None
     if form.causal:
         seen = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()

@@ -9,11 +9,14 @@ from pydantic import field_validator
 
 from lipaudit.settings.option import Need, OneRadius, Settings, needs, option
 
-PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
-DESCENT, IMAGES = "Optimization", "Image augmentation"
+PENALTY = "Penalty"
+ADVERSARIAL = "Adversarial training"
+DESCENT = "Optimization"
+IMAGES = "Image augmentation"
 jasmin_option = partial(option, panel=PENALTY, need=needs("penalty", "jasmin"))
 attack_option = partial(option, panel=ADVERSARIAL, need=needs("adversarial", "pgd"))
-descent_option, picture_option = partial(option, panel=DESCENT), partial(option, panel=IMAGES)
+descent_option = partial(option, panel=DESCENT)
+picture_option = partial(option, panel=IMAGES)
 
 
 class Recipe(Settings):

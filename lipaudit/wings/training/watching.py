@@ -104,8 +104,12 @@ def watch(
     """
     if "time_limit" in options:
         raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
-    names = [measures] if isinstance(measures, str) else measures
-    usual = {"attack": ATTACK} if names is None or "attack" in names else {}
+    names = measures
+    if isinstance(measures, str):
+        names = [measures]
+    usual = {}
+    if names is None or "attack" in names:
+        usual = {"attack": ATTACK}
     request = audit_request(
         "", measures, {"quick": True, **usual, **options}, demo=False, command="lipaudit.watch()"
     )
@@ -116,11 +120,16 @@ def watch(
     advice = "Give a positive number of steps between two measurements."
     if every < 1:
         raise UsageError(f"every = {every}", advice)
-    called, inner = tuple(loggers), _innermost(model)
-    said, advice = "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
+    called = tuple(loggers)
+    inner = _innermost(model)
+    said = "loggers are functions of figures and a step"
+    advice = "Give [mlflow.log_metrics]."
     if not all(map(callable, called)):
         raise UsageError(said, advice)
-    name = inner.name if isinstance(inner, Net) else type(_module(inner)).__name__
+    if isinstance(inner, Net):
+        name = inner.name
+    else:
+        name = type(_module(inner)).__name__
     request = replace(request, model=name, partial=not strict)
     return Monitor(inner, request, data, every, Path(to), called, step)
 
@@ -156,7 +165,8 @@ class Monitor:
         self._active = not several or distributed.get_rank() == 0
         if self._active:
             # All steps are measured on the same samples; here it shows whether that is possible.
-            request, module = self._request, _module(self._model)
+            request = self._request
+            module = _module(self._model)
             protected = _protect(module, request.run.seed)
             with protected, open_job(self._model, request, self._data) as job:
                 samples = job.samples
@@ -198,7 +208,8 @@ class Monitor:
             finally:
                 seconds = time.monotonic() - start
                 self.seconds += seconds
-            run, model = report.run, report.run.model
+            run = report.run
+            model = report.run.model
             model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
             run = run.model_copy(update={"model": model})
             self.report = report.model_copy(update={"run": run})
@@ -274,7 +285,9 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
     try:
         for table, own in tables:
             for name, value in own.items():
-                copy = None if value is None else value.detach().clone()
+                copy = None
+                if value is not None:
+                    copy = value.detach().clone()
                 table[name] = copies.setdefault(id(value), copy)
         with seed_device(seed, place), exact_arithmetic(place):
             yield
@@ -298,7 +311,9 @@ def collect_figures(report: Report) -> dict[str, float]:
             name += "/" + re.sub(r"[^A-Za-z0-9.]+", "_", ball)
         figures[name] = row.value
     jacobian = report.section("jacobian")
-    rows = [row for row in jacobian.rows if not row.module] if jacobian else []
+    rows = []
+    if jacobian:
+        rows = [row for row in jacobian.rows if not row.module]
     for row in rows[:1]:
         figures |= {f"jacobian_norm/{name}": row[name] for name in ("p95", "max")}
     bounds = report.section("bounds")
@@ -320,7 +335,8 @@ class StepReports:
 
     def __init__(self, folder: Path, suffix: str = "") -> None:
         require_folder(folder)
-        self.folder, self.suffix = folder, suffix
+        self.folder = folder
+        self.suffix = suffix
 
     def path(self, step: int) -> Path:
         """Return the path of a step's report."""
@@ -379,14 +395,18 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
         step = read_step(path.name)
         if step is None or path.name.startswith("."):
             continue
-        files, model = [path], path
+        files = [path]
+        model = path
         if path.is_dir():
             names = [each.name for each in path.iterdir()]
             weights = list_weight_files(names)
             if not weights:
                 continue  # no weights yet
             files = [path / name for name in (*weights, CONFIG) if name in names]
-            model = path if CONFIG in names else files[0]
+            if CONFIG in names:
+                model = path
+            else:
+                model = files[0]
         elif path.suffix not in SUFFIXES:
             continue
         changed = max(each.stat().st_mtime_ns for each in files)
@@ -408,7 +428,9 @@ def read_step(name: str) -> int | None:
     if SHARD.search(stem) or BESIDE.match(stem):
         return None
     number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
-    return int(number[1]) if number else None
+    if number:
+        return int(number[1])
+    return None
 
 
 class CheckpointFolder:
@@ -424,7 +446,8 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, request: Request, to: Path) -> None:
-        self.folder, self.request = folder, request
+        self.folder = folder
+        self.request = request
         measures = {name: options.model_dump() for name, options in request.measures.items()}
         asked = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
         self.reports = StepReports(to, f"-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
@@ -466,12 +489,15 @@ class WatchingCallback:
         self, part: Part | None = None, *, to: str | os.PathLike[str] | None = None, **asked: Any
     ) -> None:
         super().__init__()
-        self.part, self.to, self.asked = part, to, asked
+        self.part = part
+        self.to = to
+        self.asked = asked
         self.monitor: Monitor | None = None
 
     def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
         """Measure before the first step, or before the first one after a checkpoint."""
-        model = model if self.part is None else self.part(model)
+        if self.part is not None:
+            model = self.part(model)
         to = Path(folder) / FOLDER if self.to is None else self.to
         self.monitor = watch(model, to=to, **(usual | self.asked))
         self.monitor.measure(step)

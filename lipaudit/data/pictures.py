@@ -321,10 +321,10 @@ class Resizing:
         for name, step in self.steps.items():
             value = step(value)
             if isinstance(value, Image.Image):
-                size = value.size
+                columns, rows = value.size
             else:
-                size = value.shape[:-3:-1]
-            done.append(Step(f"{name}: {size[0]} x {size[1]} pixels"))
+                *_, rows, columns = value.shape
+            done.append(Step(f"{name}: {columns} x {rows} pixels"))
         if tuple(value.shape) != tuple(self.shape):
             raise InputError(
                 f"the model's own resizing makes images of shape {tuple(value.shape)}, not "

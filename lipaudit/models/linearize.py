@@ -249,6 +249,7 @@ class Linearization:
             self._transpose(torch.zeros_like(self.output))
         assert self._transposed is not None
         u, pullback = self._transposed
+        # J^T u is linear in u: the gradient of <J^T u, v> with respect to u is J v, for any u.
         return self._compute_gradient(pullback, u, v)
 
     def outer(self, u: Tensor) -> Tensor:

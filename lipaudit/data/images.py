@@ -8,7 +8,7 @@ import io
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -76,6 +76,19 @@ def holds_arrays(path: Path) -> bool:
     return path.suffix in ARRAY_FILES or bool(NAME.search(path.name))
 
 
+def _find_array(
+    names: Sequence[str], arrays: Mapping[str, Tensor], texts: Mapping[str, str], advice: str
+) -> Tensor | None:
+    """Return the first array with one of these names, if any; refuse one that holds text."""
+    for name in names:
+        if name in arrays:
+            return arrays[name]
+    for name in names:
+        if name in texts:
+            raise InputError(texts[name], advice)
+    return None
+
+
 def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     """Return x (or images, inputs) and y (or labels), if present, of a file.
 
@@ -106,11 +119,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             else:
                 beside = {"labels": path}
             arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
-    x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
-    for names, found in ((INPUTS, x), (LABELS, y)):
-        said = next((texts[name] for name in names if name in texts), "")
-        if found is None and said:
-            raise InputError(said, advice)
+    x = _find_array(INPUTS, arrays, texts, advice)
+    y = _find_array(LABELS, arrays, texts, advice)
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",

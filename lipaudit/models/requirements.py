@@ -60,11 +60,13 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
         "the output of a sample depends on the other samples of its batch",
         "Use a model without batch statistics or attention across the batch.",
     )
-    for again, rows, (text, advice) in ((batch, len(output), random), (other, 1, mixed)):
-        with torch.no_grad():
-            result = net.output(again)
-        if not agree(output[:rows], result[:rows], each=0):
-            raise InputError(text, advice)
+    with torch.no_grad():
+        repeated = net.output(batch)
+        if not agree(output, repeated, each=0):
+            raise InputError(*random)
+        beside_other = net.output(other)
+        if not agree(output[:1], beside_other[:1], each=0):
+            raise InputError(*mixed)
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
@@ -109,11 +111,16 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     """
     if len(batch) < 2:
         return
-    pair = batch.rows(torch.tensor([0, len(batch) - 1])).to(net.device, net.dtype)
+    pair = batch.rows(torch.tensor([0, len(batch) - 1]))
+    pair = pair.to(net.device, net.dtype)
     alone: Tensor | None = None
     try:
         with torch.no_grad():
-            alone, again = (torch.cat([net.output(one) for one in pair.split(1)]) for _ in "12")
+            passes = []
+            for _ in range(2):
+                outputs = [net.output(sample) for sample in pair.split(1)]
+                passes.append(torch.cat(outputs))
+            alone, again = passes
             together = net.output(pair)
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):

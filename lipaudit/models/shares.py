@@ -19,7 +19,7 @@ the derivative of < J^T u, v > with respect to (df/dO)^T u is (dO/dx) v: one mor
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,13 +150,14 @@ def _attend(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
     else:
         logits = form.scale * (call.q @ call.k.mT)
         if form.causal:
-            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-            logits = logits + make_additive(visible, logits.dtype)
+            every = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+            logits = logits + make_additive(every.tril(), logits.dtype)
         if form.mask is not None:
             logits = logits + make_additive(form.mask, logits.dtype)
         # Of a row without a visible key, the fused op returns 0.
         empty = logits.isneginf().all(-1, keepdim=True)
-        p = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+        p = torch.softmax(logits.masked_fill(empty, 0.0), -1)
+        p = p.masked_fill(empty, 0.0)
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
     # The model may read its P and V elsewhere, too: these are read here alone.
@@ -214,19 +215,32 @@ def compute_shares(
             # The axis of the samples is unknown: of one sample, all entries are its own.
             del graph, output, leaf
             return _measure_alone(net, sites, f, x, directions, tied)
-        each = [
-            graph.measure(leaf, directions[:, i].view_as(output), tied[:, i])
-            for i in range(directions.shape[1])
-        ]
+        of_heads = []
+        of_paths = []
+        of_totals = []
+        for i in range(directions.shape[1]):
+            u = directions[:, i].view_as(output)
+            heads, paths, totals = graph.measure(leaf, u, tied[:, i])
+            of_heads.append(heads)
+            of_paths.append(paths)
+            of_totals.append(totals)
     count = tied.sum(1).cpu().double()
-    heads, paths, totals = (_average(parts, count) for parts in zip(*each, strict=True))
-    return Shares(heads, graph.steps, paths, totals, graph.missing, graph.whole)
+    return Shares(
+        heads=_average(of_heads, count),
+        steps=graph.steps,
+        paths=_average(of_paths, count),
+        totals=_average(of_totals, count),
+        missing=graph.missing,
+        whole=graph.whole,
+    )
 
 
 def _average(parts: Sequence[Tensor], count: Tensor) -> Tensor:
     """Return the mean over directions, of which those that do not count are 0; NaN stays."""
-    total = torch.stack([*parts]).nansum(0) / count.view(-1, *[1] * (parts[0].ndim - 1))
-    return total.masked_fill(parts[0].isnan(), torch.nan)
+    first = parts[0]
+    count = count.view(-1, *[1] * (first.ndim - 1))
+    mean = torch.stack([*parts]).nansum(0) / count
+    return mean.masked_fill(first.isnan(), torch.nan)
 
 
 def _measure_alone(
@@ -246,11 +260,12 @@ def _measure_alone(
 
 def join_shares(parts: Sequence[Shares]) -> Shares:
     """Return the shares of several batches of the same steps as one."""
-    heads, paths, totals = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("heads", "paths", "totals")
+    return replace(
+        parts[0],
+        heads=torch.cat([part.heads for part in parts]),
+        paths=torch.cat([part.paths for part in parts]),
+        totals=torch.cat([part.totals for part in parts]),
     )
-    first = parts[0]
-    return Shares(heads, first.steps, paths, totals, first.missing, first.whole)
 
 
 class _Graph:
@@ -270,17 +285,15 @@ class _Graph:
         self.layers: dict[int, list[_Attention]] = {}
         for site in sites:
             self._find_layer(site, recorder)
-        self.whole = tuple(
-            index
-            for index, parts in self.layers.items()
-            if any(part.value is None for part in parts)
-        )
-        self._outputs = {
-            part.output.node: index
-            for index, parts in self.layers.items()
-            for part in parts
-            if part.output is not None
-        }
+        whole: list[int] = []
+        self._outputs: dict[Node, int] = {}
+        for index, parts in self.layers.items():
+            if any(part.value is None for part in parts):
+                whole.append(index)
+            for part in parts:
+                if part.output is not None:
+                    self._outputs[part.output.node] = index
+        self.whole = tuple(whole)
         self._additions = find_additions(output, self._outputs.keys())
         self._describe(recorder)
         edges: list[GradientEdge | None] = []
@@ -322,10 +335,10 @@ class _Graph:
         starts: set[int] = set()
         for i, addition in enumerate(self._additions):
             place = find_place(addition.sum.node)
-            before = [self._outputs[node] for node in order if find_place(node) < place]
-            layer = -1
-            if before:
-                layer = before[-1]
+            layer = -1  # the last one before the addition
+            for node in order:
+                if find_place(node) < place:
+                    layer = self._outputs[node]
             inside = [self._outputs[node] for node in order if addition.holds(node)]
             plain = [part for part in addition.inside if self._outputs.keys().isdisjoint(part)]
             if inside:
@@ -334,8 +347,11 @@ class _Graph:
                 held.update(inside)
                 steps.append((place, Step(kind, inside[-1], modules[inside[-1]], i)))
                 continue
-            found = (recorder.modules.get(edge.node) for edge in addition.branches)
-            module = next((known[1] for known in found if known), "")
+            module = ""
+            for edge in addition.branches:
+                if edge.node in recorder.modules:
+                    _, module = recorder.modules[edge.node]
+                    break
             steps.append((place, Step("MLP", layer, module, i)))
         for first, last in find_blocks(self._additions, starts):
             layer = next(step.layer for _, step in steps if step.first == first)
@@ -389,7 +405,7 @@ class _Graph:
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
         tangents = dict(zip(gradients, images, strict=True))
-        square = v.double().flatten(1).square().sum(1).cpu()
+        square = _sum_samples(v.double().square())
         _require_transpose(u, of_u, square)
 
         def multiply(edge: GradientEdge, other: GradientEdge | None = None) -> Tensor:
@@ -404,10 +420,14 @@ class _Graph:
         heads = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
         steps = self._sum_steps(heads, multiply, samples)
         # < u, J v > = |v|^2, as v is J^T u.
-        scale = (counted.cpu().double() / square).view(-1, 1, 1)
-        around = [self._pull_around(edges, leaf, u, v) for edges in self._list_kinds()]
-        totals = torch.stack([square - product for product in around], 1)
-        return torch.cat([*heads.values()], 1) * scale, steps * scale, totals * scale[:, 0]
+        scale = counted.cpu().double() / square
+        scale = scale.view(-1, 1, 1)
+        through = []
+        for edges in self._list_kinds():
+            through.append(square - self._pull_around(edges, leaf, u, v))
+        of_heads = torch.cat([*heads.values()], 1)
+        totals = torch.stack(through, 1)
+        return of_heads * scale, steps * scale, totals * scale[:, 0]
 
     def _list_kinds(self) -> list[list[GradientEdge | None]]:
         """Return the edges of all attention, all patterns and all MLPs; None if unknown."""
@@ -434,7 +454,7 @@ class _Graph:
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
         pulled = torch.autograd.grad(self.output, leaf, u.detach(), retain_graph=True)[0]
         self._blocked = set()
-        return (pulled * v).double().flatten(1).sum(1).cpu()
+        return _sum_samples((pulled * v).double())
 
     def _sum_heads(self, site: Site, multiply: Multiply, samples: int) -> Tensor:
         """Return the products of the heads of a layer, (samples, heads, 3); NaN if unknown."""
@@ -453,11 +473,13 @@ class _Graph:
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
-            windows = site.layout.arrange(whole, samples).sum((-2, -1))
+            arranged = site.layout.arrange(whole, samples)
+            windows = arranged.sum((-2, -1))
             if windows.shape[1] != site.heads or len(windows) % samples:
                 self.missing[site.index] = "its heads and samples cannot be distinguished"
                 break
-            sums[:, :, i] = windows.reshape(samples, -1, site.heads).sum(1).cpu()
+            windows = windows.reshape(samples, -1, site.heads)
+            sums[:, :, i] = windows.sum(1).cpu()
         return sums
 
     def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:
@@ -496,6 +518,11 @@ class _Graph:
         return sums
 
 
+def _sum_samples(products: Tensor) -> Tensor:
+    """Return the sum over the entries of every sample."""
+    return products.flatten(1).sum(1).cpu()
+
+
 def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
     """Check < u, J v > = |v|^2 for v = J^T u: a break in the second graph would lose paths.
 
@@ -504,7 +531,7 @@ def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
     """
     product = torch.zeros_like(square)
     if image is not None:
-        product = (u.detach() * image).double().flatten(1).sum(1).cpu()
+        product = _sum_samples((u.detach() * image).double())
     if not torch.allclose(product, square, rtol=10 * AGREES, atol=0):
         raise EvaluationError(
             "an operation of the model has a derivative that cannot be differentiated again",

@@ -387,13 +387,15 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
         return any(id(part) in holders for part in block.modules())
 
     lists = {n: part for n, part in module.named_modules() if isinstance(part, nn.ModuleList)}
-    blocks = [
-        (f"{name}.{i}", block)
-        for name, stack in lists.items()
-        if holds(stack) and not any(name.startswith(f"{outer}.") for outer in lists)
-        for i, block in enumerate(stack)
-    ]
-    return tuple(path for path, block in blocks if not holds(block))
+    without = []
+    for name, stack in lists.items():
+        inside_other = any(name.startswith(f"{outer}.") for outer in lists)
+        if inside_other or not holds(stack):
+            continue
+        for i, block in enumerate(stack):
+            if not holds(block):
+                without.append(f"{name}.{i}")
+    return tuple(without)
 
 
 HOPELESS = 0.1

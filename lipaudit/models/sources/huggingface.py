@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -116,11 +116,9 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             missing = [*report["missing_keys"]]
             surplus = [*report["unexpected_keys"]]
             if added:  # only the weights below the new classifier and its pooler have to fit
-                base = module.base_model
-                missing, surplus, wrong = (
-                    [k for k in keys if _is_inside(base, k) and not _has_part(k, POOLER)]
-                    for keys in (missing, surplus, wrong)
-                )
+                missing = _list_below(module.base_model, missing)
+                surplus = _list_below(module.base_model, surplus)
+                wrong = _list_below(module.base_model, wrong)
             # Biases of zeros, which AutoGPTQ stores for layers without a bias.
             zeros = set()
             for k, v in (state or {}).items():
@@ -540,6 +538,11 @@ def _require_complete(
     if not unused:
         return ()
     return (Note.info("features", f"not read: {few(unused)} (the output is features)"),)
+
+
+def _list_below(base: nn.Module, keys: Sequence[str]) -> list[str]:
+    """Return the names of weights of a base model, without its pooler."""
+    return [key for key in keys if _is_inside(base, key) and not _has_part(key, POOLER)]
 
 
 def _has_part(key: str, *parts: str) -> bool:

@@ -197,7 +197,8 @@ def _prove_words(
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
     """Try to prove the label for any values in any k patches, one choice of places at a time."""
     assert proof.patch is not None
-    x, (low, high) = net.point(sample), net.box or (0.0, 1.0)
+    x = net.point(sample)
+    low, high = net.box or (0.0, 1.0)
     places = x[0, 0].numel() // math.prod(proof.patch)
     tried = []
     for chosen in combinations(range(places), k):

@@ -420,30 +420,39 @@ def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
         for radius, proof in each.tried.items():
             if proof.certified and proof.leaves is not None:
                 arrays = {name: part.cpu().numpy() for name, part in vars(proof.leaves).items()}
-                np.savez(file := io.BytesIO(), **arrays)
-                files[name_proof(each.sample.ids[0], radius)] = file.getvalue()
+                file = io.BytesIO()
+                np.savez(file, **arrays)
+                name_of_proof = name_proof(each.sample.ids[0], radius)
+                files[name_of_proof] = file.getvalue()
     return files
+
+
+def _decode_files(parts: Sequence[Part], fact: str) -> dict[str, bytes]:
+    """Return the files that parts hold as text, by name."""
+    texts = base.join_facts(parts, fact)
+    return {name: base64.b64decode(text) for name, text in texts.items()}
 
 
 def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
     """Return the files of `--export` (models, properties, a list of instances) and `--proofs`."""
     from lipaudit.wings.certificates.vnnlib import TIMEOUT
 
-    exported, proofs = (
-        {n: base64.b64decode(text) for n, text in base.join_facts(parts, fact).items()}
-        for fact in ("exported", "proofs")
-    )
+    exported = _decode_files(parts, "exported")
+    proofs = _decode_files(parts, "proofs")
     files: dict[Path, bytes] = {}
     if options.export is not None:
         files = {options.export / name: content for name, content in exported.items()}
         rows = []
-        for name in (name for name in exported if name.endswith(".vnnlib")):
+        for name in exported:
+            if not name.endswith(".vnnlib"):
+                continue
             own = f"{name.partition('_')[0]}.onnx"
             model = own if own in exported else "model.onnx"
             rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
         files[options.export / "instances.csv"] = "".join(rows).encode()
     if options.proofs is not None:
-        with zipfile.ZipFile(archive := io.BytesIO(), "w") as file:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
             for name, content in proofs.items():
                 file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
         files[options.proofs] = archive.getvalue()

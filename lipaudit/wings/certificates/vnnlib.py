@@ -153,7 +153,10 @@ class _Reading:
         limits = []
         for clause in self.clauses:
             full = (clause * size)[:size]
-            rows.append([[float(each.get(y, 0)) for y in outputs] for each in full])
+            of_clause = []
+            for each in full:
+                of_clause.append([float(each.get(y, 0)) for y in outputs])
+            rows.append(of_clause)
             limits.append([_round_up(-each[""]) for each in full])
         low = []
         high = []

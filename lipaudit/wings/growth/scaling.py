@@ -224,8 +224,11 @@ def _measure_lengths(
     if "real" not in options.modes:
         return {}, {}, ()
     # The longest first: the model may be surveyed there.
-    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
-    cuts = [(i, part, which) for i, part, which in cuts if len(part)]
+    cuts = []
+    for i, n in reversed([*enumerate(options.lengths)]):
+        shortened, which = cut(net, batch, n)
+        if len(shortened):
+            cuts.append((i, shortened, which))
     if not cuts:
         raise InputError(
             f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
@@ -234,9 +237,10 @@ def _measure_lengths(
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
-    at_lengths = [
-        {n: part.values[n] for n in (*OF_HEADS, *_list_followed(), *OF_LAYERS)} for part in parts
-    ]
+    names = (*OF_HEADS, *_list_followed(), *OF_LAYERS)
+    at_lengths = []
+    for part in parts:
+        at_lengths.append({name: part.values[name] for name in names})
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]

@@ -31,6 +31,7 @@ from lipaudit.gate.rules import (
     VerdictStatus,
     choose_rules,
     list_absent,
+    list_uninstalled,
 )
 from lipaudit.gate.statistics import ALPHA, DIGITS, LEVEL, Evidence
 from lipaudit.tables import Report
@@ -77,7 +78,10 @@ def judge(
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or choose_rules(current, baseline)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    notes = [] if rules else list_absent(chosen)
+    notes: list[str] = []
+    if not rules:
+        notes += list_absent(chosen)
+        notes += list_uninstalled(current, baseline)
     notes_of_baseline = [note for section in baseline.sections for note in section.notes]
     signs = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
     notes += (f"{baseline.run.label}: {text}" for text in signs)

@@ -17,9 +17,10 @@ from pydantic import computed_field
 
 from lipaudit.errors import ExitCode, UsageError, suggestion
 from lipaudit.gate.statistics import Movement
-from lipaudit.measures import USUAL, layouts, list_headlines
+from lipaudit.measures import USUAL, layouts, list_headlines, load_measures
 from lipaudit.tables import Column, Layout, Report, Section
 from lipaudit.tables.columns import Float, Frozen, group_values
+from lipaudit.tables.plugins import explain_missing
 from lipaudit.tables.trials import FLAGS, TrialKey
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
@@ -298,6 +299,17 @@ def list_absent(chosen: Sequence[Rule]) -> list[str]:
         f"not judged, because neither report has a section {measure}: {', '.join(texts)}"
         for measure, texts in groups.items()
     ]
+
+
+def list_uninstalled(*reports: Report) -> list[str]:
+    """Name the sections without default rules because their measure is not installed here."""
+    sections = [section.measure for report in reports for section in report.sections]
+    names = {section.partition(".")[0] for section in sections} - load_measures().keys()
+    if not names:
+        return []
+    advice = explain_missing() or "Install the packages that measured them."
+    text = f"not judged, because the measure is not installed: {', '.join(sorted(names))}"
+    return [f"{text}. {advice}"]
 
 
 # Verdicts

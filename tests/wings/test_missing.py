@@ -1,5 +1,6 @@
 """The core without any wing: as where no installed package declares one."""
 
+import json
 import os
 import re
 import subprocess
@@ -53,6 +54,37 @@ def bare(bare_folder):
         yield
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A report with a section of a wing, made where it is installed."""
+    path = tmp_path_factory.mktemp("whole") / "whole.json"
+    asked = ("--only", "attack,corrupt", "-n", 2, "--attack", "fgsm", "--eps", "0.01")
+    invoke("audit", "demo", *asked, "--run-dir", path.parent / "run", "-o", path, "-q")
+    return path
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_core_audits_and_says_what_it_found(blank_charts):
+    files = ("-o", "a.json", "-o", "a.html", "-o", "a.md")
+    done = invoke("audit", "demo", "-n", 2, "--attack", "fgsm", *files, "-q")
+    sections = [each["measure"] for each in json.loads(Path("a.json").read_text())["sections"]]
+    assert [name for name in sections if "." not in name] == list(USUAL)
+    for text in (done.stdout, Path("a.md").read_text(), Path("a.html").read_text()):
+        assert "robust accuracy" in text
+    for command in (
+        ("report", "a.json", "a.json"),
+        ("compare", "a.json", "a.json"),
+        ("gate", "a.json", "-b", "a.json"),
+        ("inspect", "a.json"),
+        ("baseline", "check", "a.json"),
+        ("explain", "sharp"),
+        ("explain",),
+        ("schema",),
+        ("check", "demo"),
+    ):
+        assert invoke(*command).stdout
+
+
 @pytest.mark.usefixtures("bare")
 def test_help_lists_the_core_and_says_what_is_missing():
     text = invoke("--help").stdout
@@ -81,6 +113,19 @@ def test_names_of_missing_wings_say_so_in_python():
         lipaudit.measure("demo", "scaling")
     assert MISSING in caught.value.advice
     assert "watch" not in dir(lipaudit)
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_report_of_missing_wings_is_read(whole, blank_charts):
+    invoke("report", whole, "-o", "again.json", "-o", "again.html")
+    before, after = (json.loads(path.read_text()) for path in (whole, Path("again.json")))
+    assert after["sections"] == before["sections"]
+    assert "gaussian_noise" in Path("again.html").read_text()
+    gated = " ".join(invoke("gate", whole, "-b", whole).stdout.split())
+    assert f"not judged, because the measure is not installed: corrupt. {MISSING}" in gated
+    assert "attack.robust" in gated
+    advice = refuse(2, "there is no measure 'corrupt'", "gate", "demo", "-b", whole, "-q")
+    assert MISSING in advice
 
 
 @pytest.mark.ci

@@ -10,8 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lipaudit.tables.columns import ACCURACY, Column, Row, finite, group_values, wilson
-from lipaudit.tables.formats import format_limits, join_texts
+from lipaudit.tables.columns import (
+    ACCURACY,
+    Column,
+    Row,
+    finite,
+    group_values,
+    naming,
+    wilson,
+)
+from lipaudit.tables.formats import format_limits, format_value, join_texts
 from lipaudit.tables.report import Layout, Note, Report, Section
 from lipaudit.tables.trials import WORST, TrialKey, is_repeat, parse_radius
 from lipaudit.tables.weakest import contradictions
@@ -21,9 +29,17 @@ LAST = 100
 
 
 def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the figure of every row of a section."""
+    """Yield the figure of every row of a section; of several without balls, by their names."""
     for row in section.rows:
-        yield from read_row(headline, section, row)
+        cells = {}
+        if len(section.rows) > 1 and row.key is None:
+            keys = {name: row[name] for name in naming(section.columns)}
+            words = [format_value(key, section.columns[name]) for name, key in keys.items()]
+            selector = ",".join(f"{name}={key}" for name, key in keys.items())
+            cells["figure"] = f"{headline.label}, {' '.join(words)}"
+            cells["metric"] = f"{section.measure}.{headline.column}@{selector}"
+        for found in read_row(headline, section, row):
+            yield found.replace(**cells)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,13 @@ class UnitCube:
             largest = float(x.abs().amax()) + 2 * ball.eps
             high = 2.0 ** math.ceil(math.log2(largest))
             low = -high
-        self.low, self.width = low, high - low
-        self.f, self.x, self.y = f, x, y
-        self.ball, self.turn = ball, turn
+        self.low = low
+        self.width = high - low
+        self.f = f
+        self.x = x
+        self.y = y
+        self.ball = ball
+        self.turn = turn
         self.unit = self._shrink(x)
         self.eps = self.reach = ball.eps / self.width
         self.leaves = turn.attack.name in self.can_leave
@@ -100,7 +104,8 @@ class UnitCube:
         if not len(rows):
             raise _AllBrokenError
         logits = self.evaluate(u[rows])
-        y, points = self.y[rows], u[rows].detach()
+        y = self.y[rows]
+        points = u[rows].detach()
         found = logits.detach()
         wrong = found.argmax(1) != y
         if self.leaves:
@@ -189,7 +194,10 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
     cube = UnitCube(f, x, y, ball, turn)
     rows, columns = (1, *x.shape[1:])[-2:]
     images = cube.unit.reshape(len(x), -1, rows, columns)
-    high = rows if ball.norm == "linf" else find_height(rows, columns)
+    if ball.norm == "linf":
+        high = rows
+    else:
+        high = find_height(rows, columns)
     images = F.pad(images, (0, 0, 0, high - rows), value=0.5)
     answers: dict[bytes, Tensor] = {}
 

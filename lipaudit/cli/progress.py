@@ -83,7 +83,8 @@ class OnStderr(Observer):
 
     def begins(self, measure: str, samples: int) -> None:
         """Start a bar, or the clock without a terminal."""
-        self.total, self.done = samples, 0
+        self.total = samples
+        self.done = 0
         self.start = self.last = time.monotonic()
         if not self.terminal.quiet and self.console.is_terminal:
             self.bar = Progress(

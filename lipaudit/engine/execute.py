@@ -96,7 +96,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    request, place = job.request, job.request.place
+    request = job.request
+    place = job.request.place
     if place and place.rank > 0:  # only rank 0 reports: the notes of all processes are equal
         observer = None
     assert place or not request.run.shard, "a shard has no report: see `run_shard`"
@@ -107,7 +108,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         stack.enter_context(_keep_finished(job, findings))
         job, shard = _measure_each(job, findings)
         if place is None:
-            run, origins = results.describe_run(job), results.list_origins(job.samples)
+            run = results.describe_run(job)
+            origins = results.list_origins(job.samples)
             report: Report | None = results.make_report(run, findings.sections, origins)
             complete = shard.is_complete
         else:
@@ -209,7 +211,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     Raises:
         Exception: the first failure, if no partial report is wanted or nothing else has figures.
     """
-    request, observer = job.request, findings.observer
+    request = job.request
+    observer = findings.observer
     planned = shards.describe_shard(job)
     if request.run.parts is not None:
         shards.save_shard(planned, request.run.parts)
@@ -279,7 +282,8 @@ def run_measure(
         the time limit left out, or under only some of the attacks.
     """
     kind = load_measures()[name]
-    net, run = job.net, job.request.run
+    net = job.net
+    run = job.request.run
     observer = findings.observer
     if run.autocast and options.deploys:
         net = net.deploy(run.autocast)
@@ -298,7 +302,8 @@ def run_measure(
     left = list_unfinished(batches, select_complete(parts.values()))
     total = sum(map(len, left))
     observer.begins(name, total)
-    moves, costs = partial(observer.moves, name), partial(_note_cost, observer, name, total)
+    moves = partial(observer.moves, name)
+    costs = partial(_note_cost, observer, name, total)
     listener = Listener(moves, costs, observer.note, end)
     while left and time.monotonic() < end:
         # Layers are surveyed on the first batch, also by a process that does not measure it.

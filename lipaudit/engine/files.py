@@ -121,7 +121,8 @@ class Journal:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             home = cache / "lipaudit" / "journal"
         self.folder = home / name_folder(facts)
-        self.keeps, self.refusal = keeps, ""
+        self.keeps = keeps
+        self.refusal = ""
         self.paths: set[Path] = set()
 
     def read_parts(self, ids: Sequence[str]) -> list[Part]:

@@ -78,7 +78,8 @@ def make_failed(
 
 def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
     """Return everything that determines the numbers of a measure, except the batch size."""
-    net, run = job.net, job.request.run
+    net = job.net
+    run = job.request.run
     return {
         "measure": name,
         "options": options.identify(),
@@ -92,7 +93,9 @@ def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
 
 def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
-    request, net, samples = job.request, job.net, job.samples
+    request = job.request
+    net = job.net
+    samples = job.samples
     device = net.device.type
     if device == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(net.device)})"

@@ -352,9 +352,11 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
 
 def _advise_missing(command: str, unfinished: Sequence[str]) -> str:
     """Return the command that measures missing samples: of a shard, or of all that are left."""
-    which, wanted = "all samples", ""
+    which = "all samples"
+    wanted = ""
     if unfinished:
-        which, wanted = f"shard {unfinished[0]}", f" --shard {unfinished[0]}"
+        which = f"shard {unfinished[0]}"
+        wanted = f" --shard {unfinished[0]}"
     again, count = re.subn(r" --shard[ =]\S+", wanted, command)
     if count:
         return f"Measure them: {again}"

@@ -197,7 +197,8 @@ def _depends_on_samples(section: Section) -> bool:
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
     """Say whether two reports have the same weights, and predictions of the same arithmetic."""
-    new, old = current.run, baseline.run
+    new = current.run
+    old = baseline.run
     if new.options.get("autocast") != old.options.get("autocast"):
         return False
     digest = new.model.weights_sha256
@@ -327,7 +328,9 @@ def _list_lost_entries(key: str, before: list[Any], after: list[Any]) -> str:
 
 
 def _write_setting(value: object) -> str:
-    return ABSENT if value is None else str(value)
+    if value is None:
+        return ABSENT
+    return str(value)
 
 
 def _read_radius(text: object) -> object:

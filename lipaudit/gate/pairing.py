@@ -220,7 +220,10 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
         behind = reading.pairs.get(name, np.array([point]))
         bad = max(int(is_bad(behind).sum()), int(is_bad(np.array(point))))
         if bad:
-            count = "1 value is" if bad == 1 else f"{bad} values are"
+            if bad == 1:
+                count = "1 value is"
+            else:
+                count = f"{bad} values are"
             raise EvaluationError(f"{rule.metric}: {count} not finite")
 
 
@@ -247,7 +250,10 @@ def find_contradiction(section: Section, column: str) -> str:
                 continue
             expected = float(reduce_values(how.stat, known))
             if not np.isclose(cell, expected, rtol=AGREEMENT, atol=0.0, equal_nan=True):
-                where = f"{section.measure}.{name} of {key}" if str(key) else section.measure
+                if str(key):
+                    where = f"{section.measure}.{name} of {key}"
+                else:
+                    where = section.measure
                 text = f"{where} is {cell:.4g}, and its samples give {expected:.4g}"
                 return f"{text}: the report contradicts itself"
     return ""
@@ -265,7 +271,10 @@ def _list_reduced(
                 yield key, row.get(name), values
         return
     for key, row in rows.items():
-        column = row.key.column(how.values) if row.key else how.values
+        if row.key:
+            column = row.key.column(how.values)
+        else:
+            column = how.values
         cells = section.samples.get(column, ())
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
@@ -376,7 +385,9 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         raise UsageError(f"rows of {section.measure} have no column {key!r}", suggestion(key, row))
     cell = row[key]
     number = isinstance(cell, float)
-    return float(trials.parse_radius(value)) == cell if number else value == str(cell)
+    if number:
+        return float(trials.parse_radius(value)) == cell
+    return value == str(cell)
 
 
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
@@ -513,7 +524,8 @@ def match_samples(
     Returns:
         The reports, and a note, by name, for each report that was matched by places.
     """
-    matched, notes = [reports[0]], dict[str, str]()
+    matched = [reports[0]]
+    notes = dict[str, str]()
     for name, report in zip(names[1:], reports[1:], strict=True):
         if ids := _map_ids(report, reports[0]):
             notes[name] = (

@@ -34,7 +34,9 @@ def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
     """
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
-    lexicon = None if net.lexicon is None else net.lexicon()
+    lexicon = None
+    if net.lexicon is not None:
+        lexicon = net.lexicon()
     written: dict[int, str] = {}
     for token in set(batch.x.flatten().tolist()):
         written[token] = (str(token) if lexicon is None else lexicon.name(token))[:LETTERS]
@@ -105,17 +107,24 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
     Raises:
         UsageError: the layer has no such head.
     """
-    count, index = layer.attention.q.shape[1], layer.site.index
+    count = layer.attention.q.shape[1]
+    index = layer.site.index
     if head >= count:
         raise UsageError(
             f"there is no head {index}.{head}: the layer has {count}",
             f"Give a head from {index}.0 to {index}.{count - 1}.",
         )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
-    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    queries = heads.q.shape[2]
+    keys = heads.k.shape[2]
     every = torch.arange(queries)
-    real = every if heads.valid is None else every[heads.valid[0].cpu()]
-    columns = real if queries == keys else torch.arange(keys)
+    real = every
+    if heads.valid is not None:
+        real = every[heads.valid[0].cpu()]
+    if queries == keys:
+        columns = real
+    else:
+        columns = torch.arange(keys)
     block = -(-max(len(real), len(columns)) // SIDE)
     size = block * max(1, SIDE // block)
     pooled = []
@@ -126,7 +135,9 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
     tokens: list[str] = []
     if net.kind == "text" and block == 1 and len(real) == len(columns) <= MOST:
         names = name_tokens(net, layer.batch[:1].trim())[0]
-        tokens = [*names] if len(names) == len(real) else []
+        tokens = []
+        if len(names) == len(real):
+            tokens = [*names]
     return torch.cat(pooled).cpu().numpy(), np.array([len(real), len(columns)]), tokens
 
 
@@ -145,7 +156,8 @@ def describe_examples(
     """
     clean, *ends = outcomes
     fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
-    rows, first = [], []
+    rows = []
+    first = []
     for row in fallen.any(1).nonzero().flatten().tolist():
         end = ends[int(fallen[row].int().argmax())]
         trial = str(end.trial.key if end.trial else "")
@@ -178,7 +190,8 @@ def describe_examples(
             "after": scores[1][i].round(decimals=4).tolist(),
         }
         if net.kind == "image":  # the difference is scaled up around grey
-            x, adversarial = broken.x[i].cpu(), x_adv[i].cpu()
+            x = broken.x[i].cpu()
+            adversarial = x_adv[i].cpu()
             times = 0.5 / max(float((adversarial - x).abs().max()), torch.finfo(x.dtype).tiny)
             examples[name] |= {
                 "image": thumbnail(x, net.box),

@@ -81,7 +81,9 @@ def prepare_chunks(
         begun: incomplete parts of an interrupted run, by their first samples.
     """
     trials = options.trials()
-    reader = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    reader = None
+    if any(trial.norm in COUNTED for trial in trials):
+        reader = texts.make_reader(net)
     spelled = any(trial.norm == "characters" for trial in trials)
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     how["patch"] = options.choose_patch(net)
@@ -96,14 +98,22 @@ def prepare_chunks(
                 "batch_size.",
             )
         y = base.require_labels(batch, "an attack")
-        drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
-        number, point = batch.start // CHUNK, net.point(batch)
+        drafts = None
+        if reader is not None:
+            drafts = texts.read_texts(reader, batch, characters=spelled)
+        number = batch.start // CHUNK
+        point = net.point(batch)
         each = [read_examples(path, batch.ids, point.shape[1:]) for path in options.transfer]
-        saved = torch.cat([e.to(point) for e in each], 1) if each else None
+        saved = None
+        if each:
+            saved = torch.cat([e.to(point) for e in each], 1)
         chunk = Chunk(number, point, y, net.free(batch), drafts, saved)
         part = begun.get(batch.ids[0])
-        earlier = [] if part is None else restore_outcomes(part, chunk, steps)
-        examples = {} if part is None else dict(part.facts.get("examples", {}))
+        earlier = []
+        examples = {}
+        if part is not None:
+            earlier = restore_outcomes(part, chunk, steps)
+            examples = dict(part.facts.get("examples", {}))
         model = net.make_classifier(batch)
         with torch.no_grad():
             pieces = [net.output(piece) for piece in batch.split(options.batch_size)]
@@ -277,13 +287,18 @@ def _describe_survivors(
 
 def make_part(net: Net, run: ChunkRun, options: AttackOptions, sources: tuple[Note, ...]) -> Part:
     """Return what is known of a chunk; an attack that did not run yet broke no sample."""
-    batch, chunk = run.batch, run.chunk
+    batch = run.batch
+    chunk = run.chunk
     clean, *attacked = run.outcomes
-    by_trial = [[o for o in attacked if o.trial == trial] for trial in options.trials()]
+    by_trial = []
+    for trial in options.trials():
+        by_trial.append([o for o in attacked if o.trial == trial])
     unknown = torch.full_like(clean.distance, torch.nan)
     begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
-    ends = [each[-1] if each else begun for each in by_trial]
+    ends = []
+    for each in by_trial:
+        ends.append(each[-1] if each else begun)
     counts = [len(each) for each in by_trial]
     complete = all(n >= len(t.attacks) for n, t in zip(counts, options.trials(), strict=True))
     values = {
@@ -320,7 +335,8 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, sources: tuple[No
         )
         facts["examples"] = dict(run.examples)
     if chunk.texts is not None:
-        fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
+        fixed = chunk.texts.reader.lexicon.is_fixed
+        drafts = chunk.texts.drafts
         facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
         facts["sizes"] = {  # what can be changed of each text
             "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],

@@ -40,7 +40,8 @@ def list_facts(report: Report) -> dict[str, str]:
     if data.commit:
         commits.append(f"data {data.commit[:12]} ({data.revision})")
     versions = {"lipaudit": run.lipaudit} | run.versions
-    normalising, resizing = list[str](), list[str]()
+    normalising = list[str]()
+    resizing = list[str]()
     for name, value in run.preprocess.items():
         group = resizing if name in RESIZING else normalising
         group.append(f"{name} {format_setting(value)}")

@@ -57,7 +57,8 @@ def find_places(batch: Batch, where: str) -> Tensor:
     else:
         slot = count + number
     inside = (slot >= 0) & (slot < count)
-    return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)[:, 0]
+    found = columns.gather(1, slot.where(inside, 0))
+    return found.masked_fill(~inside, -1)[:, 0]
 
 
 def find_tokens(batch: Batch) -> Tensor:
@@ -90,7 +91,8 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     leads = real[:, :-1] & real[:, 1:]
     tokens = part.x.to(logits.device)[:, 1:][leads]
     # Selected before the loss: a NaN at padding would survive a factor of zero.
-    losses = F.cross_entropy(logits[:, :-1][leads], tokens, reduction="none")
+    before = logits[:, :-1][leads]
+    losses = F.cross_entropy(before, tokens, reduction="none")
     text = leads.nonzero()[:, 0]
     sums = logits.new_zeros(len(logits)).index_add(0, text, losses)
     means = sums / leads.sum(1)

@@ -266,9 +266,11 @@ class Linearization:
     def rows(self) -> Tensor:
         """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
         units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
-        units = units.view(-1, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+        units = units.view(-1, 1, *self.output.shape[1:])
+        units = units.expand(-1, *self.output.shape)
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
-        return torch.cat([self._pull_rows(part) for part in parts]).flatten(2).transpose(0, 1)
+        rows = torch.cat([self._pull_rows(part) for part in parts])
+        return rows.flatten(2).transpose(0, 1)
 
     @cached_property
     def columns(self) -> Tensor:

@@ -118,7 +118,8 @@ def compute_jacobian_norms(
     if seeds is None:
         seeds = [0] * len(linear)
     # One seed a sample: its norm does not depend on which others share the batch.
-    start = random_starts(seeds, min(m, linear.inputs)).to(linear.x.device, torch.float64)
+    start = random_starts(seeds, min(m, linear.inputs))
+    start = start.to(linear.x.device, torch.float64)
 
     def select(index: Tensor) -> Products:
         if len(index) == len(linear):
@@ -180,7 +181,8 @@ def _decompose_dense(
         grams.append(wide @ wide.T)
     gram = torch.stack(grams)
     require_finite(gram)
-    sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+    largest = torch.linalg.eigvalsh(gram)[:, -1]
+    sigma = largest.clamp_min(0).sqrt()
     exact = _make_exact(linear, sigma, dense.shape[1], "dense")
     if not (directions or left):
         return exact
@@ -245,14 +247,20 @@ def compute_margins(
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
-    order = logits.scatter(1, y[:, None], -torch.inf).argsort(1, descending=True)[:, :-1]
-    gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
+    of_class = y[:, None]
+    # The other classes, the closest first: the class itself is last.
+    order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
+    order = order[:, :-1]
+    gaps = logits.gather(1, of_class) - logits.gather(1, order)
+    gaps = gaps.cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
     known = linear.outputs <= DENSE
     each = torch.arange(len(y), device=y.device)
     row: Callable[[Tensor], Tensor] = (lambda j: linear.rows[each, j]) if known else linear.row
-    count = min(gaps.shape[1], gaps.shape[1] if rivals is None or known else rivals)
+    count = gaps.shape[1]
+    if rivals is not None and not known:
+        count = min(count, rivals)
     true = row(y)
     dual = 1 if norm == "inf" else 2
 

@@ -183,7 +183,8 @@ def convert_outputs(
 
 def is_saturated(logits: Tensor) -> bool:
     """Say whether a probability was so small that its logarithm was cut, and has no derivative."""
-    smallest = torch.full_like(logits[..., :1], torch.finfo(logits.dtype).tiny).log()
+    tiny = torch.finfo(logits.dtype).tiny
+    smallest = torch.full_like(logits[..., :1], tiny).log()
     return bool((logits == smallest).any())
 
 

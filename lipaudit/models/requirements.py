@@ -41,9 +41,18 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     """
     if a.shape != b.shape:
         return False
-    axes = [axis for axis in range(a.ndim) if axis != each]
-    gap, size = ((t.abs().amax(axes) if axes else t.abs()).double() for t in (a - b, a))
+    gap = _find_largest(a - b, each)
+    size = _find_largest(a, each)
     return bool((gap <= tolerance * size).all())
+
+
+def _find_largest(t: Tensor, each: int | None) -> Tensor:
+    """Return the largest absolute entry, in float64: at each place of an axis, if one is given."""
+    largest = t.abs()
+    axes = [axis for axis in range(t.ndim) if axis != each]
+    if axes:
+        largest = largest.amax(axes)
+    return largest.double()
 
 
 def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
@@ -139,7 +148,8 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             "Fix the model: it must return one row per sample for every batch size.",
         )
     known = alone.isfinite() & together.isfinite()
-    change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
+    change = torch.where(known, together - alone, 0.0).abs()
+    noise = torch.where(known, again - alone, 0.0).abs()
     largest = torch.where(known, alone, 0.0).abs().amax()
     if change.amax() > AGREES * largest + 10 * noise.amax():
         raise InputError(
@@ -338,15 +348,19 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     # For a random u the slope is about ||J^T w|| ||u|| / sqrt(n), but may be far smaller by
     # chance.
     entries = u.count_nonzero() / len(u)
-    usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
+    steepness = torch.linalg.vector_norm(pulled, dim=flat)
+    usual = steepness * length.flatten() / entries.sqrt()
     # Rounding of g, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
-    rounding = eps * (output.detach() * w).abs().flatten(1).sum(1)
+    terms = (output.detach() * w).abs()
+    rounding = eps * terms.flatten(1).sum(1)
     shares = torch.full_like(slope, torch.inf)
     for h in STEPS:
         with torch.no_grad():
-            ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
-        found = ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
+            ahead = net.forward(x + h * u, batch)
+            behind = net.forward(x - h * u, batch)
+        difference = (ahead - behind) * w
+        found = difference.flatten(1).sum(1) / (2 * h)
         scale = torch.stack([slope.abs(), usual, found.abs()]).amax(0)
         apart = ((found - slope).abs() - rounding / h).clamp_min(0)
         shares = torch.minimum(shares, apart / scale.clamp_min(1e-300))

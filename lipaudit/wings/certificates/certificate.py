@@ -187,8 +187,12 @@ def _prove_words(
         wanted = torch.full((len(part),), label, device=x.device)
         least = min(least, float(worst_margins(logits, wanted).min()))
         moves.append(z.to(torch.float64) - x)
-    if not (found and least > 0):
-        return Certificate(least > 0, "broken" if least < 0 else "" if least else "bound", least)
+    if least < 0:
+        return Certificate(certified=False, why="broken", bound=least)
+    if not least > 0:  # 0, or no number
+        return Certificate(certified=False, why="bound", bound=least)
+    if not found:
+        return Certificate(certified=True, why="", bound=least)
     groups = [*Counter(words).values()]  # the words come in order
     start = hull(x, torch.cat(moves)[1:, None], groups, k, dtype=net.dtype)
     return _prove_form(net, sample, label, start, proof)
@@ -236,8 +240,10 @@ def _prove_box(
         centre = (low + high) / 2
         nodes += 1
         # In double precision: a difference that was rounded down would miss an end.
-        wide = [end.to(torch.float64) - centre.to(torch.float64) for end in (low, high)]
-        radius = torch.maximum(-wide[0], wide[1])
+        middle = centre.to(torch.float64)
+        below = middle - low.to(torch.float64)
+        above = high.to(torch.float64) - middle
+        radius = torch.maximum(below, above)
         start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
         limited = replace(proof, nodes=min(proof.nodes, SIGNS))
         part = _prove_form(net, sample, label, start, limited)
@@ -296,7 +302,9 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     with watch_modules(innermost, count), torch.no_grad():
         net.output(sample)
     inputs = inputs or _count_inputs(net, sample)
-    rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0)
+    rows = inputs
+    if order == 2:
+        rows += inputs * (inputs + 1) // 2
     # Upper estimate: every number that an innermost module returns may add a symbol of its own.
     born = accumulate([rows, *counts])
     widths = [net.point(sample).numel(), *counts]
@@ -433,10 +441,15 @@ class Bracket:
         x = self.net.point(self.sample)
         linf = self.proof.norm == "linf"
         # The largest radius to search: the width of the box, or the size of the sample.
-        if self.net.box is None:
-            most = float(x.abs().max() if linf else torch.linalg.vector_norm(x))
+        if self.net.box is not None:
+            low, high = self.net.box
+            most = high - low
+            if not linf:
+                most = most * math.sqrt(x.numel())
+        elif linf:
+            most = float(x.abs().max())
         else:
-            most = (self.net.box[1] - self.net.box[0]) * (1 if linf else math.sqrt(x.numel()))
+            most = float(torch.linalg.vector_norm(x))
 
         def attack(eps: float) -> None:
             known = self.nearest

@@ -20,8 +20,9 @@ from lipaudit.gate.contrasts import TOLERANCE, Contrast, examine
 from lipaudit.gate.judging import judge_change
 from lipaudit.gate.movement import describe_movement
 from lipaudit.gate.pairing import Key
-from lipaudit.gate.rules import EACH, Rule, Verdict, no_change, parse_rule
+from lipaudit.gate.rules import EACH, Rule, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import list_headlines, summarise
 from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order

@@ -16,8 +16,9 @@ import numpy as np
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate import conditions, groups, pairing, statistics
 from lipaudit.gate.pairing import Key, RuleValues
-from lipaudit.gate.rules import Rule, Verdict, VerdictStatus
+from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import DIGITS, FEWEST, Evidence, Values
+from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.tables import Reduction, Report, Section
 from lipaudit.tables.columns import reduce_values
 from lipaudit.tables.trials import FLAGS

@@ -22,18 +22,9 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import conditions, groups, statistics
 from lipaudit.gate.contrasts import OF_WEIGHTS, TOLERANCE, Contrast, compute_margin, examine
 from lipaudit.gate.movement import describe_movement
-from lipaudit.gate.rules import (
-    NORM,
-    RADIUS,
-    Judgement,
-    Rule,
-    Verdict,
-    VerdictStatus,
-    choose_rules,
-    list_absent,
-    list_uninstalled,
-)
+from lipaudit.gate.rules import NORM, RADIUS, Rule, choose_rules, list_absent, list_uninstalled
 from lipaudit.gate.statistics import ALPHA, DIGITS, LEVEL, Evidence
+from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.tables import Report
 from lipaudit.tables.summary import list_warnings
 from lipaudit.tables.trials import FLAGS

@@ -17,7 +17,7 @@ from lipaudit.tables import Report
 
 if TYPE_CHECKING:
     from lipaudit.gate.comparison import Comparison
-    from lipaudit.gate.rules import Judgement
+    from lipaudit.gate.verdicts import Judgement
     from lipaudit.report.blocks import Document
 
 MOST_LINES = 25

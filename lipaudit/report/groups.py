@@ -1,14 +1,19 @@
-"""The figures of groups of samples, as tables of a page."""
+"""Groups of samples, and how predictions moved, as tables of a page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lipaudit.gate.comparison import Pair
 from lipaudit.gate.groups import list_group_figures
+from lipaudit.gate.statistics import ALPHA, Movement, Proportion
+from lipaudit.gate.verdicts import amount
 from lipaudit.measures import find_column
-from lipaudit.report.blocks import Block, Cells, make_table
+from lipaudit.report.blocks import Block, Cells, Paragraph, make_table
 from lipaudit.report.cells import format_limits, format_value
 from lipaudit.tables import Column, Report
+from lipaudit.tables.columns import group_values
 
 MOST = 12
 """Number of groups in a table on one page; the worst come first."""
@@ -50,3 +55,99 @@ COLUMNS = {
     ),
 }
 """Columns of these tables that other tables use in another sense."""
+
+
+# Two reports
+
+
+def count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
+    """Say how many are shown, unless all are."""
+    if len(shown) == len(all_of_them):
+        return ""
+    return f" ({len(shown)} of {len(all_of_them)})"
+
+
+def show_group_changes(pair: Pair, most: int) -> list[Block]:
+    """Show the changes of groups, a table for each figure, the worst group first."""
+    found = list[Block]()
+    figures = group_values(((v.metric, v.name), v) for v in pair.groups if not v.reason)
+    for (metric, name), verdicts in figures.items():
+        rows = list[Cells]()
+        proven = set[int]()
+        for i, verdict in enumerate(verdicts[:most]):
+            texts = {name: text or None for name, text in verdict.texts.items()}
+            rows.append(
+                {
+                    "group": verdict.group,
+                    "samples": verdict.samples or None,
+                    "old": texts["baseline"],
+                    "new": texts["current"],
+                    "paired": texts["paired"] or texts["change"],
+                    "95 % limits": texts["limits"],
+                    "p (groups)": verdict.p_adjusted,
+                }
+            )
+            if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
+                proven.add(i)
+        title = f"{metric} {name}".rstrip() + count_part(rows, verdicts)
+        found.append(make_table(title, rows, strong=proven))
+    return found
+
+
+MOVES = {
+    "equal": "same prediction",
+    "right_to_wrong": "right to wrong",
+    "wrong_to_right": "wrong to right",
+    "wrong_to_other": "wrong to another wrong",
+}
+"""Kinds of moves of a prediction, in words."""
+
+
+def show_movement(movement: Movement) -> list[Block]:
+    """Show how many predictions moved, from right to wrong and back, with limits."""
+    rows = list[Cells]()
+    for name, words in MOVES.items():
+        part: Proportion | None = getattr(movement, name)
+        if part is None:
+            continue
+        row: Cells = {"predictions": words, "samples": part.count}
+        row["share"] = f"{part.share:.1%}"
+        row["95 % limits"] = f"{part.low:.1%} to {part.high:.1%}"
+        rows.append(row)
+    found: list[Block] = [make_table("", rows)]
+    text = " ".join(_describe_movement(movement))
+    if text:
+        found.append(Paragraph(text))
+    return found
+
+
+def _describe_movement(movement: Movement) -> Iterator[str]:
+    """Yield the change of the accuracy and the divergence of the outputs, in a sentence each."""
+    if movement.change is not None and movement.mcnemar is not None:
+        limits = f"{amount(movement.low, 'pp')} to {amount(movement.high, 'pp')}"
+        change = amount(movement.change, "pp")
+        yield f"Accuracy {change} (limits {limits}, McNemar p = {movement.mcnemar:.2g})."
+    if movement.kl is None:
+        yield f"No divergence of the outputs: {movement.reason}."
+        return
+    text = f"Mean KL divergence of the outputs: {movement.kl:.3g} nats"
+    if movement.kl_low is not None:
+        text += f" (limits {movement.kl_low:.3g} to {movement.kl_high:.3g})"
+    yield f"{text}."
+
+
+def write_movement(movement: Movement) -> str:
+    """Write in a line how the predictions moved."""
+    equal = movement.equal
+    text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
+    text += f" ({equal.low:.1%} to {equal.high:.1%})"
+    counts = list[str]()
+    for name, words in MOVES.items():
+        part: Proportion | None = getattr(movement, name)
+        if part is not None and name != "equal":
+            counts.append(f"{words} {part.count}")
+    if counts:
+        text += f"; {', '.join(counts)}"
+    if movement.kl is not None:
+        text += f"; mean KL {movement.kl:.3g} nats"
+    return text

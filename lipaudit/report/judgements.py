@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
-from lipaudit.gate.rules import Judgement, Verdict, VerdictStatus, amount
-from lipaudit.gate.statistics import ALPHA, Movement, Proportion
+from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
+from lipaudit.report.groups import count_part, show_group_changes, show_movement, write_movement
 from lipaudit.report.opening import open_page
 from lipaudit.report.rows import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
@@ -122,11 +122,11 @@ def _list_chapters(
     figures = _show_figures(pair, short=short)
     if figures:
         yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
-    groups = _show_group_changes(pair, most)
+    groups = show_group_changes(pair, most)
     if groups:
         yield Chapter("groups", f"Which groups changed?{of}", groups)
     if pair.predictions is not None:
-        moved = _show_movement(pair.predictions)
+        moved = show_movement(pair.predictions)
         yield Chapter("predictions", f"How did the predictions move?{of}", moved)
     samples = _show_samples(pair, places, FEW if short else FIT)
     if samples:
@@ -205,92 +205,6 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     return found
 
 
-def _show_group_changes(pair: Pair, most: int) -> list[Block]:
-    """Show the changes of groups, a table for each figure, the worst group first."""
-    found = list[Block]()
-    figures = group_values(((v.metric, v.name), v) for v in pair.groups if not v.reason)
-    for (metric, name), verdicts in figures.items():
-        rows = list[Cells]()
-        proven = set[int]()
-        for i, verdict in enumerate(verdicts[:most]):
-            texts = {name: text or None for name, text in verdict.texts.items()}
-            rows.append(
-                {
-                    "group": verdict.group,
-                    "samples": verdict.samples or None,
-                    "old": texts["baseline"],
-                    "new": texts["current"],
-                    "paired": texts["paired"] or texts["change"],
-                    "95 % limits": texts["limits"],
-                    "p (groups)": verdict.p_adjusted,
-                }
-            )
-            if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
-                proven.add(i)
-        title = f"{metric} {name}".rstrip() + _count_part(rows, verdicts)
-        found.append(make_table(title, rows, strong=proven))
-    return found
-
-
-MOVES = {
-    "equal": "same prediction",
-    "right_to_wrong": "right to wrong",
-    "wrong_to_right": "wrong to right",
-    "wrong_to_other": "wrong to another wrong",
-}
-"""Kinds of moves of a prediction, in words."""
-
-
-def _show_movement(movement: Movement) -> list[Block]:
-    """Show how many predictions moved, from right to wrong and back, with limits."""
-    rows = list[Cells]()
-    for name, words in MOVES.items():
-        part: Proportion | None = getattr(movement, name)
-        if part is None:
-            continue
-        row: Cells = {"predictions": words, "samples": part.count}
-        row["share"] = f"{part.share:.1%}"
-        row["95 % limits"] = f"{part.low:.1%} to {part.high:.1%}"
-        rows.append(row)
-    found: list[Block] = [make_table("", rows)]
-    text = " ".join(_describe_movement(movement))
-    if text:
-        found.append(Paragraph(text))
-    return found
-
-
-def _describe_movement(movement: Movement) -> Iterator[str]:
-    """Yield the change of the accuracy and the divergence of the outputs, in a sentence each."""
-    if movement.change is not None and movement.mcnemar is not None:
-        limits = f"{amount(movement.low, 'pp')} to {amount(movement.high, 'pp')}"
-        change = amount(movement.change, "pp")
-        yield f"Accuracy {change} (limits {limits}, McNemar p = {movement.mcnemar:.2g})."
-    if movement.kl is None:
-        yield f"No divergence of the outputs: {movement.reason}."
-        return
-    text = f"Mean KL divergence of the outputs: {movement.kl:.3g} nats"
-    if movement.kl_low is not None:
-        text += f" (limits {movement.kl_low:.3g} to {movement.kl_high:.3g})"
-    yield f"{text}."
-
-
-def write_movement(movement: Movement) -> str:
-    """Write in a line how the predictions moved."""
-    equal = movement.equal
-    text = f"{equal.share:.1%} of {movement.samples} predictions are equal"
-    text += f" ({equal.low:.1%} to {equal.high:.1%})"
-    counts = list[str]()
-    for name, words in MOVES.items():
-        part: Proportion | None = getattr(movement, name)
-        if part is not None and name != "equal":
-            counts.append(f"{words} {part.count}")
-    if counts:
-        text += f"; {', '.join(counts)}"
-    if movement.kl is not None:
-        text += f"; mean KL {movement.kl:.3g} nats"
-    return text
-
-
 def _read_change(verdict: Verdict) -> float | None:
     """Return the paired change, else the change of the two figures."""
     return verdict.change if verdict.paired is None else verdict.paired
@@ -340,7 +254,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     ]
     if rows:
         strong = {i for i, head in enumerate(shown) if head.stands}
-        title = f"Heads that moved most{_count_part(shown, ranked)}, by {first}"
+        title = f"Heads that moved most{count_part(shown, ranked)}, by {first}"
         found.append(make_table(title, rows, columns, strong=strong))
     return found + maps
 
@@ -406,15 +320,8 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
                 row[metric, when] = None
                 if metric in sample.figures:
                     row[metric, when] = sample.figures[metric][end]
-    title = "Samples that changed" + _count_part(shown, flipped)
+    title = "Samples that changed" + count_part(shown, flipped)
     return [make_table(title, rows, columns)]
-
-
-def _count_part(shown: Sequence[object], all_of_them: Sequence[object]) -> str:
-    """Say how many are shown, unless all are."""
-    if len(shown) == len(all_of_them):
-        return ""
-    return f" ({len(shown)} of {len(all_of_them)})"
 
 
 # Rankings

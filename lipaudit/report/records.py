@@ -19,7 +19,7 @@ from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
     from lipaudit.gate.comparison import Comparison, Ranking
-    from lipaudit.gate.rules import Judgement, Verdict
+    from lipaudit.gate.verdicts import Judgement, Verdict
 
 JSON = "json"
 

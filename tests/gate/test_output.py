@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lipaudit.gate import compare, judge
-from lipaudit.gate.rules import Verdict, amount
+from lipaudit.gate.verdicts import Verdict, amount
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
 from tests.gate.cases import EXACT, NORMS, attack, bounds, flags, jacobian, new, report, rules

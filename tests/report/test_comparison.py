@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lipaudit.gate import compare, judge, rank
-from lipaudit.gate.rules import Verdict
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Heatmap, Table

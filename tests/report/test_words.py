@@ -9,7 +9,8 @@ import pytest
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
-from lipaudit.gate.rules import STATS, VerdictStatus, list_default_rules, list_metrics
+from lipaudit.gate.rules import STATS, list_default_rules, list_metrics
+from lipaudit.gate.verdicts import VerdictStatus
 from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import of_comparison, of_judgement, of_reports, topics
 from lipaudit.report.blocks import Card

@@ -1,0 +1,320 @@
+"""Verdicts on the rules of the gate, and the judgement that they add up to.
+
+All printed lines and the exit code come from verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Literal
+
+from pydantic import computed_field
+
+from lipaudit.errors import ExitCode
+from lipaudit.gate.rules import find_words
+from lipaudit.gate.statistics import Movement
+from lipaudit.tables.columns import Float, Frozen
+from lipaudit.tables.trials import TrialKey
+
+VerdictStatus = Literal[
+    "unchanged",
+    "improved",
+    "pass (proven)",
+    "pass",
+    "inconclusive",
+    "regressed",
+    "not comparable",
+    "error",
+]
+EXIT: dict[VerdictStatus, ExitCode] = {
+    "error": ExitCode.INTERNAL,
+    "not comparable": ExitCode.BASELINE,
+    "regressed": ExitCode.REGRESSION,
+}
+"""Exit code of each failing status, the most severe first."""
+
+
+class Verdict(Frozen):
+    """The verdict on one change: of a row or column, under a rule or under none.
+
+    Changes and limits use the unit of the rule's limit: a share of the baseline's value
+    (unit "%"), percentage points as a share (unit "pp"), or a difference (unit "").
+
+    Attributes:
+        rule: the rule as the user wrote it; in a comparison the metric.
+        metric: its metric in full, e.g. `bounds.exact:each`.
+        name: the row or column, e.g. `layer 3 head 1`; empty if there is only one.
+        group: the group of samples; empty: all.
+        status: the verdict.
+        old: the baseline's value on the shared samples.
+        new: the current value on the shared samples.
+        paired: the tested change, sample by sample: the median of the samples' changes
+            (`median`, `each`), else the change of the two values.
+        low: lower limit of the paired change, for this row or column alone, at 1 - alpha.
+        high: upper limit of the paired change, likewise; of a comparison at 95 %.
+        unit: unit of change, paired, low and high.
+        p: p-value of "no worse", for this row or column alone.
+        p_adjusted: the same over all rules and rows together.
+        change_status: whether there is a change at all, for this row or column alone and
+            independent of the rule, in the words of `compare`; None without a test.
+        lost: number of samples that changed from yes to no, for shares.
+        gained: number of samples that changed from no to yes, for shares.
+        mcnemar: exact two-sided p-value of "lost and gained are equally likely".
+        samples: number of pairs behind the verdict, or of the samples of a group; 0 if unknown.
+        samples_needed: approximate number of samples that would settle an inconclusive change, or
+            prove a limit where --strict asks for it.
+        reason: why the rule was not judged.
+        remark: what else a reader of the figures must know.
+    """
+
+    rule: str
+    metric: str
+    status: VerdictStatus
+    name: str = ""
+    group: str = ""
+    old: Float | None = None
+    new: Float | None = None
+    paired: Float | None = None
+    low: Float | None = None
+    high: Float | None = None
+    unit: str = ""
+    p: Float | None = None
+    p_adjusted: Float | None = None
+    change_status: VerdictStatus | None = None
+    lost: int | None = None
+    gained: int | None = None
+    mcnemar: Float | None = None
+    samples: int = 0
+    samples_needed: int | None = None
+    reason: str = ""
+    remark: str = ""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def change(self) -> Float | None:
+        """Return the change of the two values; None for an absolute limit."""
+        if self.old is None or self.new is None:
+            return None
+        if self.new == self.old:
+            return 0.0
+        if self.unit != "%":
+            return self.new - self.old
+        if self.old == 0:
+            return math.copysign(math.inf, self.new)
+        return self.new / self.old - 1
+
+    @property
+    def proven(self) -> bool:
+        """Say whether the verdict leaves no doubt that the rule holds, as --strict asks."""
+        tested = self.low is not None
+        return self.status != "inconclusive" and not (self.status == "pass" and tested)
+
+    @property
+    def row(self) -> str:
+        """Return the row or column, and the group of samples."""
+        if not self.group:
+            return self.name
+        return f"{self.name} group {self.group}".strip()
+
+    @property
+    def line(self) -> str:
+        """Return the verdict as one line, with what would settle an inconclusive change."""
+        where = f" {self.row}" if self.row else ""
+        text = f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"
+        return "; ".join(filter(None, (text, self.remark, self.advice)))
+
+    @property
+    def advice(self) -> str:
+        """Return what would settle an inconclusive change or prove a limit; else nothing."""
+        if not self.samples_needed:
+            return ""
+        of_group = " of the group" if self.group else ""
+        needed = f"about {self.samples_needed} samples{of_group} would settle it"
+        return f"{needed}, and this run has {self.samples}"
+
+    @property
+    def sentence(self) -> str:
+        """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
+        column = self.metric.partition("@")[0].partition(":")[0]
+        measure, _, name = column.rpartition(".")
+        words = find_words(measure, name) or self.metric
+        stat = self.metric.rpartition(":")[2]
+        if stat in ("p95", "max") and words != self.metric:
+            words = f"{words}, {stat},"
+        trial = TrialKey.parse(self.name)
+        where = trial.ball if trial else self.name
+        if self.group:
+            where = f"{where}, group {self.group}".removeprefix(", ")
+        subject = f"{words} ({where})" if where else words
+        new, old = (_write_figure(value, self.unit) for value in (self.new, self.old))
+        if self.old is None:
+            return f"{subject} {new} breaks the limit of {self.rule}"
+        return f"{subject} {old} -> {new}"
+
+    @property
+    def proof(self) -> str:
+        """Return what is proven of a regression: `proven: at least 1.9 points lower`."""
+        if self.low is None or self.high is None:
+            return ""
+        end = min(self.low, self.high, key=abs)
+        if self.change_status in ("improved", "inconclusive"):
+            return f"proven: less than {self.rule} asks"
+        if not math.isfinite(end) or self.change_status != "regressed":
+            return "proven"
+        size = abs(100 * end if self.unit else end)
+        unit = {"%": " %", "pp": " points", "": ""}[self.unit]
+        way = "higher" if end > 0 else "lower"
+        return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
+
+    @property
+    def figures(self) -> str:
+        """Return the values, their change, and the tested change."""
+        texts = self.texts
+        if not texts["baseline"]:
+            of_group = f" (n = {self.samples})" if self.samples else ""
+            return texts["current"] + of_group
+        values = f"{texts['baseline']} -> {texts['current']}"
+        change = texts["change"]
+        if self.low is not None:
+            if texts["paired"] != change:
+                change += f"; paired {texts['paired']}"
+            limits = texts["limits"]
+            change += f", limits {limits}" if " to " in limits else f", {limits}"
+            change += f", n = {self.samples}"
+            # Beside a verdict that leaves open whether there is a change at all.
+            if self.change_status in {"regressed", "improved"} - {self.status}:
+                change += f"; the change alone: {self.change_status}"
+        elif self.status in ("pass", "improved", "regressed"):
+            change += ", without a test"
+        return f"{values} ({change})"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the printed parts of the verdict, by kind; empty if absent."""
+        limits = ""
+        if self.low is not None:
+            limits = f"{amount(self.low, self.unit)} to {amount(self.high, self.unit)}"
+            if self.high == math.inf and self.low in (-1.0, -math.inf):
+                limits = "no finite limits"
+        return {
+            "baseline": "" if self.old is None else f"{self.old:.4g}",
+            "current": "" if self.new is None else f"{self.new:.4g}",
+            "change": amount(self.change, self.unit),
+            "paired": amount(self.paired, self.unit),
+            "limits": limits,
+            "samples": str(self.samples or ""),
+        }
+
+
+ROUNDING = 0.01
+"""Share of a tenth by which a figure of six digits may miss it."""
+LISTED = 4
+"""Number of changes that the answer of a gate names."""
+
+
+class Judgement(Frozen):
+    """Everything a gate decided.
+
+    Attributes:
+        current: the judged model.
+        baseline: the model of the baseline.
+        alpha: the chance of flagging a checkpoint that is no worse.
+        strict: whether verdicts that are not proven fail.
+        verdicts: one per rule and row, in the order of the rules.
+        notes: differences that permit the comparison, and dropped rules.
+        warnings: warnings of the current report, which affect its figures.
+        predictions: how the predictions moved; None if a report has none.
+        baseline_file: path of the baseline as given; empty if unknown.
+    """
+
+    current: str
+    baseline: str
+    alpha: float
+    strict: bool
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    predictions: Movement | None = None
+    baseline_file: str = ""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of the gravest status among the verdicts."""
+        codes = {self._code(verdict) for verdict in self.verdicts}
+        order = (*EXIT.values(), ExitCode.NOT_PROVEN)
+        return int(next((code for code in order if code in codes), ExitCode.OK))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def outcome(self) -> str:
+        """Return the outcome in a word or two: pass, worse, not proven, not comparable, error."""
+        if self.exit_code == ExitCode.REGRESSION:
+            return "worse"
+        if self.exit_code in (ExitCode.INTERNAL, ExitCode.BASELINE):
+            return self._list_gravest()[0].status
+        open_ones = any(verdict.status == "inconclusive" for verdict in self.verdicts)
+        return "not proven" if open_ones or self.exit_code else "pass"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def reason(self) -> str:
+        """Return the answer in a sentence: what is worse, or not proven, or the counts."""
+        gravest = self._list_gravest()
+        if self.outcome == "pass":
+            return f"pass: {self.counts}"
+        if self.outcome not in ("worse", "not proven"):
+            more = f" (and {len(gravest) - 1} more)" if len(gravest) > 1 else ""
+            return gravest[0].line + more
+        shown = []
+        for verdict in gravest[:LISTED]:
+            detail = verdict.proof if self.outcome == "worse" else verdict.advice
+            shown.append(f"{verdict.sentence} ({detail})" if detail else verdict.sentence)
+        more = f", and {len(gravest) - LISTED} more" if len(gravest) > LISTED else ""
+        return f"{self.outcome}: {', '.join(shown)}{more}"
+
+    @property
+    def counts(self) -> str:
+        """Return how many verdicts have each status."""
+        counts = Counter(verdict.status for verdict in self.verdicts)
+        return ", ".join(f"{number} {status}" for status, number in counts.items())
+
+    @property
+    def summary(self) -> str:
+        """Return the outcome with the counts, and with the samples that would settle it."""
+        needed = [v.samples_needed for v in self.verdicts if v.samples_needed]
+        text = f"{self.outcome}: {self.counts}"
+        if self.outcome == "not proven" and needed:
+            text += f"; about {max(needed)} samples would settle it"
+        return text
+
+    def _list_gravest(self) -> list[Verdict]:
+        """Return the verdicts behind the outcome."""
+        bad = [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
+        open_ones = [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]
+        return bad if self.exit_code else open_ones
+
+    def fails(self, verdict: Verdict) -> bool:
+        """Say whether a verdict fails the gate."""
+        return self._code(verdict) is not ExitCode.OK
+
+    def _code(self, verdict: Verdict) -> ExitCode:
+        if self.strict and not verdict.proven:
+            return ExitCode.NOT_PROVEN
+        return EXIT.get(verdict.status, ExitCode.OK)
+
+
+def _write_figure(value: float | None, unit: str) -> str:
+    """Write a figure for a sentence: a share in percent, anything else with four digits."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} %" if unit == "pp" else f"{value:.4g}"
+
+
+def amount(value: float | None, unit: str) -> str:
+    """Write a change with its sign: +5%, -2pp, +0.1."""
+    if value is None:
+        return ""
+    value += 0.0  # -0.0 becomes 0.0
+    return f"{100 * value:+.3g}{unit}" if unit and math.isfinite(value) else f"{value:+.3g}"

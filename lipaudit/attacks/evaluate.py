@@ -125,6 +125,7 @@ def evaluate_chunk(
     patch: tuple[int, int] | None = None,
     earlier: Sequence[Outcome] = (),
     check: Callable[[], None] = lambda: None,
+    target: int | None = None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
@@ -144,6 +145,8 @@ def evaluate_chunk(
         patch: height and width of a patch, for attacks on patches.
         earlier: outcomes of an interrupted run on this chunk, which are not yielded again.
         check: called before every pass of an attack; it may raise to end the run.
+        target: the class that attacks on texts aim at: only reaching it breaks a sample, and no
+            sample of this class; None: any wrong class breaks a sample.
 
     Raises:
         UsageError: the samples have half precision.
@@ -160,7 +163,7 @@ def evaluate_chunk(
     clean = earlier[0] if earlier else _examine_clean(oracle, chunk, logits, seed)
     if not earlier:
         yield clean
-    session = _Session(f, chunk, box, batch_size, logits, patch)
+    session = _Session(f, chunk, box, batch_size, logits, patch, target)
     known = list(earlier[1:])
     last = clean
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
@@ -206,6 +209,7 @@ class _Session:
     batch_size: int
     logits: Tensor
     patch: tuple[int, int] | None
+    target: int | None
 
     def search(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
@@ -296,12 +300,13 @@ class _Session:
         after = list(last.drafts or texts.drafts)
         robust = last.robust.clone()
         confidence = last.confidence.clone()
-        rows = robust.nonzero()[:, 0]
+        going = robust if self.target is None else robust & (chunk.y != self.target)
+        rows = going.nonzero()[:, 0]
         budget = int(trial.radius.value)
         if len(rows) and budget > 0:
             runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
             turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
-            oracle = TextOracle(reader, self.batch_size, meter)
+            oracle = TextOracle(reader, self.batch_size, meter, self.target)
             before = [texts.drafts[i] for i in rows.tolist()]
             y = chunk.y[rows]
             function: RewriteFunction = attack.kind.load()
@@ -309,11 +314,12 @@ class _Session:
             check_drafts(changed, before, reader.lexicon, budget, attack.name)
             logits = oracle([reader.read(draft) for draft in changed])
             logits = _require_finite(logits, f"{attack.name} texts", chunk)
-            robust[rows] = logits.argmax(1) == y
+            predicted = logits.argmax(1)
+            robust[rows] = predicted == y if self.target is None else predicted != self.target
             confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 after[i] = draft
-        counts = [float(len(draft.changed)) for draft in after]
+        counts = [float(draft.changes) for draft in after]
         return {
             "tried": last.robust,
             "robust": robust,

@@ -23,6 +23,7 @@ from lipaudit.tables.trials import (
     Norm,
     Radius,
     TrialKey,
+    name_unit,
     parse_radius,
 )
 
@@ -59,7 +60,8 @@ class AttackKind:
         effort: cost of a turn: one gradient, in which case restarts add nothing; `steps`
             gradients; `queries` forward passes; or, for every change of a text (`edits`), a
             gradient and `queries` forward passes, in which case restarts add nothing; or a forward
-            pass for every example of `--transfer` (`points`), without restarts.
+            pass for every example of `--transfer` (`points`), without restarts; or `steps` times
+            a gradient and `queries` forward passes (`swaps`), without restarts.
         steps: default iterations; None: those of `Attack`.
         queries: default forward passes; None: those of `Attack`.
         restarts: default starts; None: those of `Attack`.
@@ -71,7 +73,7 @@ class AttackKind:
     norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
     masked: bool = True
     targeted: bool = False
-    effort: Literal["gradient", "steps", "queries", "edits", "points"] = "steps"
+    effort: Literal["gradient", "steps", "queries", "edits", "points", "swaps"] = "steps"
     steps: int | None = None
     queries: int | None = None
     restarts: int | None = None
@@ -112,6 +114,10 @@ SINGLE_CHANGES = 600
 _rewrite = functools.partial(
     AttackKind, effort="edits", queries=SINGLE_CHANGES, radii=("1", "2", "4")
 )
+# Suffixes: steps of a search, and suffixes that each step tries.
+_suffix = functools.partial(
+    AttackKind, norms=("suffix",), effort="swaps", steps=20, queries=128, radii=("1", "3", "5")
+)
 # lipaudit's own attacks, by the name that --attack takes.
 ATTACKS: dict[str, AttackKind] = {
     "fgsm": _ball("lipaudit.attacks.oracle:fgsm", effort="gradient"),
@@ -132,6 +138,8 @@ ATTACKS: dict[str, AttackKind] = {
     "transfer": _ball("lipaudit.attacks.transfer:try_examples", masked=False, effort="points"),
     "words": _rewrite("lipaudit.attacks.rewriting:rewrite_words", norms=("words",)),
     "characters": _rewrite("lipaudit.attacks.rewriting:rewrite_characters", norms=("characters",)),
+    "suffix": _suffix("lipaudit.attacks.suffixes:search_suffix"),
+    "random": _suffix("lipaudit.attacks.suffixes:draw_suffix"),
 }
 # Kinds of typing errors, each of which changes a word.
 TYPING = ("swap", "remove", "replace", "insert")
@@ -166,6 +174,7 @@ class Attack:
         restarts: starts per sample, or per sample and target.
         targets: number of target classes, the likeliest first.
         queries: forward passes per sample and start.
+        place: where a suffix stands: behind or before the text.
     """
 
     name: str
@@ -173,6 +182,7 @@ class Attack:
     restarts: int = 1
     targets: int = 9
     queries: int = 5000
+    place: Literal["behind", "before"] = "behind"
 
     @property
     def kind(self) -> AttackKind:
@@ -187,7 +197,7 @@ class Attack:
     @property
     def turns(self) -> int:
         """Return the number of runs on a sample that is never broken."""
-        once = self.kind.effort in ("gradient", "edits", "points")
+        once = self.kind.effort in ("gradient", "edits", "points", "swaps")
         if once:
             return 1
         return self.restarts * self.aims
@@ -201,6 +211,7 @@ class Attack:
             "queries": self.queries,
             "edits": (self.queries + 3) * changes,
             "points": 1,  # or more: the file says how many
+            "swaps": self.steps * (self.queries + 3),
         }
         if radius.value:
             return each[self.kind.effort] * self.turns
@@ -228,8 +239,9 @@ class Trial:
     Attributes:
         label: name of the result.
         norm: linf, l2, l1, token-l2 (the largest l2 norm of a token's perturbation), words,
-            characters or patch.
-        radius: eps, in units of the attacked space; for words, characters, patches their number.
+            characters, suffix or patch.
+        radius: eps, in units of the attacked space; else a number of words, characters, tokens of
+            a suffix, or patches.
         attacks: the attacks, in order.
         notes: notes on the choice of settings.
     """
@@ -239,6 +251,10 @@ class Trial:
     radius: Radius
     attacks: tuple[Attack, ...]
     notes: tuple[Note, ...] = ()
+
+    def put(self, place: Literal["behind", "before"]) -> Trial:
+        """Return the trial with suffixes at a place."""
+        return replace(self, attacks=tuple(replace(each, place=place) for each in self.attacks))
 
     @property
     def key(self) -> TrialKey:
@@ -271,7 +287,7 @@ def read_plan(
     """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
     Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
-    `custom:NAME,NAME` is one ensemble. An attack on words or characters takes the radii with its
+    `custom:NAME,NAME` is one ensemble. An attack that counts changes takes the radii with its
     unit (`2words`), plain radii if all attacks count changes, else its default. Other attacks take
     the plain radii.
 
@@ -389,7 +405,7 @@ def _plan_radii(
     uneven = next((r.text for r in radii if norm in WHOLE and r.value.denominator != 1), None)
     if uneven is not None:
         raise UsageError(
-            f"the radius {uneven} is not a whole number of {norm}",
+            f"the radius {uneven} is not a whole number of {name_unit(norm)}",
             f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
         )
     return [Trial(label, norm, radius, attacks) for radius in radii]

@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.attacks.kinds import TYPING
-from lipaudit.attacks.oracle import Turn, list_pieces, margins
+from lipaudit.attacks.oracle import Turn, list_pieces
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
 
@@ -169,13 +169,15 @@ def search(
     """
     best = list(drafts)
     read = oracle.reader.read
-    margin = margins(oracle([read(draft) for draft in best]), y).tolist()
+    margin = oracle.measure_leads(oracle([read(draft) for draft in best]), y).tolist()
     going = [i for i, value in enumerate(margin) if value >= 0]
     for _ in range(budget):
         if not going:
             break
-        slopes = oracle.slopes([best[i].ids for i in going], y[going])
-        proposed = [propose(best[i], slope) for i, slope in zip(going, slopes, strict=True)]
+        slopes = oracle.slopes([best[i].input_ids for i in going], y[going])
+        proposed = []
+        for i, slope in zip(going, slopes, strict=True):
+            proposed.append(propose(best[i], best[i].align(slope)))
         steps = []
         for i, changes in zip(going, proposed, strict=True):
             steps.append(_Step(i, changes, queries, read, best[i]))
@@ -206,7 +208,7 @@ def _try_changes(
     if not texts:
         return
     labels = y[torch.tensor(owners, device=y.device)]
-    values = iter(margins(oracle(texts), labels).tolist())
+    values = iter(oracle.measure_leads(oracle(texts), labels).tolist())
     for step, made in chosen:
         step.note_margins(made, list(islice(values, len(made))))
 

@@ -32,6 +32,24 @@ NOWHERE: Span = (0, 0, 0)
 
 
 @dataclass(frozen=True)
+class Continuations:
+    """What a language model scores behind a prompt; attacks never change it.
+
+    Attributes:
+        texts: the continuations.
+        tail: their token ids, as packed behind the prompt's (see `data.continuations.pack`).
+        room: largest number of tokens of the prompt; a longer one loses its beginning.
+        pack: prompt -> packed ids of the prompt and its continuations; empty if one of them has
+            no tokens.
+    """
+
+    texts: tuple[str, ...]
+    tail: Ids
+    room: int
+    pack: Callable[[str], Ids]
+
+
+@dataclass(frozen=True)
 class Source:
     """The characters that a text was tokenized from.
 
@@ -40,11 +58,13 @@ class Source:
         spans: per word, the positions of its tokens without the space around them.
         most: number of tokens after which the tokenizer cuts; one more than the model takes if the
             text was not cut.
+        continuations: what follows the text, if it is a prompt.
     """
 
     texts: tuple[str, ...]
     spans: tuple[tuple[Span, ...], ...]
     most: int
+    continuations: Continuations | None = None
 
     def word(self, i: int) -> str:
         """Return the characters of a word."""
@@ -80,6 +100,7 @@ class Lexicon:
         read: (a text or a pair, largest number of tokens) -> ids and the span of each token.
         write: id -> the characters that it adds to a word; None if they are not whole characters.
         special: ids around texts, and between the texts of a pair.
+        reserved: ids that no suffix may have: special and added tokens.
         tokens: the spelling of every token id with the vocabulary's marks, if known.
         marked: whether the vocabulary marks the beginnings of words; without marks, adjacent
             tokens form a word.
@@ -89,6 +110,7 @@ class Lexicon:
     spell: Callable[[Sequence[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
     special: frozenset[int] = frozenset()
+    reserved: frozenset[int] = frozenset()
     tokens: Sequence[str] = ()
     read: Callable[[tuple[str, ...], int], tuple[Ids, tuple[Span, ...]]] | None = None
     write: Callable[[int], str] = str
@@ -175,6 +197,29 @@ class Lexicon:
 
 
 @dataclass(frozen=True)
+class Suffix:
+    """Tokens that an attack adds to a text.
+
+    Attributes:
+        ids: the tokens.
+        token: number of the text's tokens before them.
+        place: index of the text in a pair, and of the character before which they are inserted.
+        text: their characters.
+    """
+
+    ids: Ids
+    token: int
+    place: tuple[int, int]
+    text: str = ""
+
+    def insert(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the texts with the characters of the suffix."""
+        piece, at = self.place
+        text = texts[piece]
+        return (*texts[:piece], text[:at] + self.text + text[at:], *texts[piece + 1 :])
+
+
+@dataclass(frozen=True)
 class Draft:
     """A text as words, with the changes made to it.
 
@@ -185,6 +230,7 @@ class Draft:
         source: the characters of the unchanged text, if known.
         tried: number of single changes that a search evaluated, over all its steps.
         possible: number of single changes that there were.
+        suffix: the tokens added to the unchanged words.
     """
 
     words: tuple[Ids, ...]
@@ -193,18 +239,57 @@ class Draft:
     source: Source | None = None
     tried: int = 0
     possible: int = 0
+    suffix: Suffix | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the characters of the text, or of the two of a pair; empty if unknown."""
         if self.source is None:
             return ()
+        if self.suffix is not None:
+            return self.suffix.insert(self.source.texts)
         return self.source.cut(self.spelled)
 
     @property
     def ids(self) -> Ids:
         """Return the text as token ids, each word tokenized alone."""
-        return tuple(token for word in self.words for token in word)
+        ids = tuple(token for word in self.words for token in word)
+        if self.suffix is None:
+            return ids
+        at = self.suffix.token
+        return ids[:at] + self.suffix.ids + ids[at:]
+
+    @property
+    def input_ids(self) -> Ids:
+        """Return the ids that the model reads: those of a prompt with its continuations."""
+        continued = self._continuations
+        if continued is None:
+            return self.ids
+        return self.ids[-continued.room :] + continued.tail
+
+    @property
+    def changes(self) -> int:
+        """Return the number of changes: of words or characters, or added tokens."""
+        if self.suffix is None:
+            return len(self.changed)
+        return len(self.suffix.ids)
+
+    @property
+    def _continuations(self) -> Continuations | None:
+        return None if self.source is None else self.source.continuations
+
+    def align(self, slope: Float[Tensor, "inputs width"]) -> Float[Tensor, "tokens width"]:
+        """Return the gradient of each token of `ids`, given that of the model's inputs.
+
+        Tokens that the model does not read have gradient 0.
+        """
+        continued = self._continuations
+        if continued is None:
+            return slope
+        tokens = len(self.ids)
+        read = min(tokens, continued.room)
+        zeros = slope.new_zeros(tokens - read, slope.shape[1])
+        return torch.cat([zeros, slope[:read]])
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
         """Return the text with one word replaced: one more change."""
@@ -230,6 +315,7 @@ class Reader:
         pad_id: the id that fills shorter texts.
         near: cache of the neighbours of token ids.
         reads_padding: whether the model reads padding; batches then have texts of one length only.
+        tokenize: (prompt, most tokens) -> ids, if the model scores continuations of prompts.
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor]
@@ -241,6 +327,7 @@ class Reader:
     pad_id: int = 0
     near: dict[int, Tensor] = field(default_factory=dict, compare=False)
     reads_padding: bool = False
+    tokenize: Callable[[str, int], list[int]] | None = None
 
     def read(self, draft: Draft, *, cut: bool = False) -> Ids:
         """Return the ids of a text, from its characters; empty if it is too long for the model.
@@ -249,6 +336,9 @@ class Reader:
         """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
+        continuations = draft.source.continuations
+        if continuations is not None:
+            return continuations.pack(*draft.texts)
         most = self.most if cut else draft.source.most
         ids, _ = self.lexicon.read(draft.texts, most)
         if not 0 < len(ids) <= self.most:
@@ -276,11 +366,13 @@ class TextOracle:
         reader: how the model reads texts.
         batch_size: the device batch size.
         meter: counts the passes.
+        target: the class that attacks aim at; None: any class but the label.
     """
 
     reader: Reader
     batch_size: int
     meter: Meter = field(default_factory=Meter)
+    target: int | None = None
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
@@ -293,10 +385,21 @@ class TextOracle:
             logits |= zip(rows, output, strict=True)
         return torch.stack([logits[i] for i in range(len(texts))])
 
+    def measure_leads(
+        self, logits: Float[Tensor, "texts classes"], y: Int[Tensor, " texts"]
+    ) -> Float[Tensor, " texts"]:
+        """Return what attacks lower, negative exactly if they succeeded.
+
+        It is the margin of the label, or the lead of the best other class over the target.
+        """
+        if self.target is None:
+            return margins(logits, y)
+        return -margins(logits, torch.full_like(y, self.target))
+
     def slopes(
         self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
     ) -> list[Float[Tensor, "tokens width"]]:
-        """Return the gradient of each text's margin with respect to its token embeddings.
+        """Return the gradient of each text's lead with respect to its token embeddings.
 
         Words tokenized alone may have more tokens than the model takes; tokens before the last one
         are then left out, without gradient.
@@ -310,7 +413,7 @@ class TextOracle:
             with torch.enable_grad():
                 z = self.reader.point(ids, mask).requires_grad_()
                 logits = self.reader.forward(z, ids, mask)
-                total = margins(logits, y[rows]).sum()
+                total = self.measure_leads(logits, y[rows]).sum()
             gradients = pull((z, total), torch.ones_like(total))
             for i, gradient in zip(rows, gradients, strict=True):
                 slope = gradient[: len(shortened[i])]
@@ -353,6 +456,11 @@ def check_drafts(
         EvaluationError: the result breaks these rules.
     """
     for new, old in zip(after, before, strict=True):
+        mixed = new.suffix is not None and (new.changed or new.words != old.words)
+        if mixed:
+            raise blame_attack(attack, "changed words beside the suffix")
+        if new.suffix is not None and not lexicon.reserved.isdisjoint(new.suffix.ids):
+            raise blame_attack(attack, "added a special token")
         changed = set(new.changed)
         wrong = len(new.words) != len(old.words)
         for i, (word, original) in enumerate(zip(new.words, old.words, strict=False)):
@@ -364,6 +472,6 @@ def check_drafts(
         respelled = {i for i, _ in new.spelled}
         if old.source is not new.source or respelled - changed:
             raise blame_attack(attack, "changed characters and did not report it")
-        if len(new.changed) > budget:
-            text = f"made {len(new.changed)} changes, but only {budget} are allowed"
+        if new.changes > budget:
+            text = f"made {new.changes} changes, but only {budget} are allowed"
             raise blame_attack(attack, text)

@@ -33,6 +33,7 @@ class Batch:
         start: index of the first sample among the samples of the run.
         texts: the characters of each text, or of the two texts of a pair, if known.
         limit: number of tokens after which texts are cut; 0 without texts.
+        continuations: what a language model scores behind each text, if the texts are prompts.
     """
 
     x: Tensor
@@ -42,6 +43,7 @@ class Batch:
     start: int = 0
     texts: tuple[tuple[str, ...], ...] = ()
     limit: int = 0
+    continuations: tuple[tuple[str, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,7 +65,12 @@ class Batch:
         texts: tuple[tuple[str, ...], ...] = ()
         if self.texts:
             texts = tuple(self.texts[i] for i in positions)
-        return replace(rows, y=y, ids=ids, texts=texts, limit=self.limit)
+        continuations: tuple[tuple[str, ...], ...] = ()
+        if self.continuations:
+            continuations = tuple(self.continuations[i] for i in positions)
+        return replace(
+            rows, y=y, ids=ids, texts=texts, limit=self.limit, continuations=continuations
+        )
 
     def without_ids(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: no transfer to the host is needed."""

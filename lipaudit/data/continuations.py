@@ -89,6 +89,49 @@ class QuestionForm:
         raise InputError(f"has the label {label!r}, which is not a class")
 
 
+@dataclass(frozen=True)
+class Packer:
+    """Reads prompts with their continuations as a language model does.
+
+    Attributes:
+        tokenize: text -> token ids, cut to a number of tokens.
+        vocabulary: number of token ids.
+        limit: largest number of tokens of a prompt with one continuation.
+    """
+
+    tokenize: Callable[[str, int], list[int]]
+    vocabulary: int
+    limit: int
+
+    def encode(
+        self, prompt: str, continuations: Sequence[str]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return the ids of a prompt, and those of each continuation behind it."""
+        start = prompt.rstrip()
+        before = self.tokenize(start, WHOLE)
+        parts: list[tuple[list[int], list[int]]] = []
+        for text in continuations:
+            blank = prompt[len(start) :]
+            if not blank and not text[:1].isspace():
+                blank = " "
+            both = self.tokenize(start + blank + text, WHOLE)
+            parts.append(_split(before, both))
+        ids, _ = parts[0]
+        return ids, [behind for _, behind in parts]
+
+    def find_room(self, follow: Sequence[Sequence[int]]) -> int:
+        """Return the largest number of tokens of a prompt before these continuations."""
+        return self.limit - max(map(len, follow))
+
+    def pack(self, prompt: str, continuations: Sequence[str]) -> Sequence[int]:
+        """Return a prompt and its continuations in one row; empty if one of them has no tokens."""
+        before, follow = self.encode(prompt, continuations)
+        room = self.find_room(follow)
+        if not before or not all(follow) or room < 1:
+            return ()
+        return pack(before[-room:], follow, self.vocabulary).tolist()
+
+
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     """Pack a prompt and its continuations into one row: id + i * vocabulary in continuation i.
 
@@ -124,18 +167,18 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
     asked, choices, faults = _ask_rows(form, rows)
     table = replace(table, faults={**table.faults, **faults})
 
+    packer = Packer(tokenize, vocabulary, limit)
+
     def read(i: int) -> tuple[Tensor, bool]:
         question = asked[i]
-        pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
-        prompt, _ = pairs[0]
-        follow = [ids for _, ids in pairs]
+        prompt, follow = packer.encode(question.prompt, question.continuations)
         shown = question.prompt[:40]
         if not prompt or not all(follow):
             raise InputError(
                 f"{table.origin}: {shown!r} or its continuation has no tokens",
                 "Remove such rows, or leave them out with --skip-bad.",
             )
-        room = limit - max(map(len, follow))
+        room = packer.find_room(follow)
         if room < 1:
             raise InputError(
                 f"{table.origin}: the continuation of {shown!r} leaves no room for the prompt "
@@ -152,14 +195,22 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
             f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (Note.warn("text-cut", text),)
-    packed, right, origins = [], [], []
+    packed, right, origins, prompts, continuations = [], [], [], [], []
     for i, (ids, _) in drawn:
         packed.append(ids)
         right.append(asked[i].right)
-        origins.append(SampleOrigin(table.name(i), tables.shorten((asked[i].prompt,))))
+        prompt = (asked[i].prompt,)
+        prompts.append(prompt)
+        continuations.append(asked[i].continuations)
+        origins.append(SampleOrigin(table.name(i), tables.shorten(prompt)))
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
     classes = names.get(form.kind, tuple(LETTERS[:choices]))
-    batch = make_batch(packed, net, right)
+    batch = replace(
+        make_batch(packed, net, right),
+        texts=tuple(prompts),
+        limit=limit,
+        continuations=tuple(continuations),
+    )
     task = Task(form.kind, classes)
     return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
 
@@ -185,15 +236,8 @@ def _ask_rows(
     return asked, usual, faults
 
 
-def _encode_pair(
-    prompt: str, text: str, tokenize: Callable[[str, int], list[int]]
-) -> tuple[list[int], list[int]]:
-    start = prompt.rstrip()
-    blank = prompt[len(start) :]
-    if not blank and not text[:1].isspace():
-        blank = " "
-    before = tokenize(start, WHOLE)
-    both = tokenize(start + blank + text, WHOLE)
+def _split(before: list[int], both: list[int]) -> tuple[list[int], list[int]]:
+    """Split the ids of a prompt with its continuation, given the ids of the prompt alone."""
     # Some tokenizers end every text with a token, which does not belong to a prompt.
     opening = before[:-1]
     ends_alike = bool(before) and both[-1:] == before[-1:]

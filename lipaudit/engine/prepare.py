@@ -310,8 +310,7 @@ def _suit_measure(
             f"{name} does not support scores",
             "Leave --score out, or use it with attack or jacobian.",
         )
-    # Word attacks change texts that a model reads alone, not prompts.
-    return options.adapt(net.kind, (), "it scores continuations")
+    return options.adapt_scores(net.changes)
 
 
 def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:

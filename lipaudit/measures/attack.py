@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lipaudit.attacks import kinds
 from lipaudit.attacks.kinds import CHUNK, Attack, Trial
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, few
 from lipaudit.measures import base
 from lipaudit.measures.base import AuditRequest, AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.measures.rating import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # Default attacks of images, texts, and embeddings of texts.
-IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
+IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", "words,characters", "fgsm,pgd"
 # The demos are of digits, which larger changes leave readable.
 DEMO_EPS, EPS = "0.1", "2/255"
 # Options that an audit also takes.
@@ -66,8 +66,8 @@ class AttackOptions(MeasureOptions):
     The radius is in pixel space [0, 1]; normalisation happens inside the model. For texts,
     --attack words or characters changes that many words or characters. Other attacks change the
     token embeddings. For language models, they attack the scores of continuations, choices or
-    labels, in the embeddings of the prompt (--score). --attack patch puts any values into that
-    many patches of an image.
+    labels: --attack words, characters or suffix change the prompt itself, others its embeddings
+    (--score). --attack patch puts any values into that many patches of an image.
 
     Examples:
       lipaudit attack demo --eps 0.1
@@ -76,6 +76,7 @@ class AttackOptions(MeasureOptions):
       lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1patch,2patches
       lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2
       lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1
+      lipaudit attack ./gpt2 --data questions.jsonl --attack suffix,random --eps 3,5
     """
 
     samples: ClassVar[int] = 128
@@ -86,7 +87,7 @@ class AttackOptions(MeasureOptions):
     eps: Radii = option(
         (),
         "Attack radii for pixels in [0, 1]: 2/255, 1/255,0.03 or START:STOP:COUNT like 0:8/255:9; "
-        "for words, characters, patches how many.",
+        "for words, characters, tokens of a suffix, patches how many.",
     )
     attack: str | None = option(
         None,
@@ -101,8 +102,8 @@ class AttackOptions(MeasureOptions):
         None,
         "Number of iterations of every attack.",
         usual=f"{kinds.Attack.steps}; pgd: {kinds.ATTACKS['pgd'].steps}; "
-        f"patch: {kinds.ATTACKS['patch'].steps}",
-        need=_attack("steps"),
+        f"patch: {kinds.ATTACKS['patch'].steps}; suffix: {kinds.ATTACKS['suffix'].steps}",
+        need=_attack("steps", "swaps"),
         gt=0,
         rare=True,
     )
@@ -117,10 +118,26 @@ class AttackOptions(MeasureOptions):
     queries: int | None = option(
         None,
         "Largest number of queries: in all of square; for each change of words and characters, "
-        "where smaller sets are tried whole.",
-        usual=f"{kinds.Attack.queries}; words and characters: {kinds.SINGLE_CHANGES}",
-        need=_attack("queries", "edits"),
+        "where smaller sets are tried whole; for each step of suffix.",
+        usual=f"{kinds.Attack.queries}; words and characters: {kinds.SINGLE_CHANGES}; "
+        f"suffix: {kinds.ATTACKS['suffix'].queries}",
+        need=_attack("queries", "edits", "swaps"),
         gt=0,
+        rare=True,
+    )
+    suffix_place: Literal["behind", "before"] = option(
+        "behind",
+        "Where suffix and random put their tokens: behind or before the text.",
+        need=_attack("swaps"),
+        kinds=("text",),
+        rare=True,
+    )
+    target: str | None = option(
+        None,
+        "Class (name, letter or number) that attacks on texts aim at: a sample is broken if the "
+        "model answers it. Of a continuation: continuation, to make it likelier.",
+        need=_attack("edits", "swaps"),
+        kinds=("text",),
         rare=True,
     )
     patch_size: int | None = option(
@@ -183,6 +200,13 @@ class AttackOptions(MeasureOptions):
             self.trials()
         return self
 
+    def adapt_scores(self, changes: Sequence[Norm]) -> Self:
+        """Fill in the attacks for a language model that scores: by default on embeddings."""
+        counts = any(radius.unit for radius in self.eps)
+        if self.attack is not None or counts:
+            return self.adapt("text", changes, "this needs a fast tokenizer beside config.json")
+        return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
+
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
 
@@ -197,7 +221,8 @@ class AttackOptions(MeasureOptions):
             advice = "Give a radius without a unit: --eps 2/255."
             raise UsageError(f"{reason}, but the model takes {taken}", advice)
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
-        of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
+        usual_of_text = [name for name in TEXTS.split(",") if name in changes]
+        of_text = ",".join(meant or usual_of_text) or EMBEDDINGS
         of_image = ",".join(dict.fromkeys(r.unit or self.usual for r in self.eps)) or self.usual
         attack = self.attack or (of_text if text else of_image)
         own = attack in ("paper", "patch") or (text and attack != EMBEDDINGS)
@@ -222,7 +247,7 @@ class AttackOptions(MeasureOptions):
         # The norm is that of the balls, if there are any; a plan may bring its own radii.
         usual: Norm = "token-l2" if text else "linf"
         norm = self.norm or (usual if len(whole) < len(trials) else None)
-        radii = eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in whole)
+        radii = eps or tuple(parse_budget(trial.key.typed) for trial in whole)
         return named.model_copy(update={"norm": norm, "eps": radii, "queries": queries})
 
     @property
@@ -245,6 +270,27 @@ class AttackOptions(MeasureOptions):
         """Return height and width of the patches that attacks fill; None if unknown."""
         return net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
 
+    def find_target(self, net: Net) -> int | None:
+        """Return the class that attacks on texts aim at; None without `target`.
+
+        Raises:
+            UsageError: the model has no such class.
+        """
+        if self.target is None:
+            return None
+        numbers = [str(number) for number in range(net.classes or 0)]
+        names = list(net.labels or numbers)
+        if net.scored == "continuation":
+            names = names[:1]  # its rival differs from sample to sample
+        lower = [name.casefold() for name in names]
+        for known in (lower, numbers[: len(names)]):
+            if self.target.casefold() in known:
+                return known.index(self.target.casefold())
+        raise UsageError(
+            f"--target {self.target} is not a class of this model",
+            f"Give one of its classes: {few(names)}.",
+        )
+
     def trials(self) -> tuple[Trial, ...]:
         """Return the trials: attacks one after the other, in each ball.
 
@@ -260,6 +306,7 @@ class AttackOptions(MeasureOptions):
             restarts=self.restarts,
             queries=self.queries,
         )
+        plan = tuple(trial.put(self.suffix_place) for trial in plan)
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
         wrong = bool(self.transfer) < asked or (self.transfer and not balls)
@@ -333,7 +380,8 @@ ATTACK_TABLE = Layout(
         ),
         "norm": Column.text(
             "norm",
-            "Norm of the perturbation, or the unit that is changed (words, characters, patch).",
+            "Norm of the perturbation, or the unit that is changed (words, characters, suffix, "
+            "patch).",
             needed=True,
         ),
         "eps": eps_column(
@@ -392,7 +440,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     from lipaudit.measures.rounds import ROUND, attack_round, make_part, prepare_chunks
 
     steps = kinds.list_steps(options.trials())
-    sources = tuple(map(note_source, options.transfer))
+    target = options.find_target(net)
+    sources = (*map(note_source, options.transfer), *texts.note_target(net, target))
     begun = find_begun(batches)
     begin = prepare_chunks(net, options, steps, begun or {})
     # Of continuations, examples are needed at the end: their chunks are attacked one by one.
@@ -405,7 +454,9 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             if scored and complete:
                 how = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
                 outcomes = tuple(run.outcomes)
-                run.outcomes += texts.raise_losses(net, run.batch, run.chunk, outcomes, **how)
+                run.outcomes += texts.move_losses(
+                    net, run.batch, run.chunk, outcomes, target, **how
+                )
             if complete or (begun is not None and not scored):
                 yield make_part(net, run, options, sources)
 
@@ -433,6 +484,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     advice = "Attack a classifier with labels, or the scores of a language model (--score sum)."
     base.require_decision(net, advice)
     base.require_labels(batch, "an attack")
+    options.find_target(net)
     trials = options.trials()
     kinds.require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
@@ -510,7 +562,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         backwards=costs[:, 2].astype(int),
     )
     remarks = _write_notes(parts, options.trials(), len(once))
-    remarks += (texts.note_losses(raised),) if raised else ()
+    remarks += (texts.note_losses(raised, options.target),) if raised else ()
     columns |= raised
     arrays: dict[str, Values] = {}
     if all(SCORES in part.values for part in parts):

@@ -97,6 +97,17 @@ class MeasureOptions(Settings):
         """
         return self
 
+    def adapt_scores(self, changes: Sequence[Norm]) -> Self:
+        """Return the options for a language model that scores continuations.
+
+        Args:
+            changes: the units of its prompts that can be changed.
+
+        Raises:
+            UsageError: the options do not suit such a model.
+        """
+        return self.adapt("text", (), "it scores continuations")
+
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
         """Return the measure that these options ask for, with its options; as a rule this one."""
         return name, self

@@ -87,6 +87,7 @@ def prepare_chunks(
     spelled = any(trial.norm == "characters" for trial in trials)
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     how["patch"] = options.choose_patch(net)
+    how["target"] = target = options.find_target(net)
     if net.scored != "continuation":
         how["check"] = base.require_time
 
@@ -98,6 +99,8 @@ def prepare_chunks(
                 "batch_size.",
             )
         y = base.require_labels(batch, "an attack")
+        if target is not None and net.scored == "continuation":
+            y = torch.ones_like(y)  # its rival has to stay ahead
         drafts = None
         if reader is not None:
             drafts = texts.read_texts(reader, batch, characters=spelled)
@@ -313,8 +316,8 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, sources: tuple[No
     if net.scored != "continuation" and run.logits.shape[1] <= SCORED_CLASSES:
         values[SCORES] = run.logits.double().log_softmax(1)
     if net.scored == "continuation":
-        points = [chunk.x, *(end.x_adv for end in ends)]
-        at = [texts.forward_pieces(net, batch, z, options.batch_size) for z in points]
+        size = options.batch_size
+        at = [texts.score_outcome(net, batch, chunk, each, size) for each in (clean, *ends)]
         values["losses"] = torch.stack([-scores[:, 0] for scores in at], 1)
     if options.saves_tensors:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from statistics import median_low
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
 from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
+from lipaudit.attacks.text import (
+    BEGINS,
+    FIXED,
+    Continuations,
+    Draft,
+    Lexicon,
+    Reader,
+    Source,
+    TextOracle,
+)
 from lipaudit.data.batch import Batch
+from lipaudit.data.continuations import WHOLE, Packer
 from lipaudit.errors import InputError, escape_controls, of_machine
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
@@ -27,6 +38,8 @@ from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 
 # Column names in a file of changed texts (the second for pairs), as --data reads them.
 COLUMNS = ("text", "text_b")
+# Columns of a prompt, and of what a language model scores behind it.
+PROMPTS = ("question", "choices", "prompt", "continuation")
 # Separator between the two texts of a pair in messages.
 BETWEEN = " | "
 # Number of padding tokens used to test whether a model reads padding.
@@ -60,8 +73,10 @@ def make_reader(net: Net) -> Reader:
         forward=lambda z, ids, mask: net.forward(z, _batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
-        most=net.input_shape[0],
+        # A row of a language model packs all continuations, each of which is scored alone.
+        most=WHOLE if net.scored else net.input_shape[0],
         pad_id=net.pad_id or 0,
+        tokenize=net.tokenize if net.scored else None,
     )
 
 
@@ -83,6 +98,8 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     # Each text without its padding.
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
     rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
+    if how.tokenize is not None:
+        return Texts(how, _draft_prompts(how, how.tokenize, batch, rows))
     written = batch.texts or ((),) * len(rows)
     # A model reads padding if padding behind the shortest text changes the output.
     short = min(rows, key=len)
@@ -104,12 +121,61 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     pairs = zip(rows, written, strict=True)
     drafts = [how.lexicon.draft(row.tolist(), text, how.most) for row, text in pairs]
     lost = sum(draft.source is None for draft in drafts)
+    if lost and (batch.texts or characters):
+        raise _make_mismatch(lost)
+    return Texts(how, drafts)
+
+
+def _make_mismatch(lost: int) -> InputError:
+    """Return the error on samples whose characters are unknown."""
     advice = "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings"
     advice += ": --attack fgsm,pgd --eps 0.1."
-    if lost and (batch.texts or characters):
-        wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
-        raise InputError(f"{wrong} cannot be changed", advice)
-    return Texts(how, drafts)
+    wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
+    return InputError(f"{wrong} cannot be changed", advice)
+
+
+def _draft_prompts(
+    how: Reader,
+    tokenize: Callable[[str, int], list[int]],
+    batch: Batch,
+    rows: Sequence[Tensor],
+) -> list[Draft]:
+    """Return the prompts of packed samples as texts, each with its continuations.
+
+    Raises:
+        InputError: a prompt is unknown, or reading it does not give the sample.
+    """
+    lexicon = how.lexicon
+    read = lexicon.read
+    if read is None or not batch.continuations:
+        raise _make_mismatch(len(batch))
+    packer = Packer(tokenize, len(lexicon.kinds), batch.limit)
+    drafts: list[Draft] = []
+    for row, texts, continuations in zip(rows, batch.texts, batch.continuations, strict=True):
+        (prompt,) = texts
+        before, follow = packer.encode(prompt, continuations)
+        tokens, spans = read((prompt.rstrip(),), WHOLE)
+        ids = tuple(before)
+        room = packer.find_room(follow)
+        packed = row.tolist()
+        # A tokenizer may end every text with a token, which is not part of a prompt.
+        if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
+            continue
+        words = lexicon.words(ids, spans[: len(ids)])
+        remaining = iter(spans)
+        of_words = tuple(tuple(islice(remaining, len(word))) for word in words)
+        pack = partial(_pack_prompt, packer, continuations)
+        read_prompt = len(ids[-room:])
+        tail = tuple(packed[read_prompt:])
+        behind = Continuations(continuations, tail, room, pack)
+        drafts.append(Draft(words, source=Source(texts, of_words, batch.limit, behind)))
+    if len(drafts) < len(rows):
+        raise _make_mismatch(len(rows) - len(drafts))
+    return drafts
+
+
+def _pack_prompt(packer: Packer, continuations: Sequence[str], prompt: str) -> tuple[int, ...]:
+    return tuple(packer.pack(prompt, continuations))
 
 
 def describe_changes(
@@ -120,9 +186,9 @@ def describe_changes(
         {
             "id": name,
             "trial": str(outcome.trial.key),
-            **dict(zip(COLUMNS, _texts(new), strict=False)),
+            **_name_columns(new),
             "original": BETWEEN.join(_texts(old)),
-            "changes": len(new.changed),
+            "changes": new.changes,
             "tried": new.tried,
             "possible": new.possible,
             "robust": bool(stands),
@@ -133,6 +199,18 @@ def describe_changes(
             ids, before.drafts, outcome.drafts, outcome.robust.tolist(), strict=True
         )
     ]
+
+
+def _name_columns(draft: Draft) -> dict[str, Any]:
+    """Return a text by the columns in which `--data` reads it, with its continuations."""
+    texts = _texts(draft)
+    continuations = draft.source and draft.source.continuations
+    if not continuations:
+        return dict(zip(COLUMNS, texts, strict=False))
+    (prompt,) = texts
+    if len(continuations.texts) == 1:
+        return {"prompt": prompt, "continuation": continuations.texts[0]}
+    return {"question": prompt, "choices": list(continuations.texts)}
 
 
 def _texts(draft: Draft) -> tuple[str, ...]:
@@ -152,8 +230,9 @@ def table(parts: Sequence[Part]) -> bytes:
     for part in parts:
         labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
         for line in part.facts["texts"]:
-            facts = {name: line[name] for name in COLUMNS if name in line}
-            facts["label"] = labels[line["id"]]
+            facts = {name: line[name] for name in (*COLUMNS, *PROMPTS) if name in line}
+            answer = "answer" if "choices" in line else "label"
+            facts[answer] = labels[line["id"]]
             lines.append(escape_controls(json.dumps(facts | line, ensure_ascii=False)) + "\n")
     return "".join(lines).encode()
 
@@ -184,9 +263,12 @@ def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
         text += f" ({median_low(counts)} of the median text, over all steps)"
         yield Note.info("all-tried", text)
     elif share > 0:
-        queries = trial.attacks[0].queries
+        (attack, *_) = trial.attacks
+        most = f"at most {attack.queries} for each change. Raise --queries to try more"
+        if trial.norm == "suffix":
+            most = f"{attack.steps} steps of {attack.queries}. Raise --steps to try more"
         text = f"{trial.key.ball}: {share:.1%} of the single changes of the surviving texts were "
-        text += f"not tried, with at most {queries} for each change. Raise --queries to try more"
+        text += f"not tried, with {most}"
         yield Note.warn("untried-changes", text)
 
 
@@ -204,7 +286,8 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     for trial in counted:
         yield from note_untried(parts, trial)
     # Budgets with which an attack can rewrite most texts from end to end; the smallest come first.
-    for norm, budget in {trial.norm: int(trial.radius.value) for trial in counted}.items():
+    budgets = {trial.norm: int(trial.radius.value) for trial in counted if trial.norm != "suffix"}
+    for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
         whole = sum(0 < size <= budget for size in sizes)
         if 2 * whole > len(sizes):
@@ -217,6 +300,8 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
 
 # Relative drop of a score above which a loss counts as raised, beyond rounding.
 SMALL = 1e-3
+# More nats than any text has.
+FAR = 1e6
 
 
 @torch.no_grad()
@@ -226,15 +311,27 @@ def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
     return torch.cat([net.forward(z[i], batch.without_ids(i)) for i in rows])
 
 
-def raise_losses(
-    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], **how: Any
+def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: int) -> Tensor:
+    """Return the scores of the samples as an attack left them, (batch, classes)."""
+    if outcome.drafts is None or chunk.texts is None:
+        return forward_pieces(net, batch, outcome.x_adv, size)
+    reader = chunk.texts.reader
+    return TextOracle(reader, size)([reader.read(draft) for draft in outcome.drafts])
+
+
+def move_losses(
+    net: Net,
+    batch: Batch,
+    chunk: Chunk,
+    outcomes: Sequence[Outcome],
+    target: int | None,
+    **how: Any,
 ) -> Iterator[Outcome]:
     """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
-    The attacks maximise softplus(c - log p) with c just below log p at the sample; its gradient
-    has the direction of the gradient of the loss -log p. The iterate with the highest loss counts.
-    A sample is robust if it is right there, too. Each trial gets one more outcome: at the point
-    that broke the sample, else at the point with the higher loss.
+    With a target, the loss is decreased. A sample is robust if it is robust there, too. Each trial
+    gets one more outcome: at the point or text that broke the sample, else at the one with the
+    higher loss (with a target, the lower one).
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
@@ -242,43 +339,102 @@ def raise_losses(
         batch: the samples.
         chunk: the samples, to be attacked.
         outcomes: outcomes of the attacks before, the clean samples first.
+        target: the class that the attacks aim at: 0, the continuation, or None.
         how: box, seed and batch size of the attacks.
     """
-
-    def score(z: Tensor) -> Tensor:
-        return forward_pieces(net, batch, z, how["batch_size"])
-
-    floor = score(chunk.x)[:, 0]
-    floor = floor - SMALL * (1 + floor.abs())
-
-    def loss(z: Tensor, rows: Tensor) -> Tensor:
-        own = net.forward(z, batch.without_ids(rows))[:, 0]
-        return torch.stack([own, floor[rows]], 1)
-
+    sign = 1 if target is None else -1
+    size = how["batch_size"]
     correct = outcomes[0].robust
     for trial, end in {o.trial: o for o in outcomes if o.trial is not None}.items():
-        _, *climbs = evaluate_chunk(ByRow(loss), chunk, [trial], **how)
-        # The climb's point replaces the end point if it broke the sample or went higher.
-        top = climbs[-1].x_adv
-        own, other = score(end.x_adv), score(top)
+        climb = _climb_texts if trial.norm in COUNTED else _climb_ball
+        climbs = climb(net, batch, chunk, trial, sign, how)
+        top = climbs[-1]
+        own, other = (score_outcome(net, batch, chunk, each, size) for each in (end, top))
         right = other.argmax(1) == chunk.y
-        further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
+        # The climb's point replaces the end point if it broke the sample or went further.
+        further = (sign * other[:, 0] < sign * own[:, 0]) & ~(correct & ~end.robust & right)
         further |= end.robust & ~right
-        x_adv = torch.where(further[:, None, None], top, end.x_adv)
+        drafts = end.drafts
+        if drafts is not None and top.drafts is not None:
+            pairs = zip(drafts, top.drafts, further.tolist(), strict=True)
+            drafts = [new if replaced else old for old, new, replaced in pairs]
         yield replace(
             end,
             robust=end.robust & right,
-            x_adv=x_adv,
-            distance=distance(x_adv, chunk.x, trial.norm),
+            x_adv=torch.where(further[:, None, None], top.x_adv, end.x_adv),
+            distance=torch.where(further, top.distance, end.distance),
+            drafts=drafts,
             notes=(),
-            **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
+            **{what: sum(getattr(each, what) for each in climbs) for what in COSTS},
         )
 
 
-def note_losses(losses: dict[str, Values]) -> Note:
+def _climb_ball(
+    net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
+) -> list[Outcome]:
+    """Run a trial on the loss of every continuation.
+
+    The attacks maximise softplus(c - log p) with c just below log p at the sample; its gradient
+    has the direction of the gradient of the loss -log p. The iterate with the highest loss counts.
+    """
+    floor = sign * forward_pieces(net, batch, chunk.x, how["batch_size"])[:, 0]
+    floor = floor - SMALL * (1 + floor.abs())
+
+    def loss(z: Tensor, rows: Tensor) -> Tensor:
+        own = sign * net.forward(z, batch.without_ids(rows))[:, 0]
+        return torch.stack([own, floor[rows]], 1)
+
+    alone = replace(chunk, y=torch.zeros_like(chunk.y))
+    _, *climbs = evaluate_chunk(ByRow(loss), alone, [trial], **how)
+    return climbs
+
+
+def _climb_texts(
+    net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
+) -> list[Outcome]:
+    """Run a trial that changes texts on log p of every continuation.
+
+    A search ends at a negative lead: the lead is log p plus a constant that keeps it positive.
+    """
+    assert chunk.texts is not None
+    reader = chunk.texts.reader
+
+    def lift(scores: Tensor) -> Tensor:
+        own = sign * scores[:, 0].double()
+        return torch.stack([own, torch.full_like(own, -FAR)], 1)
+
+    climbing = replace(
+        reader,
+        output=lambda ids, mask: lift(reader.output(ids, mask)),
+        forward=lambda z, ids, mask: lift(reader.forward(z, ids, mask)),
+    )
+    texts = replace(chunk.texts, reader=climbing)
+    alone = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
+    loss = ByRow(lambda z, rows: lift(net.forward(z, batch.without_ids(rows))))
+    _, *climbs = evaluate_chunk(loss, alone, [trial], **how)
+    return climbs
+
+
+def note_target(net: Net, target: int | None) -> tuple[Note, ...]:
+    """Return the note on a target; none without one."""
+    if target is None:
+        return ()
+    name = net.labels[target] if net.labels else str(target)
+    text = f"the attacks aim at {name}: a sample is broken if the model answers it. Samples whose "
+    text += "answer it is count as they are"
+    if net.scored == "continuation":
+        text = (
+            "the attacks make the continuation likelier: accuracy is the share of prompts behind "
+        )
+        text += "which greedy decoding does not give it"
+    return (Note.info("target", text),)
+
+
+def note_losses(losses: dict[str, Values], target: str | None) -> Note:
     """Note the mean losses.
 
     Args:
+        target: the class that the attacks aim at: the continuation, or None.
         losses: loss of every sample without change (`loss`) and under each attack
             (`loss@ATTACK,NORM,EPS`).
     """
@@ -287,5 +443,6 @@ def note_losses(losses: dict[str, Values]) -> Note:
     after = [
         f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
     ]
-    text = f"the mean loss of a continuation ({clean:#.3g} nats) was raised to {', '.join(after)}"
+    moved = "raised" if target is None else "lowered"
+    text = f"the mean loss of a continuation ({clean:#.3g} nats) was {moved} to {', '.join(after)}"
     return Note.info("loss", text)

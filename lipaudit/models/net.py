@@ -317,12 +317,12 @@ class Net(ModelSpec):
 
     @property
     def changes(self) -> tuple[Norm, ...]:
-        """What attacks can change of its texts: words (near ones need a table), characters."""
+        """Return what attacks can change of its texts: words, characters, an added suffix."""
         table = getattr(self.entry, "weight", None)
         if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
             return ()
         if self.lexicon is not None:
-            return ("words", "characters")
+            return ("words", "characters", "suffix")
         if self.tokenize is not None:
             return ()
         return ("words",)

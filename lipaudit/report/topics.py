@@ -199,6 +199,8 @@ ATTACKS: Mapping[str, str] = {
     "square": "Random squares, without a gradient (Andriushchenko et al. 2020).",
     "words": "Replaces words of a text, at most eps of them.",
     "characters": "Changes characters of a text, at most eps of them.",
+    "suffix": "Adds at most eps tokens to a text: greedy coordinate gradient (Zou et al. 2023).",
+    "random": "Adds eps random tokens to a text, as often as suffix tries some.",
     "patch": "Puts any values into at most eps patches of an image, where gradients are largest.",
     "autoattack": "The preset standard.",
     "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square (Croce and Hein 2020).",
@@ -219,6 +221,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "token-l2": "The largest Euclidean length of the change of any token's embedding.",
         "words": "How many words of a text are changed.",
         "characters": "How many characters of a text are changed.",
+        "suffix": "How many tokens are added to a text.",
         "patch": "How many patches of an image are changed, to any values.",
     },
     "Statistics of rules": {

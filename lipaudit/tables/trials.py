@@ -14,15 +14,15 @@ from typing import Literal, NamedTuple
 from lipaudit.errors import UsageError
 
 # Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words or
-# characters of a text, or patches of an image, are changed.
-Norm = Literal["linf", "l2", "l1", "token-l2", "words", "characters", "patch"]
+# characters of a text, or patches of an image, are changed, or tokens of a suffix are added.
+Norm = Literal["linf", "l2", "l1", "token-l2", "words", "characters", "suffix", "patch"]
 # The norms that count changes of a text, and all that count: a radius is then a whole number.
-COUNTED: tuple[Norm, ...] = ("words", "characters")
+COUNTED: tuple[Norm, ...] = ("words", "characters", "suffix")
 WHOLE: tuple[Norm, ...] = (*COUNTED, "patch")
 # Norm of each unit of a radius, as typed.
 UNITS: dict[str, Norm] = {
     **{"word": "words", "words": "words", "character": "characters", "characters": "characters"},
-    **{"patch": "patch", "patches": "patch"},
+    **{"token": "suffix", "tokens": "suffix", "patch": "patch", "patches": "patch"},
 }
 # Kinds of model to which each norm applies.
 SPACES: dict[Norm, tuple[str, ...]] = {
@@ -32,6 +32,7 @@ SPACES: dict[Norm, tuple[str, ...]] = {
     "token-l2": ("tokens", "text"),
     "words": ("text",),
     "characters": ("text",),
+    "suffix": ("text",),
     "patch": ("image",),
 }
 # Name of all attacks together: a sample is robust if no attack broke it.
@@ -77,7 +78,7 @@ def parse_radius(text: str) -> Radius:
 
 
 def parse_budget(text: str) -> Radius:
-    """Read a radius, or a number of changes with its unit: `2words`, `1patch`.
+    """Read a radius, or a number of changes with its unit: `2words`, `3tokens`, `1patch`.
 
     Raises:
         UsageError: the text is neither.
@@ -138,6 +139,12 @@ def _radius(text: str) -> Radius | None:
     return Radius(text.strip(), Fraction(match[1]) / divisor)
 
 
+def name_unit(norm: str) -> str:
+    """Return the unit in which a norm counts changes: `words`, `tokens` of a suffix."""
+    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)
+    return plural
+
+
 @dataclass(frozen=True)
 class TrialKey:
     """The key of a trial in a report.
@@ -145,7 +152,7 @@ class TrialKey:
     Attributes:
         attack: name of the attack or ensemble, `WORST` for all together; empty for figures of the
             ball.
-        norm: linf, l2, l1, token-l2, words, characters or patch.
+        norm: linf, l2, l1, token-l2, words, characters, suffix or patch.
         radius: eps.
     """
 
@@ -178,6 +185,14 @@ class TrialKey:
         singular, plural = [unit for unit, norm in UNITS.items() if norm == self.norm]
         unit = singular if self.radius.value == 1 else plural
         return f"{self.radius.text} {unit}"
+
+    @property
+    def typed(self) -> str:
+        """Return the radius as typed with its unit, of balls without: `2words`, `3tokens`."""
+        if self.norm not in WHOLE:
+            return self.radius.text
+        unit = self.norm if self.norm in UNITS else name_unit(self.norm)
+        return f"{self.radius.text}{unit}"
 
     def column(self, kind: str) -> str:
         """Return the name of a per-sample column: `robust@pgd,linf,2/255`."""

@@ -139,18 +139,19 @@ def test_a_model_gets_what_can_attack_it(kind, given, expected):
     assert suited(kind, **given) == expected
 
 
-BALLS = {*ATTACKS, "standard", "quick", "paper", "autoattack"} - {"words", "characters", "patch"}
+OF_TEXTS = {"words", "characters", "suffix", "random"}
+BALLS = {*ATTACKS, "standard", "quick", "paper", "autoattack"} - OF_TEXTS - {"patch"}
 ABLE = {
     "image": BALLS | {"patch"},
     "tokens": BALLS,
-    "text": {"fgsm", "pgd", "words", "characters"},
+    "text": {"fgsm", "pgd"} | OF_TEXTS,
 }
 
 
 @pytest.mark.parametrize("kind", ["image", "tokens", "text"])
 @pytest.mark.parametrize("attack", sorted(ABLE["image"] | ABLE["text"]))
 def test_an_attack_either_fits_or_the_advice_does(kind, attack):
-    given = {} if attack in ("paper", "words", "characters", "patch") else {"eps": "0.1"}
+    given = {} if attack in OF_TEXTS | {"paper", "patch"} else {"eps": "0.1"}
     given |= {"transfer": ("adv.safetensors",)} if attack == "transfer" else {}
     options = AttackOptions.parse({"attack": attack} | given)
     if attack in ABLE[kind]:
@@ -160,7 +161,7 @@ def test_an_attack_either_fits_or_the_advice_does(kind, attack):
         options.adapt(kind)
     advised = caught.value.advice[:-1].removeprefix("Use --attack ")
     assert set(advised.split(",")) <= ABLE[kind]
-    eps = {"text": "0.1,1words", "image": "0.1,1patch"}.get(kind, "0.1")
+    eps = {"text": "0.1,1words,1tokens", "image": "0.1,1patch"}.get(kind, "0.1")
     assert AttackOptions.parse({"attack": advised, "eps": eps}).adapt(kind).trials()
 
 

@@ -205,7 +205,7 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
     [
         ("bounds --score sum", 2, "bounds does not support scores"),
         ("certify --eps 0.1", 4, "scores continuations"),
-        ("attack --attack words", 2, "it scores continuations"),
+        ("attack --attack words --target Rome", 2, "hint: Give one of its classes: A, B, C."),
         ("jacobian --score sum --to hidden", 4, "has no single output 'hidden' per sample"),
         ("jacobian --score sum --to logits:1", 4, "hint: Use --to logits."),
         ("jacobian --score sum --per-layer", 2, "--per-layer does not work with --score"),

@@ -238,9 +238,10 @@ def read_lexicon(
     elif "ByteLevel" in decoder:
         mark = byte_level
     kinds = [_classify_token(token, mark) for token in tokens]
-    for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
-        if special < count:
-            kinds[special] = FIXED
+    reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+    for token in reserved:
+        if token < count:
+            kinds[token] = FIXED
     # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
@@ -279,6 +280,7 @@ def read_lexicon(
         spell,
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         special,
+        reserved,
         tokens,
         read,
         write,

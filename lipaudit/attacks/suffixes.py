@@ -1,0 +1,321 @@
+"""Attacks that add a suffix of tokens to a text: by the gradient, and at random.
+
+*suffix* is the greedy coordinate gradient of Zou et al., 2023 (arXiv 2307.15043), for each text
+alone. A step takes the gradient of the lead at the one-hot of each token of the suffix, slope .
+e(token). It tries the tokens that lower the lead most to first order, in turn with random ones,
+because a gradient may be flat. The best of them is the next suffix. The suffix grows by one token
+a step until it has all of them. No suffix is tried twice, so the search for one token ends when
+all tokens were tried.
+
+*random* tries as many suffixes of random tokens as cost the same: its difference from *suffix* is
+what gradients add.
+
+A suffix counts only if the changed text, read again, has the tokens of the text and those of the
+suffix. Tokens that the tokenizer joins otherwise make no suffix, nor do special and added tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.attacks.oracle import Turn
+from lipaudit.attacks.text import Draft, Ids, Reader, Suffix, TextOracle
+
+# Number of tokens beside the suffix that show how a tokenizer spells its blanks.
+ANCHOR = 4
+# Largest number of random tokens that are drawn for one place of a suffix.
+DRAWS = 100
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a suffix in a text.
+
+    Attributes:
+        before: whether the suffix stands before the text.
+        token: number of the text's tokens before the suffix.
+        character: index of the text in a pair, and of the character before which it is inserted.
+        beside: the nearest tokens of the text.
+    """
+
+    before: bool
+    token: int
+    character: tuple[int, int]
+    beside: Ids
+
+    def spell(self, ids: Ids, reader: Reader) -> Iterator[str]:
+        """Yield the possible characters of a suffix, with and without a blank."""
+        spell = reader.lexicon.spell
+        assert spell is not None
+        alone = spell(self.beside)
+        if self.before:
+            text = spell(ids + self.beside).removesuffix(alone)
+            yield text
+            yield f"{text.strip()} "
+        else:
+            text = spell(self.beside + ids).removeprefix(alone)
+            yield text
+            yield f" {text.strip()}"
+
+
+def _find_place(draft: Draft, before: bool) -> _Place | None:
+    """Return the place before the first written token of a text, or behind the last one."""
+    if draft.source is None:
+        return None
+    spans = list(chain.from_iterable(draft.source.spans))
+    # Special tokens and blanks have no characters.
+    written = [i for i, (_, start, end) in enumerate(spans) if end > start]
+    if not written:
+        return None
+    if before:
+        token = written[0]
+        piece, character, _ = spans[token]
+        beside = draft.ids[token : token + ANCHOR]
+    else:
+        token = written[-1] + 1
+        piece, _, character = spans[token - 1]
+        beside = draft.ids[max(0, token - ANCHOR) : token]
+    return _Place(before, token, (piece, character), beside)
+
+
+@dataclass(eq=False)
+class _Search:
+    """The search for a suffix of one text.
+
+    Attributes:
+        reader: how the model reads texts.
+        draft: the text.
+        place: the place of its suffix.
+        tokens: the tokens that a suffix may have.
+        most: largest number of tokens of the suffix.
+        rng: source of random numbers of this text.
+        best: the text with the lowest lead; the text itself before the first suffix.
+        lowest: that lead; negative if the attack succeeded.
+        current: the suffix that the next step changes.
+        lead: the lead with that suffix.
+        seen: suffixes that were tried, or that the tokenizer reads otherwise.
+        tried: number of suffixes that were tried.
+        ended: whether no other suffix can be tried.
+    """
+
+    reader: Reader
+    draft: Draft
+    place: _Place
+    tokens: Tensor
+    most: int
+    rng: random.Random
+    best: Draft
+    lowest: float
+    current: Ids = ()
+    lead: float = math.inf
+    seen: set[Ids] = field(default_factory=set)
+    tried: int = 0
+    ended: bool = False
+
+    @property
+    def is_going(self) -> bool:
+        """Say whether the text is not broken, and other suffixes can be tried."""
+        return self.lowest >= 0 and not self.ended
+
+    def count(self) -> Draft:
+        """Return the best text, with the number of suffixes that were tried.
+
+        How many there are is counted for a single token only.
+        """
+        if self.most > 1:
+            return replace(self.best, tried=self.tried)
+        unseen = len(self.tokens) - len(self.seen)
+        return replace(self.best, tried=self.tried, possible=self.tried + unseen)
+
+    def add(self, ids: Ids, text: str = "") -> Draft:
+        """Return the text with a suffix."""
+        suffix = Suffix(ids, self.place.token, self.place.character, text)
+        return replace(self.draft, suffix=suffix)
+
+    def write(self, ids: Ids) -> Draft | None:
+        """Return the text with a suffix in characters; None if it is read as other tokens."""
+        for text in self.place.spell(ids, self.reader):
+            changed = self.add(ids, text)
+            if self.reader.read(changed) == changed.input_ids:
+                return changed
+        return None
+
+    def make_drafts(self, suffixes: Iterator[Ids], most: int) -> list[Draft]:
+        """Return texts with suffixes that were not seen before, up to a number."""
+        made: list[Draft] = []
+        for ids in suffixes:
+            if ids in self.seen:
+                continue
+            self.seen.add(ids)
+            changed = self.write(ids)
+            if changed is not None:
+                made.append(changed)
+            if len(made) == most:
+                break
+        self.ended = not made
+        return made
+
+    def grow(self) -> Draft:
+        """Add a random token to the current suffix if there is room; return the text with it.
+
+        Its place is the only one that the next step changes.
+        """
+        if len(self.current) < self.most:
+            self.lead = math.inf
+            return self.add((*self.current, self._draw_token()))
+        return self.add(self.current)
+
+    def propose(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Ids]:
+        """Yield the suffixes that differ in one token, by the gradient and at random in turn.
+
+        Args:
+            draft: the text with the suffix of `grow`.
+            slope: gradient of the lead in the embedding of each token of the draft.
+        """
+        assert draft.suffix is not None
+        ids = draft.suffix.ids
+        first = len(ids) - 1 if len(ids) > len(self.current) else 0
+        start = self.place.token + first
+        steepness = slope[start : start + len(ids) - first]
+        own = self.reader.table[list(ids[first:])]
+        table = self.reader.table[self.tokens.to(own.device)]
+        # To first order, the lead changes by slope . (e(token) - e(own token)).
+        rises = steepness @ table.T - (steepness * own).sum(1, keepdim=True)
+        by_gradient = rises.flatten().argsort(stable=True).cpu()
+        for indices in zip(by_gradient, self._shuffle(len(by_gradient)), strict=True):
+            for index in indices:
+                place, token = divmod(int(index), len(self.tokens))
+                at = first + place
+                yield (*ids[:at], int(self.tokens[token]), *ids[at + 1 :])
+
+    def draw(self) -> Iterator[Ids]:
+        """Yield random suffixes of all tokens, each of which the tokenizer reads as such."""
+        if self.most == 1:
+            for token in self._shuffle(len(self.tokens)):
+                yield (int(self.tokens[token]),)
+            return
+        failures = 0
+        while failures < DRAWS:
+            ids: Ids = ()
+            for _ in range(DRAWS * self.most):
+                longer = (*ids, self._draw_token())
+                if self.write(longer) is not None:
+                    ids = longer
+                if len(ids) == self.most:
+                    break
+            if len(ids) == self.most and ids not in self.seen:
+                yield ids
+            else:
+                failures += 1
+
+    def note_leads(self, drafts: Sequence[Draft], leads: Sequence[float]) -> None:
+        """Record the leads of texts with suffixes; the best one is the next current suffix."""
+        self.tried += len(drafts)
+        for draft, lead in zip(drafts, leads, strict=True):
+            assert draft.suffix is not None
+            if lead < self.lead:
+                self.current, self.lead = draft.suffix.ids, lead
+            if lead < self.lowest:
+                self.best, self.lowest = draft, lead
+
+    def _draw_token(self) -> int:
+        return int(self.tokens[self.rng.randrange(len(self.tokens))])
+
+    def _shuffle(self, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+        return torch.randperm(count, generator=generator)
+
+
+def search_suffix(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Add at most `budget` tokens to each text, found by the greedy coordinate gradient.
+
+    Each of `steps` steps takes a gradient and tries `queries` suffixes of each text that is not
+    broken yet.
+    """
+    searches = _begin(oracle, drafts, y, budget, turn)
+    for _ in range(turn.attack.steps):
+        going = {i: search for i, search in searches.items() if search.is_going}
+        if not going:
+            break
+        grown = {i: search.grow() for i, search in going.items()}
+        slopes = oracle.slopes([draft.input_ids for draft in grown.values()], y[list(going)])
+        made = {}
+        for (i, search), slope in zip(going.items(), slopes, strict=True):
+            proposed = search.propose(grown[i], grown[i].align(slope))
+            made[i] = search.make_drafts(proposed, turn.attack.queries)
+        _try_suffixes(oracle, y, searches, made)
+    return _collect(drafts, searches)
+
+
+def draw_suffix(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Add `budget` random tokens to each text, and keep the suffix with the lowest lead.
+
+    A text gets as many suffixes as `search_suffix` takes forward passes, a gradient being three.
+    """
+    searches = _begin(oracle, drafts, y, budget, turn)
+    queries = turn.attack.queries + 3
+    for _ in range(turn.attack.steps):
+        going = {i: search for i, search in searches.items() if search.is_going}
+        if not going:
+            break
+        made = {i: search.make_drafts(search.draw(), queries) for i, search in going.items()}
+        _try_suffixes(oracle, y, searches, made)
+    return _collect(drafts, searches)
+
+
+def _begin(
+    oracle: TextOracle, drafts: Sequence[Draft], y: Tensor, budget: int, turn: Turn
+) -> dict[int, _Search]:
+    """Return the searches of the texts that can have a suffix, by the position of the text."""
+    reader = oracle.reader
+    reserved = reader.lexicon.reserved
+    count = min(len(reader.lexicon.tokens), len(reader.table))
+    tokens = torch.tensor([i for i in range(count) if i not in reserved])
+    leads = oracle.measure_leads(oracle([reader.read(draft) for draft in drafts]), y).tolist()
+    seed = turn.generator.initial_seed()
+    searches: dict[int, _Search] = {}
+    for i, (draft, lead) in enumerate(zip(drafts, leads, strict=True)):
+        place = _find_place(draft, turn.attack.place == "before")
+        if place is None or not len(tokens):
+            continue
+        # Random numbers of the text alone: they do not depend on which others survived.
+        rng = random.Random(f"{seed}/{int(turn.rows[i])}")
+        searches[i] = _Search(reader, draft, place, tokens, budget, rng, draft, lead)
+    return searches
+
+
+def _try_suffixes(
+    oracle: TextOracle,
+    y: Tensor,
+    searches: dict[int, _Search],
+    made: dict[int, list[Draft]],
+) -> None:
+    """Evaluate texts with suffixes together, and record their leads."""
+    texts: list[Ids] = []
+    owners: list[int] = []
+    for i, drafts in made.items():
+        texts += (draft.input_ids for draft in drafts)
+        owners += [i] * len(drafts)
+    if not texts:
+        return
+    labels = y[torch.tensor(owners, device=y.device)]
+    leads = iter(oracle.measure_leads(oracle(texts), labels).tolist())
+    for i, drafts in made.items():
+        searches[i].note_leads(drafts, list(islice(leads, len(drafts))))
+
+
+def _collect(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:
+    """Return the best text of each search; texts without room for a suffix stay."""
+    return [searches[i].count() if i in searches else draft for i, draft in enumerate(drafts)]

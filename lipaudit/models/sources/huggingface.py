@@ -69,12 +69,15 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     stored = []
     if options.pretrained:
         stored = list_weight_files(top)
+    if not stored and "adapter_config.json" in top:
+        # By name, safetensors come after pickled weights.
+        stored = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
     if options.pretrained and not stored:
         raise InputError(
             f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
             + (f", and {commit.unasked}" if commit.unasked else ""),
-            "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
-            "into its model first. If the local cache is incomplete, run it with a connection.",
+            "Name a repository with model.safetensors or pytorch_model.bin. If the local cache "
+            "is incomplete, run it with a connection.",
         )
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
     with explain_refusals(repository):

@@ -32,7 +32,7 @@ from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.outputs import Call, convert_outputs, find_main_output, note_form, probe_model
 from lipaudit.models.precision import seed_device
-from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
+from lipaudit.models.sources import FORMS, adapters, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
@@ -155,12 +155,8 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     for each in path.iterdir():
         if each.is_file():
             require_fetched(each)
-    if (path / "adapter_config.json").is_file():
-        raise InputError(
-            f"{path} holds an adapter, such as LoRA, and no whole model",
-            "Merge it into its model first, with the library peft: "
-            "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
-        )
+    if (path / adapters.CONFIG).is_file():
+        return adapters.load_adapter(path, options, _load_spec)
     file = path / "config.json"
     config: Any = {}
     if file.is_file():

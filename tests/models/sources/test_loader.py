@@ -295,7 +295,7 @@ def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):
         ("notes.txt", "", "has no config.json"),
         ("config.json", "{", "is not JSON"),
         ("config.json", '{"hidden": 3}', "has no config.json that names"),
-        ("adapter_config.json", "{}", "merge_and_unload"),
+        ("adapter_config.json", "{}", "names no base model"),
     ],
 )
 def test_directories_without_a_usable_configuration(tmp_path, file, content, message):

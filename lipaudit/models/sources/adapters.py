@@ -1,0 +1,136 @@
+"""Adapters of peft, such as LoRA: merged into their base model on loading.
+
+The merged weights W + s B A replace those of the base, as peft's `merge_and_unload` computes them.
+So the model keeps the modules of its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lipaudit.errors import InputError, explain_failure
+from lipaudit.models.net import LoadOptions, ModelSpec
+from lipaudit.models.sources.weights import describe_misfit, read_json
+from lipaudit.tables import Note
+
+CONFIG = "adapter_config.json"
+MERGE = (
+    "merge it into its model first: AutoPeftModel.from_pretrained(FOLDER).merge_and_unload()"
+    ".save_pretrained(NEW)."
+)
+# Loads a MODEL: (name, options) -> its source and description.
+LoadBase = Callable[[str, LoadOptions], tuple[str, ModelSpec]]
+
+
+def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str, ModelSpec]:
+    """Load the base model of an adapter, and merge the adapter into its weights.
+
+    Args:
+        path: the folder of the adapter.
+        options: the options of the model.
+        load: loads the base.
+
+    Raises:
+        InputError: peft is missing, the base is unknown, the kind of adapter has no weights to
+            merge, or its weights do not fit the base.
+    """
+    config = read_json(path / CONFIG)
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not name:
+        raise InputError(
+            f"{path / CONFIG} names no base model",
+            f"Write its folder or hf name into base_model_name_or_path, or {MERGE}",
+        )
+    with explain_failure(
+        f"{path} holds an adapter, such as LoRA, which needs the library `peft`",
+        f"pip install peft. Or {MERGE}",
+        ImportError,
+    ):
+        import peft
+    if options.device_map is not None:
+        text = f"{path} holds an adapter, and --device-map places the weights of whole models only"
+        raise InputError(text, f"Leave it out, or {MERGE}")
+    state = _read_state(path, peft)
+    base = _find_base(str(name), config.get("revision"), path)
+    if Path(base).resolve() == path.resolve():
+        text = f"{path / CONFIG} names its own folder as the base model"
+        raise InputError(text, "Write the folder of the whole model into base_model_name_or_path.")
+    # A sum in half precision would be another model.
+    options = replace(options, weights="converted")
+    classes = _count_classes(config, state)
+    if options.classes is None and classes:
+        options = replace(options, classes=classes)
+    source, spec = load(base, options)
+    if source != "hf":
+        text = f"the base model {name} of {path} is not one of transformers"
+        raise InputError(text, f"Correct base_model_name_or_path, or {MERGE}")
+    _merge(spec.module, path, state, peft)
+    text = f"the adapter of {path.name} was merged into its base model {name}"
+    kept = tuple(note for note in spec.notes if not classes or note.code != "new-classifier")
+    return source, replace(spec, notes=(Note.info("adapter", text), *kept))
+
+
+def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
+    """Read the weights of an adapter; pickled files may hold tensors only."""
+    with explain_failure(
+        f"the weights of the adapter {path} cannot be read",
+        "The folder needs adapter_model.safetensors. Copy or download it again.",
+    ):
+        if not any((path / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")):
+            raise FileNotFoundError("adapter_model.safetensors")
+        state: Mapping[str, Tensor] = peft.utils.load_peft_weights(str(path), device="cpu")
+    return state
+
+
+def _find_base(name: str, revision: str | None, path: Path) -> str:
+    """Return the MODEL of a base: a folder, seen from here or from the adapter, or of the Hub."""
+    for folder in (Path(name), path / name):
+        if folder.is_dir():
+            return str(folder)
+    return f"hf:{name}@{revision}" if revision else f"hf:{name}"
+
+
+def _count_classes(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> int | None:
+    """Return the number of classes of the new classifier that an adapter has; None without one."""
+    if config.get("task_type") != "SEQ_CLS":
+        return None
+    names = ("score.weight", "classifier.weight", "out_proj.weight")
+    heads = [value for key, value in state.items() if key.endswith(names)]
+    return len(heads[-1]) if heads else None
+
+
+def _merge(module: Any, path: Path, state: Mapping[str, Tensor], peft: Any) -> None:
+    """Merge the weights of an adapter into a model, in place.
+
+    Raises:
+        InputError: its kind cannot be merged, or names or shapes differ.
+    """
+    with explain_failure(
+        f"peft cannot apply the adapter {path} to {type(module).__name__}",
+        f"Update peft, or {MERGE}",
+    ):
+        config = peft.PeftConfig.from_pretrained(str(path))
+        if config.is_prompt_learning:
+            text = f"{path} holds a prompt ({config.peft_type}), and no change of weights"
+            raise InputError(text, "Measure its base model.")
+        wrapped = peft.PeftModel(module, config)
+        takes = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    missing = [key for key in takes if key not in state]
+    surplus = [key for key in state if key not in takes]
+    shapes = []
+    for key in takes.keys() & state.keys():
+        if takes[key].shape != state[key].shape:
+            shapes.append(f"{key} {tuple(state[key].shape)} for {tuple(takes[key].shape)}")
+    misfit = describe_misfit(missing, surplus, sorted(shapes))
+    if misfit:
+        raise InputError(
+            f"the adapter {path} does not fit {type(module).__name__}: {misfit}",
+            "Check base_model_name_or_path in adapter_config.json.",
+        )
+    peft.set_peft_model_state_dict(wrapped, dict(state))
+    wrapped.merge_and_unload(safe_merge=True)

@@ -176,3 +176,26 @@ def test_packed_rows_are_taken_apart_whatever_their_padding():
     mask = torch.cat([batch.mask, batch.mask.new_zeros(len(batch), 4)], 1)
     padded = scored.output(Batch(wide, None, batch.ids, mask))
     assert torch.allclose(padded, scored.output(batch), rtol=1e-12)
+
+
+@torch.no_grad()
+def test_choices_of_one_token_share_the_run_of_their_prompt():
+    rows = [([5, 6, 7], [[8], [9], [11]]), ([3, 4, 5, 6], [[9], [4, 5], [7]])]
+    net = language_model("gpt2")
+    runs = []
+    spied = net.next_logits
+
+    def next_logits(z, first):
+        runs.append(tuple(z.shape[:2]))
+        return spied(z, first)
+
+    scored = score_continuations(net, CHOICES, "sum")
+    batch = batch_of(net, rows)
+    wanted = scored.output(batch)
+    object.__setattr__(net, "next_logits", next_logits)
+    assert torch.equal(score_continuations(net, CHOICES, "sum").output(batch), wanted)
+    # A run for the first prompt; for the second one, one for [4, 5] and one for the others.
+    assert runs[-1] == (3, 5)
+    for found, (prompt, choices) in zip(wanted, rows, strict=True):
+        truth = [plain(net.module, prompt, choice)[0].sum() for choice in choices]
+        assert torch.allclose(found, torch.stack(truth), rtol=1e-10)

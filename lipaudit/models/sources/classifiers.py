@@ -288,8 +288,17 @@ def _score_rows(
     where = follows[:, first + 1 :]
     every = ids[samples, order].flatten(0, 1)
     tokens = every[:, first + 1 :][where][:, None]
-    logits = net.next_logits(z, first)[:, :-1]
-    logs = widen_half(logits[where]).log_softmax(1)
+    # No score needs the logits behind the last token. Without it, all continuations of one token
+    # have the same row, the prompt, which runs once.
+    single = answer.sum(2) == 1
+    numbers = torch.arange(single.shape[1], device=x.device)
+    shared = torch.where(single, single.int().argmax(1)[:, None], numbers)
+    runs = (shared == numbers).flatten()
+    row_of = (samples[..., 0] * len(numbers) + shared).flatten()
+    run_of = runs.cumsum(0)[row_of] - 1
+    logits = net.next_logits(z[runs, :-1], first)
+    rows, places = where.nonzero(as_tuple=True)
+    logs = widen_half(logits[run_of[rows], places]).log_softmax(1)
     chosen = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
     if how == "mean":

@@ -76,7 +76,7 @@ class AttackOptions(MeasureOptions):
       lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1patch,2patches
       lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2
       lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1
-      lipaudit attack ./gpt2 --data questions.jsonl --attack suffix,random --eps 3,5
+      lipaudit attack ./gpt2 --data questions.jsonl --attack suffix --eps 3,5
     """
 
     samples: ClassVar[int] = 128

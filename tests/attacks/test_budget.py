@@ -111,5 +111,5 @@ def test_a_search_with_a_flat_gradient_tries_every_word(trained):
 def test_the_default_is_said_where_options_are_explained():
     assert {ATTACKS[name].queries for name in ("words", "characters")} == {SINGLE_CHANGES}
     known = lipaudit.measures.attack.AttackOptions.options()
-    assert f"default {SINGLE_CHANGES}" in known["queries"].help
-    assert f"patch: {ATTACKS['patch'].restarts}" in known["restarts"].help
+    assert f"words and characters: {SINGLE_CHANGES}" in known["queries"].usual
+    assert f"patch: {ATTACKS['patch'].restarts}" in known["restarts"].usual

@@ -93,6 +93,19 @@ def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozens
     return {group: frozenset(own[group]) for group in _choose_groups(rule, own)}
 
 
+def note_new_groups(current: Report, baseline: Report) -> list[str]:
+    """Say which groups have no change, because only the current report has them."""
+    new = sorted({*current.groups.values()} - {*baseline.groups.values()})
+    if not (new and baseline.groups):
+        return []
+    more = ""
+    if len(new) > LISTED:
+        more = f" and {len(new) - LISTED} more"
+    return [
+        f"the baseline has no such group, so no change is judged: {', '.join(new[:LISTED])}{more}"
+    ]
+
+
 def _list_members(section: Section, groups: dict[str, str]) -> dict[str, set[str]]:
     """Return the distinct samples of a section by group."""
     pairs = ((groups[i], i) for i in section.ids if i in groups and not is_repeat(i))

@@ -22,7 +22,15 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import conditions, groups, statistics
 from lipaudit.gate.contrasts import OF_WEIGHTS, TOLERANCE, Contrast, compute_margin, examine
 from lipaudit.gate.movement import describe_movement
-from lipaudit.gate.rules import NORM, RADIUS, Rule, choose_rules, list_absent, list_uninstalled
+from lipaudit.gate.rules import (
+    EACH,
+    NORM,
+    RADIUS,
+    Rule,
+    choose_rules,
+    list_absent,
+    list_uninstalled,
+)
 from lipaudit.gate.statistics import ALPHA, DIGITS, LEVEL, Evidence
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.tables import Report
@@ -73,6 +81,8 @@ def judge(
     if not rules:
         notes += list_absent(chosen)
         notes += list_uninstalled(current, baseline)
+    if any(rule.group == EACH for rule in chosen):
+        notes += groups.note_new_groups(current, baseline)
     notes_of_baseline = [note for section in baseline.sections for note in section.notes]
     signs = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
     notes += (f"{baseline.run.label}: {text}" for text in signs)

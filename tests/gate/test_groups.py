@@ -212,6 +212,12 @@ def test_a_group_that_lost_its_samples_is_refused_and_a_new_one_is_not():
         v.group for v in judge(then, smaller, rules("attack.robust@group=each >= -50pp")).verdicts
     ]
     assert sorted(groups) == ["a", "rare"]
+    few = with_groups(
+        new(*sections(AFTER, LOUDER, HEADS, slice(115))), names[:115], sample_ids(115)
+    )
+    note = "the baseline has no such group, so no change is judged: rare"
+    assert note in judge(then, few, rules("attack.robust@group=each >= -50pp")).notes
+    assert note not in judge(then, few, rules("attack.robust >= -50pp")).notes
     gone = with_groups(
         new(*sections(AFTER, LOUDER, HEADS, slice(115))), names[:115], sample_ids(115)
     )

@@ -23,15 +23,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.problem import Problem, problem_of, restrict_to_face
 from lipaudit.wings.certificates.symbols import DOUBLE, gamma, tiny, up
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
 
 _DECAY = (0.8, 0.99)
 """Decay rates of Adam's running means of gradients and squared gradients."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.symbols import DOUBLE, Symbols, Unit, tiny, up
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 NUMBERS = 2**26
 """Largest number of coefficients kept for a problem (0.5 GB). Further symbols are merged into a

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
@@ -27,6 +26,10 @@ from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
 from lipaudit.wings.certificates.demand import DeviationError, plan
 from lipaudit.wings.certificates.form import Form, NoRuleError, forms_of
 from lipaudit.wings.certificates.symbols import DOUBLE, SETTLE, Norm, Symbols, cast_up, gamma, up
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
     *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.dropout),

@@ -29,12 +29,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 LIBRARY = 8
 """Assumed error of library functions in float64, in units in the last place."""

@@ -15,15 +15,20 @@ import io
 import math
 import zlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
 from PIL import Image
 from scipy import ndimage, signal
 
 from lipaudit.wings.corruptions.published import find_published, read_corruptions
 
-Pixels = Float[np.ndarray, "height width channels"]
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    Pixels = Float[np.ndarray, "height width channels"]
+
+
 Draw = np.random.Generator
 Number = int | float
 # Weights of red, green and blue in a grey value (ITU-R BT.601), as in OpenCV.

@@ -75,7 +75,7 @@ class Output(Settings):
 class Extent(Settings):
     """How much of a report stdout gets."""
 
-    details: bool = output_option(False, "Print all sections, not only the scorecard.")
+    details: bool = output_option(False, "Print all sections, not only the first screen.")
 
 
 class Several(Extent):

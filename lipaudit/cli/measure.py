@@ -43,6 +43,7 @@ def make_measure(name: str) -> Callable[..., None]:
         options: MeasureOptions,
         run: RunOptions,
         output: Output,
+        extent: Extent,
         terminal: Terminal,
     ) -> None:
         for alone, function in kind.alone.items():
@@ -75,7 +76,7 @@ def make_measure(name: str) -> Callable[..., None]:
             if report is None:
                 return
             observer.silence.close()
-            emit(report, output)
+            emit(report, output, details=extent.details)
         require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
     measure.__kwdefaults__ = {"model": None} if kind.alone else {}
@@ -149,7 +150,6 @@ def audit(
     from lipaudit import api
     from lipaudit.cli.progress import OnStderr
     from lipaudit.report import REPORT, of_reports, render
-    from lipaudit.report.opening import list_obstacles
 
     several = len(models) > 1
     extent.require_several(len(models))
@@ -199,9 +199,25 @@ def audit(
     whole = all(report.status == "complete" for report in reports.values())
     if whole and not several:
         (report,) = reports.values()
-        obstacles = " ".join(list_obstacles(report).values())
-        terminal.tell(f"next:   {obstacles or f'lipaudit baseline save {saved}'}")
+        terminal.tell(f"next:   {_choose_next(report, saved)}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
+
+
+def _choose_next(report: Report, saved: str) -> str:
+    """Return what to do after an audit: mend the run, look at weaknesses, or keep a baseline."""
+    from lipaudit.measures import summarise
+    from lipaudit.report.opening import list_obstacles, write_answer
+    from lipaudit.tables.formats import CHARACTERS
+    from lipaudit.tables.weakest import worst
+
+    obstacles = " ".join(list_obstacles(report).values())
+    if obstacles:
+        return obstacles
+    answer = write_answer(summarise(report))
+    weakest = worst(report)
+    if answer is not None and answer.tone == "broken" and weakest:
+        return f"lipaudit inspect {saved} {weakest[0][:CHARACTERS]}"
+    return f"lipaudit baseline save {saved}"
 
 
 PARTS = typer.Argument(metavar="FOLDER", help="Folders of --parts: one of all shards, or several.")

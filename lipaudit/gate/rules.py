@@ -256,7 +256,11 @@ def find_words(measure: str, column: str) -> str:
     for headline in layout.headlines if layout else ():
         if headline.column == column:
             return headline.words or headline.label
-    return ""
+    return WORDS.get(f"{measure}.{column}", "")
+
+
+WORDS = {"bounds.exact_max": "largest head norm", "jacobian.margin": "margin"}
+"""Words for figures that are compared and no headline."""
 
 
 def choose_rules(*reports: Report) -> tuple[Rule, ...]:

@@ -134,8 +134,8 @@ class Verdict(Frozen):
         return f"{needed}, and this run has {self.samples}"
 
     @property
-    def sentence(self) -> str:
-        """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
+    def subject(self) -> str:
+        """Return what changed, in words: `robust accuracy (linf 4/255)`."""
         column = self.metric.partition("@")[0].partition(":")[0]
         measure, _, name = column.rpartition(".")
         words = find_words(measure, name) or self.metric
@@ -146,11 +146,22 @@ class Verdict(Frozen):
         where = trial.ball if trial else self.name
         if self.group:
             where = f"{where}, group {self.group}".removeprefix(", ")
-        subject = f"{words} ({where})" if where else words
-        new, old = (_write_figure(value, self.unit) for value in (self.new, self.old))
+        if not where:
+            return words
+        return f"{words} ({where})"
+
+    @property
+    def values(self) -> str:
+        """Return both figures: `64.8 % -> 51.6 %`."""
+        return f"{_write_figure(self.old, self.unit)} -> {_write_figure(self.new, self.unit)}"
+
+    @property
+    def sentence(self) -> str:
+        """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
         if self.old is None:
-            return f"{subject} {new} breaks the limit of {self.rule}"
-        return f"{subject} {old} -> {new}"
+            new = _write_figure(self.new, self.unit)
+            return f"{self.subject} {new} breaks the limit of {self.rule}"
+        return f"{self.subject} {self.values}"
 
     @property
     def proof(self) -> str:

@@ -406,7 +406,7 @@ ATTACK_TABLE = Layout(
             reading="It is low by chance if the class has few samples. Of classes with equal "
             "accuracy, the one with the most samples is named.",
         ),
-        "class": Column.text("which", "The worst class, and how many samples n it has."),
+        "class": Column.text("worst class is", "The worst class, and its number of samples."),
         "ece_clean": ece_column("clean ECE", "Expected calibration error without attack."),
         "ece": ece_column(
             "ECE",

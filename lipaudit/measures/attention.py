@@ -97,7 +97,7 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
         for name in ("intermediate", "uniform", "categorical")
     )
     fragile = sum(row.intermediate > HALF for row in rows)
-    text = f"mean of {len(rows)} heads, over half in {fragile}"
+    text = f"in {fragile} of {len(rows)} heads over half"
     shares = report.section("jacobian.shares")
     patterns = None
     if shares is not None:
@@ -135,6 +135,7 @@ ATTENTION_TABLE = Layout(
         ),
         by="intermediate",
         maps=("intermediate",),
+        titles={"intermediate": "How many rows of each head are fragile"},
         drawings=("attention",),
     ),
     fixed={

@@ -24,7 +24,7 @@ from lipaudit.tables.columns import (
     largest,
     log10_ratio,
 )
-from lipaudit.tables.formats import describe_standing, format_significant, format_value
+from lipaudit.tables.formats import format_significant, format_value
 from lipaudit.tables.summary import Headline, count_measured
 from lipaudit.theory import LAYER_WITHIN, POLICY
 from lipaudit.theory import WITHIN as PROVEN_WITHIN
@@ -146,7 +146,7 @@ def read_tightest(
     logs = ratios[best]
     column = section.columns[best]
     largest_ratio = format_value(raise_ten(max(logs)), RATIO)
-    text = f"of exact, {len(logs)} heads, largest {largest_ratio}; {describe_standing(column)}"
+    text = f"of exact, {len(logs)} heads, largest {largest_ratio}"
     label = f"{headline.label}, {column.label}"
     value = raise_ten(median(logs))
     metric = f"{section.measure}.{best}/exact"
@@ -197,7 +197,8 @@ BOUNDS_TABLE = Layout(
         columns=("head", "input", "exact", "exact_max"),
         by="exact",
         maps=("exact",),
-        drawings=("tightness", "bounds"),
+        titles={"exact": "How much each head amplifies (norm ‖J‖)"},
+        drawings=("tightness",),
         folded=False,
     ),
     sample_columns={
@@ -213,7 +214,7 @@ _limit = partial(Column, status="bound")
 LAYERS_TABLE = Layout(
     name="bounds.layers",
     title="How much do whole layers amplify?",
-    display=Display(about="The same norm for all heads of a layer together."),
+    display=Display(about="The same norm for all heads of a layer together.", brief=False),
     fixed={
         "layer": HEAD["layer"],
         "module": HEAD["module"],
@@ -246,7 +247,8 @@ BALLS_TABLE = Layout(
     title="How large can the norm of a head get near the samples?",
     display=Display(
         about="Within a ball of radius r around a sample's tokens: the largest norm that a search "
-        "found, and proven upper bounds."
+        "found, and proven upper bounds.",
+        folded=False,
     ),
     fixed={
         **HEAD,

@@ -154,7 +154,7 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
         if layer is not None:
             what = f"the residual stream after layer {layer}"
         grown = format_significant(row.median)
-        sentence = f"A small change of {what} grows up to {grown}-fold (median sample)."
+        sentence = f"A small change of {what} grows at most {grown} times (median sample)."
     cells = {"samples": row.samples, "low": low, "high": high, "sentence": sentence}
     yield headline.row(section, row.median, column, text=text, **cells)
 
@@ -193,6 +193,7 @@ JACOBIAN_TABLE = Layout(
         ),
         drawings=("depth",),
         histograms=("norm",),
+        titles={"norm": "How sensitive the samples are (norm ‖J‖)"},
         worst=("norm", "loss", "margin", "radius_first_order"),
         folded=False,
     ),

@@ -47,7 +47,7 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     texts = []
     for i in order:
         name = known.get(str(numbers[i]), numbers[i])
-        texts.append(f"{name} (n = {counts[i]})")
+        texts.append(f"{name} ({counts[i]} samples)")
     right = np.stack([np.bincount(where, trial) for trial in robust.T])
     shares = right[:, order] / counts[order]
     worst = shares.argmin(1)

@@ -100,6 +100,7 @@ HEADS_TABLE = Layout(
         columns=("head", "share", "pattern", "value", "share_max", "sample", "carried"),
         by="share",
         maps=("share",),
+        titles={"share": "How much of the sensitivity each head carries"},
     ),
     sample_columns={
         "gap": Column(

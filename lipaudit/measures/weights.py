@@ -77,6 +77,10 @@ HEADS = Layout(
         columns=("head", "qk", "qk_rank", "ov", "ov_rank", "why"),
         by="ov",
         maps=("qk", "ov"),
+        titles={
+            "qk": "How steep the logits of each head can be (norm of W_QK)",
+            "ov": "How much each head can write (norm of W_OV)",
+        },
         folded=False,
     ),
     fixed={

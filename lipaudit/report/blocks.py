@@ -62,6 +62,7 @@ class Table:
         keys: number of leading columns that name the row (repeated when a table is split).
         strong: indices of the rows to emphasise.
         folded: whether the terminal leaves the table out, and pages fold it.
+        cut: whether the terminal leaves out the last columns if it has no room for them.
     """
 
     title: str
@@ -70,6 +71,7 @@ class Table:
     keys: int = 1
     strong: Collection[int] = ()
     folded: bool = False
+    cut: bool = False
 
 
 ALL_COLUMNS = "All columns"
@@ -153,7 +155,7 @@ class Heatmap:
         centre: neutral value of a scale with two sides, such as 0 for differences.
         square: whether this is an attention map of queries and keys: its cells are square, and
             shown in pictures only. Other maps are of layers and heads.
-        ends: the ends of the scale, which maps beside one another share; None: by the values.
+        scale: the colours that maps of one unit share on a page; None: by the values.
     """
 
     title: str
@@ -163,16 +165,24 @@ class Heatmap:
     column: Column
     centre: float | None = None
     square: bool = False
-    ends: tuple[float, float] | None = None
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """The distribution of values, for one or several groups."""
+    """The distribution of values, for one or several groups.
+
+    Attributes:
+        title: printed above it.
+        x: the column of the values.
+        values: the values of each group.
+        colours: indices of colours by group, if not those of their order.
+    """
 
     title: str
     x: Column
     values: dict[str, tuple[float, ...]]
+    colours: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,7 @@ class Series:
         high: upper ends of the intervals.
         guide: whether this is a line for comparing slopes, drawn thin and without marks.
         names: name of each point (a head, a sample), for its tooltip.
+        colour: index of its colour; None: its place among the series.
     """
 
     label: str
@@ -196,6 +207,7 @@ class Series:
     high: tuple[float | None, ...] = ()
     guide: bool = field(default=False, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
+    colour: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -210,6 +222,7 @@ class Curve:
         log: draw both axes logarithmic.
         joined: whether lines join the points.
         ticks: places on the horizontal axis by name; empty: automatic.
+        table: its figures, for formats without pictures; pages fold it below the picture.
     """
 
     title: str
@@ -219,6 +232,7 @@ class Curve:
     log: bool = False
     joined: bool = True
     ticks: dict[str, float] = field(default_factory=dict)
+    table: Table | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +252,51 @@ class Stack:
     parts: dict[str, tuple[float, ...]]
 
 
-Picture = Heatmap | Histogram | Curve | Stack
+@dataclass(frozen=True)
+class Bar:
+    """A figure of a forest plot, with its interval.
+
+    Attributes:
+        label: what the figure is.
+        value: the figure.
+        low: lower end of its interval; None without one.
+        high: upper end of its interval.
+        text: written beside the label.
+        colour: index of its colour.
+        limit: where a rule has its limit; None without one.
+    """
+
+    label: str
+    value: float
+    low: float | None
+    high: float | None
+    text: str
+    colour: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A forest plot: figures with their intervals below one another, on one axis.
+
+    Attributes:
+        title: printed above it.
+        x: the column of the axis.
+        bars: the figures, from top to bottom.
+        centre: where a line marks no change.
+        log: whether the axis is logarithmic.
+        legend: what the colours mean.
+    """
+
+    title: str
+    x: Column
+    bars: tuple[Bar, ...]
+    centre: float = 0.0
+    log: bool = False
+    legend: dict[int, str] = field(default_factory=dict)
+
+
+Picture = Heatmap | Histogram | Curve | Stack | Forest
 Block = Paragraph | Points | Card | Table | Picture | Gallery | Passage
 
 
@@ -267,10 +325,17 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Document:
-    """A page: its heading and its chapters, the first without a heading."""
+    """A page: its heading and its chapters, the first without a heading.
+
+    Attributes:
+        title: the heading.
+        chapters: the chapters.
+        models: labels of the models that have a colour each.
+    """
 
     title: str
     chapters: tuple[Chapter, ...]
+    models: tuple[str, ...] = ()
 
 
 # Texts of blocks for all formats
@@ -341,8 +406,11 @@ class Grid:
     keys: int = 1
 
 
-def lay_out(block: Table | Heatmap | Card) -> Grid:
-    """Return a table, a map or a card with all cells as texts."""
+def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
+    """Return a table, a map, a card or the table of a curve with all cells as texts."""
+    if isinstance(block, Curve):
+        assert block.table is not None
+        block = block.table
     if isinstance(block, Card):
         align = "lrp" if any(len(row) == 3 for row in block.rows) else "lp"
         rows = [tuple(map(visible, row)) for row in block.rows]
@@ -384,6 +452,8 @@ def describe(block: Picture) -> str:
             text = f"{cells.write_math(axes)} for {names}"
         case Stack():
             text = f"{block.y.label} of {', '.join(block.parts)} in {len(block.places)} bars"
+        case Forest():
+            text = "; ".join(f"{bar.label} {bar.text}" for bar in block.bars)
     return f"{block.title}: {text}."
 
 
@@ -410,8 +480,8 @@ def compute_scale(block: Heatmap) -> Scale:
     Positive values get a logarithmic scale if they span more than a decade and most are at its low
     end; shares never do. With a centre, both sides are equally long.
     """
-    if block.ends is not None:
-        return Scale(*block.ends, False)
+    if block.scale is not None:
+        return block.scale
     known = [v for row in block.values for v in row if v is not None and abs(v) < EXTREME]
     low, high = min(known, default=0.0), max(known, default=1.0)
     if block.centre is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lipaudit.tables import Column
 from lipaudit.tables.formats import UNMEASURED as UNMEASURED
+from lipaudit.tables.formats import describe_domain as describe_domain
 from lipaudit.tables.formats import describe_standing as describe_standing
 from lipaudit.tables.formats import format_limits as format_limits
 from lipaudit.tables.formats import format_number as format_number

@@ -14,9 +14,11 @@ from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragr
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
 from lipaudit.report.pictures import compare_steepness
+from lipaudit.report.scales import harmonise
 from lipaudit.report.sections import (
     find_display,
     name_chapter,
+    show_brief,
     show_section,
     show_sections,
 )
@@ -49,13 +51,15 @@ def make_page(report: Report, *, short: bool = False) -> Document:
 
     Args:
         report: the report.
-        short: for one screen: the answer, warnings and the scorecard. The page of a single
-            measure is short enough.
+        short: for one screen: of several measures the answer, warnings and the scorecard, of
+            a single one its tables.
     """
     notes = opening.list_top_notes(report)
     measures = [section for section in report.sections if "." not in section.measure]
     if short and len(measures) > 1:
         return _shorten(report, notes, MORE)
+    if short and measures:
+        return _make_brief(report, measures[0])
     facts = opening.list_facts(report).items()
     summary = summarise(report)
     chapters = [_open_report(report, summary, facts, notes), *opening.show_scorecard(summary)]
@@ -66,7 +70,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     shown = opening.list_common_notes(report)
     for section in report.sections:
         shown += [note for note in section.notes if note.level == "warning"]
-    chapters += list_chapters([report], shown)
+    chapters += harmonise(list_chapters([report], shown))
     groups = tuple(show_groups(report))
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
@@ -104,6 +108,29 @@ def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iter
             parts = (*others[:1], *beside, *others[1:])
         folded = number > 0 and find_display(first).folded
         yield Chapter(measure, name_chapter(first), parts, folded)
+
+
+def _make_brief(report: Report, main: Section) -> Document:
+    """Return the page of a single measure on one screen: its tables, and what they are of."""
+    first: list[Block] = []
+    gaps = opening.describe_gaps(report)
+    if gaps:
+        first.append(Paragraph(f"Partial: {gaps}", "broken"))
+    warnings = [note for note in opening.list_top_notes(report) if note.level == "warning"]
+    chapters: list[Chapter] = []
+    for section in report.sections:
+        if section is main or find_display(section).brief:
+            tables = tuple(show_brief(section))
+            if chapters and tables:
+                chapters.append(Chapter(section.measure, name_chapter(section), tables))
+            elif tables:
+                chapters.append(Chapter("", "", (*first, *tables)))
+    data = report.run.data
+    title = f"{name_chapter(main)} {report.run.label} on {data.samples} samples of {data.spec}"
+    notes = blocks.list_notes(warnings)
+    if notes:
+        chapters.append(Chapter("", "", notes))
+    return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
 
 
 def make_card(report: Report) -> Document:
@@ -144,19 +171,19 @@ def make_pages(
     if short:
         return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
     chapters += list_chapters(reports)
+    names = model_labels(reports)
     # The facts that differ are beside each other.
     facts = [opening.list_facts(report) for report in reports]
-    names = dict.fromkeys(chain.from_iterable(facts))
     rows: list[Cells] = []
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(facts)):
         texts = [each.get(name) for each in facts]
         if len(set(texts)) > 1:
             rows.append({"fact": name} | dict(enumerate(texts)))
     if rows:
-        columns = {i: Column(name, "", format="s") for i, name in enumerate(model_labels(reports))}
+        columns = {i: Column(name, "", format="s") for i, name in enumerate(names)}
         table = blocks.make_table("", rows, columns)
         chapters.append(Chapter("models", "What was audited?", (table,)))
-    return Document(title, (*chapters, WORDS))
+    return Document(title, (*harmonise(chapters, names), WORDS), tuple(names))
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
@@ -351,7 +378,7 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     items = []
     for name in names:
         if name in examples:
-            items.append(_show_example(name_sample(name, report.places), examples[name]))
+            items.append(show_example(name_sample(name, report.places), examples[name]))
     if items:
         text = ""
         if any(item.pictures for item in items):
@@ -378,7 +405,7 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     return shown
 
 
-def _show_example(title: str, example: Example) -> blocks.Item:
+def show_example(title: str, example: Example) -> blocks.Item:
     """Show what an attack made of a sample."""
     true, predicted = example.classes
     before = example.before

@@ -14,6 +14,14 @@ from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
+from lipaudit.report.changes import (
+    describe_flip,
+    draw_changes,
+    draw_ranking,
+    read_change,
+    show_flipped,
+    write_answer,
+)
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.groups import count_part, show_group_changes, show_movement, write_movement
 from lipaudit.report.opening import open_page
@@ -47,7 +55,9 @@ def make_page(
         text = f"Ranked by {found.criterion}. Limits of differences: 95 %, paired{wide}."
         criterion = (Paragraph(text),)
     title = "Which model is the most robust?" if criterion else "The models, in order"
-    chapter = Chapter("ranking", title, (table, *criterion, *blocks.list_notes(found.notes)))
+    drawn = [] if short else draw_ranking(found)
+    parts = (table, *criterion, *drawn, *blocks.list_notes(found.notes))
+    chapter = Chapter("ranking", title, parts)
     return make_pages(reports, [opening, chapter], short=short)
 
 
@@ -83,10 +93,10 @@ def make_comparison_page(
         lead = ""
         if several:
             lead = f"{pair.new}: "
-        counts.append(lead + _count_verdicts(pair))
+        counts.append(write_answer(pair))
         for text in (*pair.warnings, *_list_excluded(pair)):
             warnings.append(Note.warn("differs", lead + text))
-        for chapter in _list_chapters(pair, places, several=several, short=short):
+        for chapter in _list_chapters(pair, places, reports, several=several, short=short):
             if several:
                 chapter = replace(chapter, name=f"{chapter.name}-{i + 1}")
             chapters.append(chapter)
@@ -114,7 +124,12 @@ def _list_excluded(pair: Pair) -> Iterator[str]:
 
 
 def _list_chapters(
-    pair: Pair, places: Mapping[str, str], *, several: bool, short: bool
+    pair: Pair,
+    places: Mapping[str, str],
+    reports: Sequence[Report],
+    *,
+    several: bool,
+    short: bool,
 ) -> Iterator[Chapter]:
     """Yield the chapters of a pair that have something to show."""
     of = f" ({pair.new})" if several else ""
@@ -129,6 +144,9 @@ def _list_chapters(
         moved = show_movement(pair.predictions)
         yield Chapter("predictions", f"How did the predictions move?{of}", moved)
     samples = _show_samples(pair, places, FEW if short else FIT)
+    if samples and not short:
+        flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
+        samples += show_flipped(flipped, reports)
     if samples:
         yield Chapter("samples", f"Which samples changed?{of}", samples)
     carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
@@ -138,26 +156,6 @@ def _list_chapters(
     carrying = _show_heads(carriers, most)
     if carrying:
         yield Chapter("carriers", f"Which heads carry the change of the norm?{of}", carrying)
-
-
-def _count_verdicts(pair: Pair) -> str:
-    """Count the verdicts, and name what regressed."""
-    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
-    counts = Counter(verdict.status for verdict in judged)
-    listed = [f"{counts[status]} {status}" for status in FIRST if counts[status]]
-    refused = sum(bool(verdict.reason) for verdict in pair.verdicts)
-    if refused:
-        listed.append(f"{refused} not compared")
-    count = len(judged) + refused
-    text = f"Of {count} figures: {', '.join(listed)}."
-    worse = [_name_figure(verdict) for verdict in judged if verdict.status == "regressed"]
-    if not worse:
-        return text
-    more = ""
-    if len(worse) > FEW:
-        more = f" and {len(worse) - FEW} more"
-    first = "; ".join(worse[:FEW])
-    return f"{text} Regressed: {first}{more}."
 
 
 def _name_figure(verdict: Verdict) -> str:
@@ -194,6 +192,8 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
                 row["McNemar"] = verdict.mcnemar
         rows.append(row)
     found = list[Block]()
+    if not short:
+        found += draw_changes((verdict.subject, verdict) for verdict in judged)
     if rows:
         moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
         title = ""
@@ -205,16 +205,11 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     return found
 
 
-def _read_change(verdict: Verdict) -> float | None:
-    """Return the paired change, else the change of the two figures."""
-    return verdict.change if verdict.paired is None else verdict.paired
-
-
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     """Return the heads that moved, the largest change first; ratios up and down count equally."""
 
     def size(head: HeadChange) -> float:
-        value = _read_change(head)
+        value = read_change(head)
         if value is None or math.isnan(value):
             return -1.0
         # Halved and doubled heads moved equally far.
@@ -263,7 +258,7 @@ def _list_head_cells(head: HeadChange) -> Cells:
     """Return the cells of a head in the table of heads that moved most."""
     cells: Cells = {
         "head": f"{head.layer}.{head.head}",
-        "change": amount(_read_change(head), head.unit),
+        "change": amount(read_change(head), head.unit),
         "95 % limits": head.texts["limits"] or None,
         "p (Holm)": head.p_adjusted,
         "stands": None,
@@ -280,7 +275,7 @@ def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Bl
     times = 100.0 if unit == "pp" else 1.0
     values = dict[tuple[int, int], float | None]()
     for place, head in heads.items():
-        value = _read_change(head)
+        value = read_change(head)
         values[place] = value if value is None else value * times
     how = {"%": "+.1%", "pp": "+.1f", "": "+.3g"}[unit]
     meaning = "New value over old value, sample by sample."
@@ -297,9 +292,7 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
     columns = dict[tuple[str, str], Column]()
     rows = list_names([sample.id for sample in shown], places)
     for row, sample in zip(rows, shown, strict=True):
-        turned = [f"{name}: yes → no" for name in sample.lost]
-        turned += (f"{name}: no → yes" for name in sample.gained)
-        row["became"] = "; ".join(turned)
+        row["became"] = describe_flip(sample)
     counts = Counter[str]()
     for sample in pair.samples:
         counts.update(sample.figures.keys())
@@ -349,7 +342,7 @@ def tabulate_ranking(
             row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": None}
             if difference := model.difference:  # the best model has none
                 limits = difference.texts["limits"]
-                text = amount(_read_change(difference), difference.unit)
+                text = amount(read_change(difference), difference.unit)
                 if limits:
                     text += f" ({limits})"
                 row["difference"] = text
@@ -425,7 +418,8 @@ def make_judgement_page(judgement: Judgement) -> Document:
             ending = "not proven"
         if not all(verdict.proven for verdict in judgement.verdicts):
             tone = "open"
-    text = f"{ending.upper()} (exit code {judgement.exit_code}): {judgement.reason}"
+    reason = judgement.reason.removeprefix(f"{ending}: ")
+    text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
     if judgement.outcome != "pass":
         text += f". Verdicts: {judgement.counts}."
     answer = Paragraph(text, tone)
@@ -507,7 +501,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         for status, count in passed.items():
             row = {"verdict": status, "rule": rule, "row": f"{count} {more}rows"}
             rows.append(row | dict.fromkeys(COLUMNS, ""))
-    found = list[Block]()
+    found = draw_changes((verdict.subject, verdict) for verdict in verdicts)
     if points:
         found.append(Points(tuple(points[:MOST])))
     if rows:

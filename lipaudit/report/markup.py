@@ -12,6 +12,7 @@ import html
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from lipaudit.report import blocks
 from lipaudit.report.blocks import (
     ALL_COLUMNS,
     Card,
+    Curve,
+    Forest,
     Gallery,
     Heatmap,
     Paragraph,
@@ -48,8 +51,9 @@ def render_html(page: blocks.Document) -> bytes:
         "plain": visible,
         "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
         "laid": blocks.lay_out,
-        "numbers": lambda block: [list(map(_write_number, row)) for row in block.rows],
+        "numbers": list_sort_keys,
         "places": place_columns,
+        "pads": lambda block: align_numbers(blocks.lay_out(block)),
         "passport": find_passport,
         "complete": has_all_columns,
         "tokens": blocks.shade_tokens,
@@ -116,6 +120,49 @@ def place_columns(block: Table, *, cut: bool) -> Places:
     return Places("half" if cut else "wide", classes, whole)
 
 
+# The integer part of a number, and the unit behind it.
+WHOLE = re.compile(r"[-+]?\d+")
+UNIT = re.compile(r"[^\d.)]*$")
+
+
+def align_numbers(grid: blocks.Grid) -> list[list[str]]:
+    """Return what is missing behind each cell, so that the points of a column are in a line.
+
+    Args:
+        grid: the table; its texts are not padded.
+
+    Returns:
+        For each row and column the characters whose width the cell lacks.
+    """
+    columns = [_align_column(cells) for cells in zip(*grid.rows, strict=True)]
+    pads = []
+    for row in zip(*columns, strict=True):
+        numbers = zip(row, grid.align, strict=True)
+        pads.append([pad if side == "r" else "" for pad, side in numbers])
+    return pads
+
+
+def _align_column(texts: Sequence[str]) -> list[str]:
+    """Return what is missing behind each number of a column; texts miss nothing."""
+    fractions: list[str | None] = []
+    for text in texts:
+        whole = WHOLE.match(text)
+        fraction = None
+        if whole is not None:
+            fraction = UNIT.sub("", text[whole.end() :])
+        fractions.append(fraction)
+    longest = max((each for each in fractions if each is not None), key=len, default="")
+    pads = []
+    for fraction in fractions:
+        pad = ""
+        if fraction is not None:
+            pad = longest[len(fraction) :]
+            if " " in longest:  # an interval: its figures are what differs in length
+                pad = "0" * len(pad)
+        pads.append(pad)
+    return pads
+
+
 def has_all_columns(chapter: blocks.Chapter) -> bool:
     """Say whether a chapter has a folded table of all columns."""
     return any(isinstance(each, Table) and each.title == ALL_COLUMNS for each in chapter.blocks)
@@ -129,8 +176,31 @@ def find_passport(opening: blocks.Chapter | None) -> Card | None:
     return None
 
 
+def list_sort_keys(block: Table) -> list[list[str]]:
+    """Return the numbers by which scripts sort the cells; empty where the text says as much.
+
+    A text says as much if it is a number that no other row of its column has.
+    """
+    texts = blocks.lay_out(block).rows
+    repeated = []
+    for column in zip(*texts, strict=True):
+        repeated.append({text for text, count in Counter(column).items() if count > 1})
+    keys = []
+    for row, written in zip(block.rows, texts, strict=True):
+        line = []
+        for value, text, twice in zip(row, written, repeated, strict=True):
+            plain = NUMBER.match(text) and text not in twice
+            line.append("" if plain else _write_number(value))
+        keys.append(line)
+    return keys
+
+
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?(?![\de])")
+"""A number at the beginning of a text, as scripts read it."""
+
+
 def _write_number(value: Any) -> str:
-    """Return the number to sort a cell by, also where texts are equal; empty for texts."""
+    """Return the number to sort a cell by; empty for texts."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return ""
     return f"{value:.6g}".replace("inf", "Infinity")  # as scripts spell it
@@ -162,7 +232,7 @@ def escape_markdown(text: str) -> str:
 
 def _write_markdown(block: blocks.Block) -> Iterator[str]:
     match block:
-        case Table() | Card() | Heatmap(square=False):
+        case Table() | Card() | Heatmap(square=False) | Curve(table=Table()):
             yield from _write_markdown_table(block)
         case Paragraph():
             text = escape_markdown(block.text)
@@ -183,6 +253,8 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
                 words.append(f"**{text}**" if token.top else text)
             yield from [f"**{escape_markdown(block.title)}**", "", " ".join(words), ""]
             yield _small(blocks.explain_shades(block))
+        case Forest():  # the table below it has the same figures
+            pass
         case _:
             yield _small(f"Chart, in the {HTML} format: {blocks.describe(block)}")
 
@@ -191,7 +263,7 @@ def _small(text: str) -> str:
     return f"<sub>{escape_markdown(text)}</sub>"
 
 
-def _write_markdown_table(block: Table | Heatmap | Card) -> Iterator[str]:
+def _write_markdown_table(block: Table | Heatmap | Card | Curve) -> Iterator[str]:
     grid = blocks.lay_out(block)
     folded = isinstance(block, Table) and block.folded
     title = escape_markdown(grid.title)
@@ -284,7 +356,7 @@ def _write_latex(block: blocks.Block) -> Iterator[str]:
     match block:
         case Card(note=""):  # facts
             yield from (f"% {escape_latex(': '.join(row))}" for row in block.rows)
-        case Table(folded=False) | Heatmap(square=False) | Card():
+        case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
             yield from _write_latex_table(blocks.lay_out(block))
         case Paragraph(tone=tone) if tone:
             yield from _write_remarks([block.text])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
@@ -25,25 +25,65 @@ VISIBLE = 0.005
 # Bounds beside exact norms
 
 
-def list_tightness(sections: Sections) -> Iterator[Table]:
-    """List how many times each bound is above the exact norm, in every model."""
-    rows: list[Cells] = []
-    for bound, column in find_bounds(find_columns(sections)).items():
+def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
+    """Plot every bound of every head over its exact norm: no point may be below y = x.
+
+    Its table lists how many times each bound is above the exact norm, in every model.
+    """
+    columns = find_columns(sections)
+    rows = read_rows(sections)
+    series: list[blocks.Series] = []
+    lines: list[Cells] = []
+    for bound, column in find_bounds(columns).items():
+        points = _list_points(column.label, bound, rows)
+        if points.x:
+            series.append(points)
         for model, section in sections.items():
-            ratios = finite(log10_ratio(row, bound) for row in section.rows)
-            line: Cells = {"bound": column.label, "status": column.status}
-            if model:
-                # The model replaces the domain, so that a row fits a terminal.
-                line["model"] = model
-            else:
-                line["holds"] = cells.write_math(column.domain)
-            line |= {"heads": len(ratios), "median": None, "largest": None}
-            if ratios:
-                line["median"] = _write_power(median(ratios))
-                line["largest"] = _write_power(max(ratios))
-            rows.append(line)
-    if rows:
-        yield make_table("Tightness over all heads: bound / exact", rows)
+            lines.append(_measure_tightness(bound, column, model, section))
+    if not lines:
+        return
+    title = "How many times is each bound above the exact norm?"
+    table = make_table(title, lines, folded=True)
+    if not series:
+        yield replace(table, folded=False)
+        return
+    norms = list(chain.from_iterable(each.x for each in series))
+    ends = (min(norms), max(norms))
+    series.append(blocks.Series("y = x", ends, ends, guide=True))
+    limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
+    title = "How far is each bound above the exact norm?"
+    yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False, table=table)
+
+
+def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
+    """Return a point for each head: its exact norm and a bound."""
+    exact = []
+    bounds = []
+    names = []
+    for row in rows:
+        point = finite((row.exact, row.get(bound)))
+        # Logarithmic axes show positive numbers only.
+        if len(point) == 2 and min(point) > 0:
+            exact.append(point[0])
+            bounds.append(point[1])
+            names.append(f"head {row.head} {row.model}")
+    return blocks.Series(label, tuple(exact), tuple(bounds), names=tuple(names))
+
+
+def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
+    """Return how many times a bound is above the exact norm: median and largest over heads."""
+    ratios = finite(log10_ratio(row, bound) for row in section.rows)
+    line: Cells = {"bound": column.label, "status": column.status}
+    if model:
+        # The model replaces the domain, so that a row fits a terminal.
+        line["model"] = model
+    else:
+        line["holds"] = cells.describe_domain(column, brief=True)
+    line |= {"heads": len(ratios), "median": None, "largest": None}
+    if ratios:
+        line["median"] = _write_power(median(ratios))
+        line["largest"] = _write_power(max(ratios))
+    return line
 
 
 def _write_power(exponent: float) -> float | str:
@@ -51,34 +91,6 @@ def _write_power(exponent: float) -> float | str:
     if exponent < 300:
         return 10**exponent
     return f"1e{exponent:.0f}×"
-
-
-def scatter_bounds(sections: Sections) -> Iterator[Curve]:
-    """Plot every bound of every head over its exact norm: no point may be below y = x."""
-    columns = find_columns(sections)
-    rows = read_rows(sections)
-    series: list[blocks.Series] = []
-    for bound, column in find_bounds(columns).items():
-        exact = []
-        bounds = []
-        names = []
-        for row in rows:
-            point = finite((row.exact, row.get(bound)))
-            # Logarithmic axes show positive numbers only.
-            if len(point) == 2 and min(point) > 0:
-                exact.append(point[0])
-                bounds.append(point[1])
-                names.append(f"head {row.head} {row.model}")
-        if exact:
-            points = blocks.Series(column.label, tuple(exact), tuple(bounds), names=tuple(names))
-            series.append(points)
-    if series:
-        norms = list(chain.from_iterable(each.x for each in series))
-        ends = (min(norms), max(norms))
-        series.append(blocks.Series("y = x", ends, ends, guide=True))
-        limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
-        title = "Upper bounds over the exact norm, per head"
-        yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False)
 
 
 # Curves of attacks
@@ -114,7 +126,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
             if len(curve.x) > 1:
                 series.append(curve)
         if series:
-            title = f"Accuracy under attack, {norm}"
+            title = f"How many samples survive attacks, {norm}"
             ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
             yield Curve(title, columns["eps"], accuracy, tuple(series), ticks=ticks)
 
@@ -148,7 +160,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
                 low, high = wilson(k, n)
                 line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
             lines.append(line)
-        title = add_model(model, "Accuracy of every class")
+        title = add_model(model, "How accurate is each class?")
         yield make_table(title, lines, columns, folded=True)
 
 
@@ -175,7 +187,8 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
     if series:
         depth = Column.count("attention layer", "")
         norm = next(iter(sections.values())).sample_column("norm")
-        yield Curve("Norm from the output of each block", depth, norm, tuple(series))
+        title = "How much a change after each block can still grow"
+        yield Curve(title, depth, norm, tuple(series))
 
 
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
@@ -197,7 +210,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
         if any(abs(other) > VISIBLE for other in others):  # such as a gate beside the heads
             parts["other"] = others
         places = tuple(f"{section.rows[i].layer} {section.rows[i].part}" for i in steps)
-        title = "Where the sensitivity passes, step by step (means)"
+        title = "Through which parts the sensitivity passes, step by step (means)"
         column = replace(section.columns["share"], label="share")
         yield blocks.Stack(f"{label}: {title}" if label else title, places, column, parts)
 
@@ -220,7 +233,10 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     low = min(0.0, *finite(value for values in found for value in values.values()))
     titles = ("How steep is every head? Exact norm", "How much does it carry? Share")
     for title, values in zip(titles, found, strict=True):
-        yield replace(map_heads(f"{title}, of the largest", values, column), ends=(low, 1.0))
+        yield replace(
+            map_heads(f"{title}, of the largest", values, column),
+            scale=blocks.Scale(low, 1.0, log=False),
+        )
 
 
 # Attention maps, and what they lie over
@@ -259,15 +275,14 @@ def _draw_map(
     column = cells.HEADINGS["P"]
     yield blocks.Heatmap(add_model(label, title), matrix, rows, columns, column, square=True)
     if sample:
-        title = f"Attention received, mean over queries, head {head}, {where}"
+        title = f"How much attention each token receives from head {head} (mean), {where}"
         received = tuple(map(float, values.mean(0)))
         column = cells.HEADINGS["mean P"]
         yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
 
 
 DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
-    "tightness": list_tightness,
-    "bounds": scatter_bounds,
+    "tightness": draw_bounds,
     "attention": draw_attention,
     "accuracies": draw_accuracies,
     "classes": list_classes,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from statistics import median
 from typing import Any
 
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
-from lipaudit.tables.columns import naming, order
+from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
 from lipaudit.tables.trials import WORST
 
 Sections = Mapping[str, Section]
@@ -88,7 +90,7 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
 
     Args:
         sections: the sections by report.
-        names: columns; bounds follow. By default all columns.
+        names: columns; the closest bound of each status follows. By default all columns.
         by: a column; of many rows, those with its largest values are shown.
     """
     rows = _select_rows(sections, by)
@@ -138,8 +140,10 @@ def _choose_columns(
     every = [name for name in columns if name not in hidden]
     wanted = every
     if names:
-        bounds = [name for name in every if columns[name].formula and name not in names]
-        wanted = [*names, *bounds]
+        bounds = [name for name in every if columns[name].formula]
+        if "exact" in columns:
+            bounds = list(find_closest_bounds(columns, rows).values())
+        wanted = [*names, *(name for name in bounds if name not in names)]
     shown = {}
     for name in wanted:
         if name not in columns:  # in a report of another version
@@ -153,6 +157,21 @@ def _choose_columns(
         if values - empty:
             shown[name] = column
     return shown
+
+
+def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, str]:
+    """Return the bound closest to the exact norm, at the median head, by status."""
+    closest: dict[str, str] = {}
+    smallest: dict[str, float] = {}
+    for name, column in find_bounds(columns).items():
+        ratios = finite(log10_ratio(row, name) for row in rows)
+        if not ratios:
+            continue
+        ratio = median(ratios)
+        if ratio < smallest.get(column.status, math.inf):
+            smallest[column.status] = ratio
+            closest[column.status] = name
+    return closest
 
 
 def _gather_rows(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:

@@ -7,18 +7,24 @@ of their models.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import chain
+from statistics import median
 
 from lipaudit.measures import layouts
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Block, Paragraph, make_table
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.report.pictures import find_drawing
-from lipaudit.report.rows import Sections, add_model, map_heads, tabulate
-from lipaudit.tables import Display, Note, Section
-from lipaudit.tables.columns import (
-    finite,
+from lipaudit.report.pictures import DRAWINGS, find_drawing
+from lipaudit.report.rows import (
+    Sections,
+    add_model,
+    find_closest_bounds,
+    map_heads,
+    tabulate,
 )
+from lipaudit.tables import Display, Note, Section
+from lipaudit.tables.columns import finite, log10_ratio
 
 
 def name_chapter(section: Section) -> str:
@@ -65,6 +71,42 @@ def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block,
     return tuple(result)
 
 
+def show_brief(section: Section) -> Iterator[Block]:
+    """Yield the tables of a section for one screen, and how close its bounds are, in a line."""
+    if section.failure is not None:
+        yield from show_section(section)
+        return
+    display = find_display(section)
+    sections = {"": section}
+    for table in tabulate(sections, display.columns, display.by):
+        yield replace(table, cut=True)
+    closeness = describe_closeness(section)
+    if closeness:
+        yield Paragraph(closeness)
+    if "attention" in display.drawings:  # maps are drawn on demand alone
+        yield from DRAWINGS["attention"](sections)
+
+
+def describe_closeness(section: Section) -> str:
+    """Say how close the closest bounds are to the exact norm; empty without bounds."""
+    columns = section.columns
+    if "exact" not in columns:
+        return ""
+    sentences = []
+    for name in find_closest_bounds(columns, section.rows).values():
+        ratios = [10**ratio for ratio in finite(log10_ratio(row, name) for row in section.rows)]
+        middle = cells.format_significant(median(ratios))
+        label = cells.write_math(columns[name].label)
+        spread = f"at most {cells.format_significant(max(ratios))}"
+        if columns[name].status == "certified":
+            lead = "The closest certified bound"
+        else:
+            lead = "The closest bound"
+            spread = f"median of {len(ratios)} heads, {spread}"
+        sentences.append(f"{lead}, {label}, is {middle} times the exact norm ({spread}).")
+    return " ".join(sentences)
+
+
 def list_settings(section: Section) -> list[str]:
     """Return the settings of a section: a switch that is on by its name, without what is unset."""
     if "." in section.measure:  # a part of a measure has its settings, which are above
@@ -100,7 +142,8 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     display = find_display(first)
     for name in display.maps:
         yield from map_column(measured, name)
-    yield from tabulate(measured, display.columns, display.by)
+    tables = list(tabulate(measured, display.columns, display.by))
+    yield from tables
     for name in display.drawings:
         yield from find_drawing(name)(measured)
     for name in display.histograms:
@@ -109,6 +152,8 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         # Folded, with every column that is not empty.
         rows, columns = first.rows, first.columns.items()
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
+        if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
+            return  # the table above has everything
         lines = [{name: row.get(name) for name in shown} for row in rows]
         keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
         yield make_table(blocks.ALL_COLUMNS, lines, shown, keys=keys, folded=True)
@@ -121,10 +166,11 @@ def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
     """Map a column over layers and heads, of each report."""
     for label, section in sections.items():
         column = section.columns.get(name, cells.HEADINGS["value"])
+        asked = find_display(section).titles
         values = {(row.layer, row.head): row.get(name) for row in section.rows}
         if any(value is not None for value in values.values()):
-            title = cells.write_math(f"{column.label} of every head: {column.meaning.rstrip('.')}")
-            yield map_heads(add_model(label, title), values, column)
+            title = asked.get(name, f"{column.label} of each head")
+            yield map_heads(add_model(label, cells.write_math(title)), values, column)
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
@@ -136,5 +182,7 @@ def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
             values[label or "samples"] = tuple(v for v in known if abs(v) < EXTREME)
     distinct = set(chain.from_iterable(values.values()))
     if len(distinct) > 1:
-        column = next(iter(sections.values())).sample_column(name)
-        yield blocks.Histogram(f"{cells.write_math(column.label)} per sample", column, values)
+        first = next(iter(sections.values()))
+        column = first.sample_column(name)
+        title = find_display(first).titles.get(name, f"{column.label} of each sample")
+        yield blocks.Histogram(cells.write_math(title), column, values)

@@ -15,7 +15,18 @@ from rich.text import Text
 
 from lipaudit.errors import visible
 from lipaudit.report import blocks, records
-from lipaudit.report.blocks import Card, Gallery, Grid, Heatmap, Paragraph, Passage, Points, Table
+from lipaudit.report.blocks import (
+    Card,
+    Curve,
+    Forest,
+    Gallery,
+    Grid,
+    Heatmap,
+    Paragraph,
+    Passage,
+    Points,
+    Table,
+)
 from lipaudit.report.markup import HTML, MARKDOWN
 
 # The width of a file: tables are never split there.
@@ -49,10 +60,11 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
     for chapter in page.chapters:
         if chapter.title:
             items.append(_heading(chapter.title, "─", console.width))
-        else:
+        elif chapter is not page.chapters[0] or not isinstance(chapter.blocks[0], Table):
             items.append(Text(""))
         for block in chapter.blocks:
-            items += _write_block(block, console.width)
+            if not isinstance(block, Forest):  # the table below it has the same figures
+                items += _write_block(block, console.width)
     with console.capture() as capture:
         for item in items:
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -97,8 +109,9 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             yield Text(f"\n{block.title}: in the {formats} formats", DIM)
         case Card():
             yield from _write_grid(blocks.lay_out(block), min(width, PROSE))
-        case Table():
-            yield from _write_grid(blocks.lay_out(block), width)
+        case Table() | Curve(table=Table()):
+            cut = isinstance(block, Table) and block.cut
+            yield from _write_grid(blocks.lay_out(block), width, cut=cut)
         case Heatmap(square=False):
             yield from _write_grid(_add_bars(block), width)
         case Paragraph(tone=""):
@@ -163,18 +176,29 @@ LEAST = 8
 """Smallest width to which a repeated name column is wrapped."""
 
 
-def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
-    """Write a table; if it is too wide, split it into pieces that repeat the keys."""
+def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[RenderableType]:
+    """Write a table; if it is too wide, split it into pieces that repeat the keys.
+
+    Args:
+        grid: the table.
+        width: columns of the terminal.
+        cut: whether to write only the first piece, and to name the columns of the others.
+    """
     if grid.heads:
         yield _title(grid.title, width) if grid.title else Text("")
     rows = [list(row) for row in grid.rows]
     for i in grid.strong:
         rows[i][0] = STRONG + rows[i][0]
     widths = _choose_widths(grid, rows, width)
-    for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
-        if number:
+    first, *others = split_columns(widths, keys=grid.keys, width=width)
+    yield _write_piece(grid, rows, widths, first)
+    for group in others:
+        if not cut:
             yield Text("")
-        yield _write_piece(grid, rows, widths, group)
+            yield _write_piece(grid, rows, widths, group)
+    if cut and others:
+        left_out = [grid.heads[i] for group in others for i in group[grid.keys :]]
+        yield _prose(f"More columns with --details: {', '.join(left_out)}.", width, DIM)
     for note in grid.notes:
         yield _prose(note, width, DIM)
 

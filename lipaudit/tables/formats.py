@@ -20,6 +20,19 @@ UNMEASURED = ("d", "s", "")
 CHARACTERS = 12
 # Number of characters of a text shown after its place.
 LETTERS = 40
+DOMAINS = {
+    "at X": "at the measured samples",
+    "ball": "in the ball",
+    "all inputs, every ||x_i|| <= R": "for any input whose tokens are no longer than those "
+    "measured",
+    "all inputs, every ||x_i|| <= R + r": "for any input whose tokens are at most r longer than "
+    "those measured",
+    "||X' - X||_F <= r": "within the distance r of the measured samples",
+    "the weights": "of the weights",
+}
+"""Where a figure holds, in words, by the domain of its column."""
+BRIEF_DOMAINS = {"all inputs, every ||x_i|| <= R": "for all inputs as short"}
+"""The same for a cell, where the words of `DOMAINS` have no room."""
 
 
 def format_value(value: Any, column: Column) -> str:
@@ -74,12 +87,21 @@ def write_math(label: str) -> str:
     return label.replace("||", "‖").replace("<=", "≤").replace(">=", "≥")
 
 
+def describe_domain(column: Column, *, brief: bool = False) -> str:
+    """Return where a figure holds, in words; in a few for a cell."""
+    if brief and column.domain in BRIEF_DOMAINS:
+        return BRIEF_DOMAINS[column.domain]
+    return DOMAINS.get(column.domain) or write_math(f"for {column.domain}")
+
+
 def describe_standing(column: Column) -> str:
-    """Return status and domain of a column: `bound at X`; empty for names and counts."""
+    """Return status and domain of a column: `exact, at the measured samples`.
+
+    Names and counts have none.
+    """
     if column.format in UNMEASURED or not column.domain:
         return ""
-    where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
-    return write_math(f"{column.status} {where}")
+    return f"{column.status}, {describe_domain(column)}"
 
 
 def join_texts(texts: Iterable[str]) -> str:

@@ -266,7 +266,6 @@ class Section(Frozen):
 
 Drawing = Literal[
     "tightness",
-    "bounds",
     "attention",
     "accuracies",
     "classes",
@@ -281,13 +280,15 @@ class Display:
 
     Attributes:
         about: the meaning of its figures, in a sentence.
-        columns: columns of its table; bounds follow. Empty: all of them.
+        columns: columns of its table; the closest bounds follow. Empty: all of them.
         by: a column: of many rows, the table has those with its largest values.
         maps: columns that are mapped over layers and heads.
         drawings: pictures and tables of its own, by their names in `report.pictures` or in a wing.
         histograms: per-sample columns that are counted.
         worst: per-sample columns in the table of the worst samples.
         folded: whether an HTML page shows only the heading at first, unless it comes first.
+        titles: titles of the maps and histograms, by column: what a reader asks.
+        brief: whether one screen of its measure has its table.
     """
 
     about: str
@@ -298,6 +299,8 @@ class Display:
     histograms: tuple[str, ...] = ()
     worst: tuple[str, ...] = ()
     folded: bool = True
+    titles: Mapping[str, str] = field(default_factory=dict)
+    brief: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

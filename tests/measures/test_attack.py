@@ -129,7 +129,7 @@ def test_classes_and_calibration_are_those_of_the_examples(net, tmp_path):
         assert min(count.values()) < 5
         assert (row.robust_class, row["class"]) == (
             shares[lowest],
-            f"{lowest} (n = {count[lowest]})",
+            f"{lowest} ({count[lowest]} samples)",
         )
     for key in ("", *keys):
         stored = found.samples["confidence" + "@" * bool(key) + key]

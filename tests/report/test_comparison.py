@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from lipaudit.gate import compare, judge, rank
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
-from lipaudit.report.blocks import Heatmap, Table
+from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
+from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, tabulate_ranking
-from lipaudit.tables import Note
+from lipaudit.tables import Column, Note
+from lipaudit.tables.report import Example
 from tests.gate import cases
 from tests.gate.cases import flags
 from tests.report.conftest import find_chapter, keep, rename, swap
@@ -88,8 +91,78 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     words = [row["verdict"] for row in shown.values()]
     order = ["regressed", "improved", "inconclusive", "unchanged"]
     assert words == sorted(words, key=order.index)
-    assert "Regressed: bounds.exact_max:median" in page.chapters[0].blocks[0].text
+    answer = page.chapters[0].blocks[0].text
+    assert answer.startswith("new is worse in largest head norm (1.619 → 8.873), ")
+    assert "; and better in Jacobian norm (7.265 → 3.633). " in answer
+    assert answer.endswith("No proven change in 5 of 8 figures.")
     assert page.chapters[0].blocks[0].tone == "broken"
+
+
+def test_changes_are_drawn_by_size_with_their_intervals_one_picture_for_a_unit(subject):
+    points, ratios = blocks(subject.page(), "change", Forest)
+    (pair,) = subject.record.pairs
+    known = {verdict.subject: verdict for verdict in pair.verdicts}
+    labels = ["robust accuracy (linf 0.1)", "clean accuracy"]
+    assert [bar.label for bar in points.bars] == labels
+    assert (points.centre, ratios.centre, ratios.log) == (0.0, 1.0, True)
+    sizes = []
+    for picture, unit in ((points, "pp"), (ratios, "%")):
+        for bar in picture.bars:
+            verdict = known[bar.label]
+            assert verdict.unit == unit
+            change = verdict.change if verdict.paired is None else verdict.paired
+            ends = (change, verdict.low, verdict.high)
+            shown = [100 * end if unit == "pp" else 1 + end for end in ends]
+            assert (bar.value, bar.low, bar.high) == pytest.approx(shown)
+            words = {"regressed": "worse", "improved": "better"}
+            assert picture.legend[bar.colour] == words.get(verdict.status, "not proven")
+            if unit == "%":
+                sizes.append(abs(math.log(bar.value)))
+    assert sizes == sorted(sizes, reverse=True)
+    assert "new / old" not in terminal.render(subject.page()).decode()  # its table has all
+    assert not blocks(subject.page(short=True), "change", Forest)
+
+
+def test_a_forest_plot_has_each_interval_where_its_axis_says():
+    bars = (Bar("a", 10.0, 5.0, 20.0, "up", 1), Bar("b", 1.0, None, None, "same", 6, limit=2.0))
+    column = Column("new / old", "", "×")
+    legend = {1: "worse", 6: "not proven"}
+    element = draw_svg(Forest("f", column, bars, centre=1.0, log=True, legend=legend))
+    assert "a: up" in element
+    paths = re.findall(r'<path d="M ([\d. L]+)"[^>]*stroke: var\(--c1, #d55e00\)', element)
+    (line,) = [p for p in paths if p.count("L") == 1 and p.split()[1] == p.split()[4]][:1]
+    marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*fill: var\(--c1', element)
+    left, _, _, right, height = (float(p) if p != "L" else 0.0 for p in line.split())
+    dots = [(float(x), float(y)) for x, y in marks]
+    assert any(
+        x == pytest.approx((left + right) / 2, abs=0.1) and y == pytest.approx(height, abs=0.1)
+        for x, y in dots
+    )  # 10 is halfway from 5 to 20 on a logarithmic axis
+    for word in ("worse", "not proven", "limit of the rule", "new / old (×)"):
+        assert word in element
+
+
+def test_samples_that_flipped_are_shown_with_what_is_kept_of_them(subject, before, after):
+    example = {
+        "trial": "worst,linf,0.1", "classes": ("1", "2"), "image": "AAAA",
+        "before": (0.9, 0.1), "after": (0.2, 0.8),
+    }  # fmt: skip
+    (pair,) = subject.record.pairs
+    first = next(sample for sample in pair.samples if sample.lost)
+    attack = after.section("attack").model_copy(
+        update={"examples": {first.id: Example(**example)}}
+    )
+    reports = [before, swap(after, attack)]
+    (shown,) = blocks(of_comparison(compare(reports), reports).page(), "samples", Gallery)
+    (item,) = shown.items
+    assert item.title.startswith(first.id[:12])
+    assert item.pictures == (("sample", "AAAA"),)
+    assert item.lines[0] == "robust at linf 0.1: yes → no"
+    texts = ["a fine film" if name == first.id else "" for name in before.samples["ids"]]
+    places = {**before.samples, "text": tuple(texts)}
+    reports = [before.model_copy(update={"samples": places}), after]
+    (shown,) = blocks(of_comparison(compare(reports), reports).page(), "samples", Gallery)
+    assert shown.items[0].lines == ("robust at linf 0.1: yes → no", '"a fine film"')
 
 
 def test_a_screen_counts_what_changed_and_names_the_first(subject):
@@ -117,10 +190,10 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     assert [column.label for column in flipped.columns] == labels
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
-    became = "attack.robust@worst,linf,0.1: yes → no"
+    became = "robust at linf 0.1: yes → no"
     assert first[:3] == (cases.sample_ids(64)[worst][:12], f"index {worst}", became)
     assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
-    assert last[2] == "attack.robust@worst,linf,0.1: no → yes"
+    assert last[2] == "robust at linf 0.1: no → yes"
     assert len(flipped.rows) == 13
 
 

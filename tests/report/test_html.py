@@ -141,14 +141,34 @@ def scaled(row, layer: int, head: int):
     return row.replace(**(figures | {"layer": layer, "head": head}))
 
 
-def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
-    """With all sections, an attention map of 197 tokens, and pictures that do not compress."""
-    noise = np.random.default_rng(0)
-    picture = base64.b64encode(noise.bytes(64 * 64 * 3)).decode()
-    example = Example(
+def make_example(noise: np.random.Generator, side: int) -> Example:
+    """Return an example of pictures that do not compress."""
+    picture = base64.b64encode(noise.bytes(side * side * 3)).decode()
+    return Example(
         trial="pgd,linf,2/255", times=12.5, classes=("cat", "dog"), before=(0.9, 0.1),
         after=(0.2, 0.8), image=picture, adversarial=picture, difference=picture,
     )  # fmt: skip
+
+
+def test_page_of_an_audit_of_12_heads_stays_within_250_kb(report):
+    """With the sections of an audit, and pictures of the weakest samples."""
+    example = make_example(np.random.default_rng(0), 8)
+    attack = report.section("attack")
+    attack = attack.model_copy(update={"examples": dict.fromkeys(worst(report), example)})
+    measures = ("bounds", "attention", "jacobian")
+    audited = [s for s in report.sections if s.measure.split(".")[0] in measures]
+    sections = [*audited, attack]
+    assert len(sections) >= 6
+    page = render(keep(report, *sections), "html")
+    assert page.count(example.image.encode()) == 3 * len(worst(report))
+    assert len(page) < 250_000
+
+
+def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
+    """With all sections, an attention map of 197 tokens, and pictures that do not compress."""
+    noise = np.random.default_rng(0)
+    example = make_example(noise, 64)
+    picture = example.image
     weights = noise.dirichlet(np.ones(197), 197)
     arrays = {"map@1.2": Array.of(weights), "map_tokens@1.2": Array.of(np.array([197, 197]))}
     changes: dict[str, dict[str, Any]] = {

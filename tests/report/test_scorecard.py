@@ -10,7 +10,8 @@ from scipy.stats import binom
 
 from lipaudit.measures import layouts, summarise
 from lipaudit.measures.attention import ATTENTION_TABLE
-from lipaudit.report import of_reports, render
+from lipaudit.report import of_reports, render, terminal
+from lipaudit.report.cells import format_significant
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
 from lipaudit.tables.summary import find_figures
@@ -138,10 +139,10 @@ def test_steepest_heads_are_the_largest_norms(report):
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
-        ((0.2, 0.2, 0.6), "over half in 0; most others near one-hot"),
-        ((0.2, 0.6, 0.2), "over half in 0; most others near uniform"),
-        ((0.6, 0.3, 0.1), "over half in 1; most others near uniform"),
-        ((0.04, 0.6, 0.36), "over half in 0"),  # too few to move
+        ((0.2, 0.2, 0.6), "in 0 of 1 heads over half; most others near one-hot"),
+        ((0.2, 0.6, 0.2), "in 0 of 1 heads over half; most others near uniform"),
+        ((0.6, 0.3, 0.1), "in 1 of 1 heads over half; most others near uniform"),
+        ((0.04, 0.6, 0.36), "in 0 of 1 heads over half"),  # too few to move
     ],
 )
 def test_fragile_rows_are_counted_beside_where_the_others_lie(report, shares, text):
@@ -150,7 +151,7 @@ def test_fragile_rows_are_counted_beside_where_the_others_lie(report, shares, te
     row = ATTENTION_TABLE.row(layer=0, head=0, tokens=17, **regimes)
     section = layouts()["attention"].section(rows=(row,))
     fragile = find_figure(keep(report, section), "fragile_rows")
-    assert (fragile.value, fragile.text) == (share, f"mean of 1 heads, {text}")
+    assert (fragile.value, fragile.text) == (share, text)
 
 
 def test_bounds_shown_are_the_tightest_of_each_standing(report):
@@ -177,8 +178,21 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     facts, more = find_chapter(page, "words").blocks  # how far figures are proven
     assert [name for name, _ in facts.rows] == [*get_args(Status)]
     assert "lipaudit explain WORD" in more.text
-    alone = of_reports(keep(report, report.section("bounds"), report.section("bounds.layers")))
-    assert alone.page(short=True) == alone.page()  # a single measure is shown whole
+
+
+def test_a_screen_of_one_measure_begins_with_its_table(report):
+    alone = keep(report, report.section("bounds"), report.section("bounds.layers"))
+    opening, *_, end = of_reports(alone).page(short=True).chapters
+    table, closeness = opening.blocks
+    labels = [column.label for column in table.columns]
+    assert labels == ["head", "exact", "exact max", "sharp", "castin"]
+    rows = alone.section("bounds").rows
+    known = [row for row in rows if len(finite([row.exact, row.sharp])) == 2]
+    ratio = format_significant(median(row.sharp / row.exact for row in known))
+    assert closeness.text.startswith(f"The closest bound, sharp, is {ratio} times the exact norm")
+    assert "--details" in end.blocks[-1].text
+    printed = terminal.render(of_reports(alone).page(short=True), width=80)
+    assert len(printed.splitlines()) <= 30
 
 
 def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):

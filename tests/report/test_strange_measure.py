@@ -82,19 +82,19 @@ def test_its_columns_say_how_they_are_written(name):
     text = render(build(trunk=None), name).decode().replace("\\", "")
     shown = ["spread", "Settings: k 3.", "‖S‖", "1.23 nat", "–", "50.0%", "trunk", "One stage"]
     assert [words for words in shown if words not in text] == []
-    assert re.search(r"[ᵃᵇᶜ] estimate in the ball", text)
-    assert re.search(r"[ᵃᵇᶜ] exact at X", text)
+    assert re.search(r"[ᵃᵇᶜ] estimate, in the ball", text)
+    assert re.search(r"[ᵃᵇᶜ] exact, at the measured samples", text)
     assert "How hot heads are" in text
     assert re.search(r"^(## |<h2>)?spread( <a .*</h2>)?$", text, re.MULTILINE)
     beside = render(of_reports(build(), build()), name).decode()
     assert beside.count("trunk") == 2
-    assert "tension per sample" in beside
+    assert "tension of each sample" in beside
 
 
 def test_figures_of_heads_are_mapped_and_those_of_samples_counted():
     spread, heat = map(show_section, build().sections)
     (bars,) = (block for block in spread if isinstance(block, Histogram))
-    assert (bars.title, len(bars.values["samples"])) == ("tension per sample", 64)
+    assert (bars.title, len(bars.values["samples"])) == ("tension of each sample", 64)
     (mapped,) = (block for block in heat if isinstance(block, Heatmap))
     assert mapped.column.label == "T"
     assert mapped.values == ((1.0, 1.1), (2.0, 2.1))

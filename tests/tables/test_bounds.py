@@ -8,9 +8,10 @@ import pytest
 from lipaudit.gate.rules import list_metrics, parse_rule
 from lipaudit.measures import layouts
 from lipaudit.measures.bounds import BOUNDS_TABLE
-from lipaudit.report.blocks import Curve, Table
+from lipaudit.report.blocks import Curve
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.sections import show_section
+from lipaudit.tables.formats import BRIEF_DOMAINS, DOMAINS
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.wings.growth.scaling import FITS_TABLE, SCALING_TABLE
@@ -48,8 +49,9 @@ def said_by_explain(bound):
 
 def said_by_the_page(bound):
     blocks = show_section(layouts()["bounds"].section(rows=rows()))
-    table = [block for block in blocks if isinstance(block, Table)][1]
-    return {(line[1], line[2]) for line in table.rows if line[0] == bound.label}
+    (table,) = [block.table for block in blocks if isinstance(block, Curve)]
+    domains = {text: domain for domain, text in {**DOMAINS, **BRIEF_DOMAINS}.items()}
+    return {(line[1], domains[line[2]]) for line in table.rows if line[0] == bound.label}
 
 
 @pytest.mark.parametrize("place", [said_by_columns, said_by_explain, said_by_the_page])
@@ -67,7 +69,7 @@ def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     (scatter,) = [block for block in parts if isinstance(block, Curve)]
     labels = [bound.label for bound in load_bounds().values()]
     assert [series.label for series in scatter.series] == [*labels, "y = x"]
-    assert [line[0] for line in parts[3].rows] == labels
+    assert [line[0] for line in scatter.table.rows] == labels
     names, declared = list(BOUNDS_TABLE.columns), list(BOUNDS_TABLE.declared())
     start = names.index("exact_max") + 1
     assert names[start : start + len(declared)] == declared

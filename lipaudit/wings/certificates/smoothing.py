@@ -124,6 +124,7 @@ SMOOTHING_TABLE = Layout(
         "probability 1 - alpha, no change of L2 size eps changes a certified vote.",
         columns=("norm", "eps_text", "clean", "noisy", "smoothed", "certified", "abstained"),
         histograms=("radius",),
+        titles={"radius": "How far around each sample the vote is certified"},
         worst=("radius",),
         folded=False,
     ),

@@ -37,7 +37,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
                 last = first * (end / start) ** power
                 series.append(blocks.Series(text, (start, end), (first, last), guide=True))
         axis = "R" if x == "radius" else "the length"
-        title = f"Norms over {axis}, mode {mode}"
+        title = f"How norms grow with {axis}, mode {mode}"
         yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 
 

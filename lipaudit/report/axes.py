@@ -1,0 +1,149 @@
+"""Axes of charts: colours, scales, ticks and legends, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.errors import visible
+from lipaudit.report import cells
+from lipaudit.report.blocks import EXTREME
+from lipaudit.tables import Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK = "#010203"
+"""Placeholder colour that becomes the page's text colour (light in dark mode)."""
+# Okabe and Ito's colours, distinguishable for colour-blind eyes; a page may redefine --c0, ...
+CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+MARKERS = "osD^vPX"
+LINES = ("-", "--", "-.", ":")
+MOST_NAMED, LETTERS = 40, 14
+"""Largest number of token labels at the axes of an attention map, and characters per label."""
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def choose_colour(index: int) -> str:
+    """Return the colour of a category; after the last one they begin anew."""
+    return CATEGORIES[index % len(CATEGORIES)]
+
+
+def choose_line(index: int) -> str:
+    """Return the dashes of a category."""
+    return LINES[index % len(LINES)]
+
+
+def write_label(column: Column) -> str:
+    """Return the label of an axis, with the unit."""
+    label = cells.write_math(column.label)
+    if column.unit:
+        label += f" ({column.unit})"
+    return label
+
+
+def set_axis(
+    axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
+) -> None:
+    """Scale and label an axis, whose ends are slightly beyond the values."""
+    # Bounds may be infinite or overflow; the other values still need an axis.
+    known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
+    if log:
+        known = [v for v in known if v > 0]
+    low = min(known, default=1.0)
+    high = max(known, default=1.0)
+    if log:
+        beyond = 1.1
+        if high > low:
+            beyond = (high / low) ** 0.04
+        ends = (low / beyond, high * beyond)
+    else:
+        away = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        ends = (low - away, high + away)
+    set_ends(axes, which, ends, column, log=log)
+
+
+def set_ends(
+    axes: Axes, which: str, ends: tuple[float, float], column: Column, *, log: bool = False
+) -> None:
+    """Set the ends of an axis, its label and its ticks."""
+    axes.set_autoscale_on(False)  # otherwise a scale overflows at values that are not drawn
+    scale = "log" if log else "linear"
+    label = write_label(column)
+    axes.set(**{f"{which}scale": scale, f"{which}lim": ends, f"{which}label": label})
+    set_ticks(getattr(axes, f"{which}axis"), column, log=log)
+
+
+def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
+    """Set at least two ticks: at decades, at 1, 2 and 5 times them, or at round numbers."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    places: list[float] = []
+    if log:
+        places = _list_decades(low, high)
+    if sum(low <= v <= high for v in places) < 3:
+        whole = column.format == "d"
+        locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
+        places = [*locator.tick_values(low, high)]
+    places = [float(v) for v in places if low <= v <= high]
+    values = places
+    unit = ""
+    if column.format.endswith("%"):
+        values = [100 * v for v in places]
+        unit = "%"
+    # One notation for an axis: 10⁴ beside 10⁵, not 10000.
+    plain = all(value == 0 or 1e-4 <= abs(value) < 1e5 for value in values)
+    labels = [_write_tick(value, plain=plain) + unit for value in values]
+    axis.set_ticks(places, labels=labels)
+    axis.set_minor_locator(NullLocator())
+
+
+def _list_decades(low: float, high: float) -> list[float]:
+    """Return decades, or 1, 2 and 5 times them; matplotlib's LogLocator may find one or none."""
+    first = math.ceil(math.log10(low))
+    last = math.floor(math.log10(high))
+    step = max(last - first, 0) // 8 + 1
+    decades = [10.0**power for power in range(first, last + 1, step)]
+    if len(decades) >= 3:
+        return decades
+    places = []
+    for power in range(first - 1, last + 1):
+        places += [times * 10.0**power for times in (1, 2, 5)]
+    return places
+
+
+def _write_tick(value: float, *, plain: bool) -> str:
+    """Write 12.5, or 2×10⁷."""
+    # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
+    if value == 0 or plain:
+        return f"{value:.8g}"
+    digits, power = f"{value:.7e}".split("e")
+    start = ""
+    if float(digits) != 1:
+        start = digits.rstrip("0").rstrip(".") + "×"
+    return f"{start}10{str(int(power)).translate(RAISED)}"
+
+
+def name_ticks(axis: Any, names: Sequence[str], most: int) -> None:
+    """Label the places 0, 1, ...; with many names every second, third, ... one."""
+    step = math.ceil(len(names) / most) or 1
+    rotation = 0
+    size = 9
+    if any(len(name) > 3 for name in names):
+        size = 7
+        if axis.axis_name == "x":
+            rotation = 90
+    labels = [visible(name)[:LETTERS] for name in names[::step]]
+    axis.set_ticks(range(0, len(names), step), labels=labels, rotation=rotation, fontsize=size)
+    axis.set_tick_params(length=0)
+
+
+def set_legend(axes: Axes) -> None:
+    """Set the legend above the picture, in as many columns as fit."""
+    _, labels = axes.get_legend_handles_labels()
+    # About 56 letters fit above a picture; a mark takes the room of six.
+    longest = max(map(len, labels), default=0)
+    columns = max(1, min(len(labels), 56 // (longest + 6)))
+    axes.figure.legend(loc="outside upper left", ncols=columns)

@@ -1,0 +1,229 @@
+"""What changed between reports: in a sentence, by size in a picture, and sample by sample."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lipaudit.gate.comparison import Pair, Ranking, SampleChange
+from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
+from lipaudit.report.document import show_example
+from lipaudit.tables import Column, Report
+from lipaudit.tables.formats import name_sample
+from lipaudit.tables.trials import TrialKey
+
+MOVED = ("regressed", "improved")
+COLOURS = {"regressed": 1, "error": 1, "not comparable": 1, "improved": 2}
+"""Indices of the colours of verdicts; the others have none."""
+WORDS = {1: "worse", 2: "better", 6: "not proven"}
+"""What the colours of a forest plot mean."""
+GREY = 6
+TITLES = {
+    "%": "By which factor did figures change?",
+    "pp": "By how many percentage points did shares change?",
+}
+ORDER = {"pp": 0, "%": 1}
+"""Order of the pictures, by unit: shares such as accuracies come first."""
+LIMIT = re.compile(r"[<>]= *([+-][\d.]+)(%|pp)$")
+"""A limit of a rule on a change."""
+NAMED = 3
+"""Largest number of figures that a sentence names for the worse, and for the better."""
+MOST = 16
+"""Largest number of figures in one picture."""
+PICTURES = 12
+"""Largest number of samples that are shown with their images or texts."""
+
+
+# In a sentence
+
+
+def write_answer(pair: Pair) -> str:
+    """Say in a sentence or two what became worse and what better."""
+    judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    parts = []
+    for status, word in (("regressed", "worse"), ("improved", "better")):
+        moved = [verdict for verdict in judged if verdict.status == status]
+        if moved:
+            moved.sort(key=_rank_words)
+            named = [f"{each.subject} ({write_values(each)})" for each in moved[:NAMED]]
+            if len(moved) > NAMED:
+                named.append(f"{len(moved) - NAMED} more figures")
+            parts.append(f"{word} in {', '.join(named)}")
+    others = sum(verdict.status not in MOVED for verdict in judged)
+    refused = len(pair.verdicts) - len(judged)
+    sentences = []
+    if parts:
+        sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
+        if others:
+            sentences.append(f"No proven change in {others} of {len(judged)} figures.")
+    elif judged:
+        sentences.append(f"{pair.new}: no proven change in any of {len(judged)} figures.")
+    if refused:
+        sentences.append(f"{refused} figures cannot be compared.")
+    return " ".join(sentences)
+
+
+def _rank_words(verdict: Verdict) -> tuple[bool, float]:
+    """Order figures for a sentence: those with words first, then by size."""
+    value = read_change(verdict) or 0.0
+    return verdict.subject.startswith(verdict.metric), -abs(value)
+
+
+# By size
+
+
+def write_values(verdict: Verdict) -> str:
+    """Return a figure before and after the change."""
+    return verdict.values.replace("->", "→")
+
+
+def read_change(verdict: Verdict) -> float | None:
+    """Return the paired change, else the change of the two figures."""
+    return verdict.change if verdict.paired is None else verdict.paired
+
+
+def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> list[Block]:
+    """Draw changes with their intervals, the largest first: one picture for each unit.
+
+    Args:
+        changes: the name of each change, and the verdict on it; a verdict without a tested
+            change is left out.
+        title: the title of the picture; empty: by the unit.
+    """
+    units: dict[str, list[tuple[str, Verdict]]] = {}
+    drawn: set[str] = set()
+    for name, verdict in changes:
+        value = read_change(verdict)
+        known = [end for end in (value, verdict.low, verdict.high) if end is not None]
+        change = f"{name} {verdict.values}"  # several measures have the clean accuracy
+        if len(known) == 3 and all(map(math.isfinite, known)) and change not in drawn:
+            drawn.add(change)
+            units.setdefault(verdict.unit or verdict.metric, []).append((name, verdict))
+    found: list[Block] = []
+    for unit in sorted(units, key=lambda unit: ORDER.get(unit, len(ORDER))):
+        group = units[unit]
+        group.sort(key=lambda change: -abs(_read_size(change[1])))
+        heading = title or TITLES.get(unit) or f"By how much did {group[0][0]} change?"
+        if len(group) > MOST:
+            heading += f" The {MOST} largest of {len(group)}"
+        bars = tuple(_draw_bar(name, verdict) for name, verdict in group[:MOST])
+        found.append(_draw_unit(unit, heading, bars))
+    return found
+
+
+def _read_size(verdict: Verdict) -> float:
+    """Return how far a figure moved: of ratios the logarithm, so that halved equals doubled."""
+    value = read_change(verdict) or 0.0
+    if verdict.unit == "%" and value > -1:
+        return math.log1p(value)
+    return value
+
+
+def _draw_unit(unit: str, title: str, bars: tuple[Bar, ...]) -> Forest:
+    """Draw the changes of one unit."""
+    colours = {bar.colour for bar in bars}
+    legend = {place: word for place, word in WORDS.items() if place in colours}
+    if unit == "%":
+        axis = Column("new / old", "", "×", domain="")
+        return Forest(title, axis, bars, centre=1.0, log=True, legend=legend)
+    axis = Column("new - old", "", "points" if unit == "pp" else "", domain="")
+    return Forest(title, axis, bars, legend=legend)
+
+
+def _draw_bar(name: str, verdict: Verdict) -> Bar:
+    """Return the bar of a change, in the units of its axis."""
+    unit = verdict.unit
+    value = read_change(verdict)
+    assert value is not None
+    assert verdict.low is not None
+    assert verdict.high is not None
+    limit = LIMIT.search(verdict.rule)
+    bound = None
+    if limit is not None and limit[2] == unit:
+        bound = _scale(float(limit[1]) / 100, unit)
+    return Bar(
+        label=name,
+        value=_scale(value, unit),
+        low=_scale(verdict.low, unit),
+        high=_scale(verdict.high, unit),
+        text=f"{write_values(verdict)}, {amount(value, unit)}",
+        colour=COLOURS.get(verdict.status, GREY),
+        limit=bound,
+    )
+
+
+def _scale(value: float, unit: str) -> float:
+    """Return a change as its axis shows it: a ratio, percentage points, or a difference."""
+    if unit == "%":
+        return max(1 + value, 0.0)
+    if unit == "pp":
+        return 100 * value
+    return value
+
+
+def draw_ranking(ranking: Ranking) -> list[Block]:
+    """Draw how far every model is from the best one."""
+    changes = []
+    for model in ranking.models:
+        if model.difference is not None:
+            changes.append((model.model, model.difference))
+    return draw_changes(changes, f"How far is each model from {ranking.models[0].model}?")
+
+
+# Sample by sample
+
+
+def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> list[Block]:
+    """Show samples whose result changed: images and adversarial examples, or texts."""
+    places: dict[str, str] = {}
+    for report in reports:
+        places |= report.places
+    items = []
+    for sample in flipped:
+        item = _show_sample(sample, name_sample(sample.id, places), reports)
+        if item is not None:
+            items.append(item)
+    if not items:
+        return []
+    found: list[Block] = []
+    if len(items) > PICTURES:
+        found.append(Paragraph(f"The first {PICTURES} of {len(items)}."))
+    return [*found, blocks.Gallery("", tuple(items[:PICTURES]))]
+
+
+def _show_sample(
+    sample: SampleChange, title: str, reports: Sequence[Report]
+) -> blocks.Item | None:
+    """Return a sample with what is stored of it; None if that is nothing."""
+    changed = describe_flip(sample)
+    for report in reports:
+        attack = report.section("attack")
+        if attack is not None and sample.id in attack.examples:
+            item = show_example(title, attack.examples[sample.id])
+            model = f"by {report.run.label}:"
+            return replace(item, lines=(changed, model, *item.lines))
+    for report in reports:
+        if sample.id in report.texts:
+            return blocks.Item(title, (), (changed, f'"{report.texts[sample.id]}"'))
+    return None
+
+
+def describe_flip(sample: SampleChange) -> str:
+    """Say which results of a sample changed."""
+    turned = [f"{_name_result(name)}: yes → no" for name in sample.lost]
+    turned += (f"{_name_result(name)}: no → yes" for name in sample.gained)
+    return "; ".join(dict.fromkeys(turned))
+
+
+def _name_result(metric: str) -> str:
+    """Return the name of a yes-or-no figure: `robust at linf 0.1`."""
+    name, _, row = metric.partition("@")
+    trial = TrialKey.parse(row)
+    word = name.rpartition(".")[2]
+    if trial is None:
+        return word
+    return f"{word} at {trial.ball}"

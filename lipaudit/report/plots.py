@@ -1,0 +1,308 @@
+"""The pictures of a page on matplotlib's axes; each function yields the tooltips of its marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.errors import visible
+from lipaudit.report import axes as frames
+from lipaudit.report import blocks, cells
+from lipaudit.report.axes import INK, MARKERS, MOST_NAMED, choose_colour, choose_line
+from lipaudit.report.blocks import Curve, Forest, Heatmap, Histogram, Picture, Series, Stack
+from lipaudit.tables import Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Span = tuple[float, float]
+Tip = tuple[str, Span, Span]
+"""The text of a tooltip and its place in the units of the axes: a point, or the ends in x, y."""
+MANY = 500
+"""Charts with more points or cells embed a PNG in the SVG, to keep pages small."""
+MOST_TIPS = 1200
+"""Largest number of tooltips in a chart: they make most of a page's size."""
+DARK = 0.46
+"""Luma (BT.601) at which black and white have equal contrast."""
+
+
+def draw_block(axes: Axes, block: Picture) -> list[Tip]:
+    """Draw a picture on axes, and return its tooltips."""
+    return list(_DRAW[type(block)](axes, block))
+
+
+# Matrices: the map of heads, attention
+
+
+def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
+    """Draw the entries as coloured cells."""
+    import numpy as np
+    from matplotlib import colormaps
+
+    values = np.array(block.values, dtype=np.float64)
+    if block.square:
+        values[values == 0] = float("nan")  # masked keys stay blank
+    scale = blocks.compute_scale(block)
+    norm = _choose_norm(block, scale)
+    colours: Any = colormaps["viridis" if block.centre is None else "RdBu_r"]
+    height, width = values.shape
+    across = np.arange(width + 1) - 0.5
+    down = np.arange(height + 1) - 0.5
+    # Many cells as paths would make the page several megabytes large.
+    look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": values.size > MANY}
+    mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
+    _draw_colours(axes, mesh, block.column, log=scale.log)
+    ylabel, xlabel = ("query", "key") if block.square else ("layer", "head")
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
+    most = 16
+    if block.square:
+        axes.set_box_aspect(height / width)
+        if max(height, width) <= MOST_NAMED:
+            most = MOST_NAMED
+    frames.name_ticks(axes.xaxis, block.columns, most)
+    frames.name_ticks(axes.yaxis, block.rows, most)
+    written = not block.square and values.size <= MANY and width <= 20
+    for index, (y, x) in enumerate(np.ndindex(values.shape)):
+        value = block.values[y][x]
+        text = cells.format_value(value, block.column)
+        if written:
+            ink = INK
+            if scale.share(value) is not None:
+                luma = np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11))
+                ink = "#ffffff" if luma < DARK else "#000000"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
+        if index < MOST_TIPS:
+            place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
+            yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
+
+
+def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
+    """Return the map from values to places on the scale of colours."""
+    from matplotlib.colors import LogNorm, Normalize, PowerNorm
+
+    if block.square:
+        return PowerNorm(0.5, 0.0, scale.high)  # square roots, so that small shares stay visible
+    if scale.log:
+        return LogNorm(scale.low, scale.high)
+    return Normalize(scale.low, scale.high)
+
+
+def _draw_colours(axes: Axes, mesh: Any, column: Column, *, log: bool) -> None:
+    """Draw the scale of colours beside a map."""
+    figure: Any = axes.get_figure()
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
+    label = frames.write_label(column)
+    if log:
+        label += ", log scale"
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    bar.solids.set_rasterized(True)
+    frames.set_ticks(bar.ax.yaxis, column, log=log)
+
+
+# Counts and shares
+
+
+def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
+    """Count values in bins that all groups share, logarithmic ones beyond a decade."""
+    import numpy as np
+
+    pooled: list[float] = []
+    for values in block.values.values():
+        pooled += values
+    low = min(pooled)
+    high = max(pooled)
+    log = low > 0 and high > 10 * low
+    spread = np.geomspace if log else np.linspace
+    bins = round(2 * len(pooled) ** (1 / 3))  # Rice's rule
+    edges = spread(low, high, bins + 1)
+    edges[0] = low  # geomspace may round its ends inwards
+    edges[-1] = high
+    most = 1
+    for index, (label, values) in enumerate(block.values.items()):
+        place = block.colours.get(label, index)
+        colour = choose_colour(place)
+        line = choose_line(place)
+        counts, _ = np.histogram(values, edges)
+        axes.stairs(counts, edges, fill=True, alpha=0.3, color=colour, linewidth=0)
+        axes.stairs(counts, edges, label=visible(label), color=colour, linestyle=line)
+        most = max(most, int(counts.max()))
+    frames.set_axis(axes, "x", (low, high), block.x, log=log)
+    axes.set(ylabel="count", ylim=(0, 1.05 * most))
+    frames.set_ticks(axes.yaxis, Column("count", "", format="d"))
+    if len(block.values) > 1:
+        frames.set_legend(axes)
+    yield from ()  # the axes name the figures
+
+
+def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
+    """Draw the parts of every bar upwards from zero, negative ones downwards."""
+    import numpy as np
+
+    count = len(block.places)
+    above = np.zeros(count)
+    below = np.zeros(count)
+    for index, (label, heights) in enumerate(block.parts.items()):
+        height = np.array(heights, dtype=np.float64)
+        bottom = np.where(height < 0, below, above)
+        look: dict[str, Any] = {"label": visible(label), "color": choose_colour(index)}
+        axes.bar(range(count), height, bottom=bottom, width=0.8, **look)
+        above += np.maximum(height, 0)
+        below += np.minimum(height, 0)
+        for i, name in enumerate(block.places):
+            text = f"{name}, {label}: {cells.format_value(heights[i], block.y)}"
+            ends = (bottom[i], bottom[i] + height[i])
+            yield text, (i - 0.4, i + 0.4), (min(ends), max(ends))
+    axes.axhline(0, color=INK, linewidth=0.7)
+    frames.set_axis(axes, "y", [*above, *below], block.y)
+    axes.set(xlim=(-0.6, count - 0.4))
+    frames.name_ticks(axes.xaxis, block.places, MOST_NAMED)
+    frames.set_legend(axes)
+
+
+# Points and lines
+
+
+def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
+    """Draw points and lines; with very many points, only those of the largest y have tooltips."""
+    most = MOST_TIPS // sum(not series.guide for series in block.series)
+    for index, series in enumerate(block.series):
+        _draw_series(axes, block, index)
+        if not series.guide:
+            shown = [i for i in range(len(series.x)) if _is_drawn(series, i, log=block.log)]
+            shown.sort(key=lambda i: -series.y[i])
+            for i in shown[:most]:
+                x = series.x[i]
+                y = series.y[i]
+                yield _describe_point(block, series, i), (x, x), (y, y)
+    across: list[float] = []
+    up: list[float | None] = []
+    for series in block.series:
+        across += series.x
+        up += (*series.y, *series.low, *series.high)
+    known = [v for v in across if math.isfinite(v)]
+    frames.set_axis(axes, "x", known, block.x, log=block.log)
+    known = [v for v in up if v is not None and math.isfinite(v)]
+    if block.y.format.endswith("%") and not block.log:
+        frames.set_ends(axes, "y", (0.0, 1.02), block.y)
+    else:
+        frames.set_axis(axes, "y", known, block.y, log=block.log)
+    if block.ticks:
+        axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
+    frames.set_legend(axes)
+
+
+def _draw_series(axes: Axes, block: Curve, index: int) -> None:
+    """Draw the points of a series, the lines between them and their intervals."""
+    import numpy as np
+
+    series = block.series[index]
+    place = index if series.colour is None else series.colour
+    colour = choose_colour(place)
+    look: dict[str, Any] = {"label": visible(series.label), "color": colour}
+    if series.guide:
+        look |= {"color": INK, "linewidth": 0.7, "linestyle": choose_line(index)}
+    elif block.joined:
+        look["linestyle"] = choose_line(index)
+        look["marker"] = ""
+        if len(series.x) <= 64:  # more marks overlap and hide the line
+            look["marker"] = MARKERS[index % len(MARKERS)]
+    else:
+        look |= {"linestyle": "", "alpha": 0.8, "markeredgewidth": 0}
+        look["marker"] = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
+        look["rasterized"] = len(series.x) > MANY
+    axes.plot(series.x, series.y, **look)
+    if any(end is not None for end in series.low):
+        low = np.array(series.low, dtype=np.float64)
+        high = np.array(series.high, dtype=np.float64)
+        axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
+
+
+def _is_drawn(series: Series, i: int, *, log: bool) -> bool:
+    """Say whether a point is finite, and positive on logarithmic axes."""
+    x = series.x[i]
+    y = series.y[i]
+    if not math.isfinite(x + y):
+        return False
+    return not log or min(x, y) > 0
+
+
+def _describe_point(block: Curve, series: Series, i: int) -> str:
+    """Return the tooltip of a point: its name, its series and its figures."""
+    names = {place: name for name, place in block.ticks.items()}
+    across = names.get(series.x[i]) or cells.format_value(series.x[i], block.x)
+    up = cells.format_value(series.y[i], block.y)
+    if series.low:
+        up = cells.format_with_limits(up, series.low[i], series.high[i], block.y)
+    figures = f"{block.x.label} {across}, {block.y.label} {up}"
+    owner = series.label
+    if i < len(series.names):
+        owner = ", ".join(filter(None, (series.names[i], series.label)))
+    return f"{owner}: {cells.write_math(figures)}"
+
+
+# Intervals
+
+
+ROW = 0.4
+"""Height of a row of a forest plot in inches."""
+
+
+def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
+    """Draw a row for each figure: its name and text above its interval, the largest first."""
+    import numpy as np
+
+    known = [block.centre]
+    for bar in block.bars:
+        ends = (bar.low, bar.value, bar.high, bar.limit)
+        known += [end for end in ends if end is not None]
+    frames.set_axis(axes, "x", _clip(known, block), block.x, log=block.log)
+    low, high = axes.get_xlim()
+    rows = np.arange(len(block.bars))
+    axes.vlines(np.full(len(rows), block.centre), rows - 0.22, rows + 0.3, INK, linewidth=0.7)
+    for row, bar in enumerate(block.bars):
+        colour = choose_colour(bar.colour)
+        if bar.low is not None and bar.high is not None:
+            reach = (max(bar.low, low), min(bar.high, high))
+            axes.plot(reach, (row, row), color=colour, linewidth=2.2, solid_capstyle="butt")
+        value = min(max(bar.value, low), high)
+        axes.plot([value], [row], marker="o", markersize=6, color=colour, clip_on=False)
+        if bar.limit is not None:
+            axes.vlines(bar.limit, row - 0.22, row + 0.22, color=INK, linestyle=":", linewidth=1.2)
+        beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
+        axes.text(0.0, row - 0.3, visible(bar.label), va="bottom", ha="left", **beside)
+        axes.text(1.0, row - 0.3, visible(bar.text), va="bottom", ha="right", **beside)
+        yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
+    axes.set_ylim(len(block.bars) - 0.5, -1.0)
+    for place, word in block.legend.items():
+        axes.plot([], [], marker="o", color=choose_colour(place), linewidth=2.2, label=word)
+    if any(bar.limit is not None for bar in block.bars):
+        axes.plot([], [], color=INK, linestyle=":", linewidth=1.2, label="limit of the rule")
+    frames.set_legend(axes)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+
+
+def _clip(known: Sequence[float], block: Forest) -> list[float]:
+    """Return the finite ends of an axis; an interval is not drawn beyond ten times the values."""
+    values = [bar.value for bar in block.bars if math.isfinite(bar.value)]
+    values.append(block.centre)
+    if block.log:
+        positive = [value for value in values if value > 0]
+        low = min(positive) / 10
+        high = max(positive) * 10
+    else:
+        far = 10 * max(abs(value - block.centre) for value in values)
+        low = block.centre - far
+        high = block.centre + far
+    return [min(max(end, low), high) for end in known if math.isfinite(end)]
+
+
+_DRAW: dict[type[Any], Callable[..., Iterator[Tip]]] = {
+    Heatmap: _draw_heatmap,
+    Histogram: _draw_histogram,
+    Curve: _draw_curve,
+    Stack: _draw_stack,
+    Forest: _draw_forest,
+}

@@ -1,0 +1,83 @@
+"""One scale of colours for each unit on a page, and one colour for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Curve,
+    Heatmap,
+    Histogram,
+    Scale,
+    Series,
+    compute_scale,
+)
+
+
+def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[Chapter, ...]:
+    """Return the chapters of a page with one scale for each unit and one colour for each model.
+
+    Args:
+        chapters: the chapters.
+        models: labels of the models, if the page shows several.
+    """
+    known = list(chapters)
+    maps: dict[str, list[Heatmap]] = {}
+    for block in chain.from_iterable(chapter.blocks for chapter in known):
+        if isinstance(block, Heatmap) and not block.square:
+            maps.setdefault(_name_unit(block), []).append(block)
+    scales = {unit: _pool_scale(group) for unit, group in maps.items()}
+    places = {name: place for place, name in enumerate(models)}
+    found = []
+    for chapter in known:
+        changed = [_colour_block(block, scales, places) for block in chapter.blocks]
+        found.append(replace(chapter, blocks=tuple(changed)))
+    return tuple(found)
+
+
+def _name_unit(block: Heatmap) -> str:
+    """Return what maps with one scale have in common: shares, changes, or the same figure."""
+    column = block.column
+    if block.centre is not None:
+        return f"change in {column.unit or column.format[-1]}"
+    if column.format.endswith("%"):
+        return "share"
+    return f"{column.label} {column.unit}"
+
+
+def _pool_scale(group: Sequence[Heatmap]) -> Scale:
+    """Return the scale of the values of several maps; shares begin at 0."""
+    values = tuple(chain.from_iterable(row for block in group for row in block.values))
+    scale = compute_scale(replace(group[0], values=(values,), scale=None))
+    for block in group:
+        if block.scale is not None:
+            low = min(scale.low, block.scale.low)
+            scale = replace(scale, low=low, high=max(scale.high, block.scale.high))
+    if _name_unit(group[0]) == "share":
+        scale = replace(scale, low=min(scale.low, 0.0))
+    return scale
+
+
+def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str, int]) -> Block:
+    """Return a block with the scale of its unit, or with the colours of its models."""
+    if isinstance(block, Heatmap) and not block.square:
+        return replace(block, scale=scales[_name_unit(block)])
+    if isinstance(block, Histogram):
+        return replace(
+            block, colours={name: places[name] for name in places if name in block.values}
+        )
+    if isinstance(block, Curve):
+        return replace(block, series=tuple(_colour_series(each, places) for each in block.series))
+    return block
+
+
+def _colour_series(series: Series, places: Mapping[str, int]) -> Series:
+    """Return a series in the colour of the model that it is of."""
+    for name, place in places.items():
+        if series.label == name or series.label.startswith(f"{name} "):
+            return replace(series, colour=place)
+    return series

@@ -332,22 +332,32 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
         InputError: samples are missing; the advice has the command that measures them.
     """
     first = shards[0]
-    finished = {shard.name for shard in shards if shard.is_finished}
-    names = [f"{i}/{first.of}" for i in range(1, first.of + 1)]
-    unfinished = [name for name in names if name not in finished]
+    unfinished = _list_unfinished(shards)
     for name, planned in first.measures.items():
-        missing = _list_missing(first.ids[: planned.samples], parts[name])
+        accounted: set[str] = set()
         for shard in shards:
-            cut = set(shard.remainder.get(name, ()))
-            missing = [sample for sample in missing if sample not in cut]
+            accounted.update(shard.remainder.get(name, ()))
             if name in shard.failures or name in shard.left_out:
-                missing = []
-        if missing:
-            text = f"{len(missing)} of {planned.samples} samples of {name} are missing, such as "
-            text += ", ".join(missing[:NAMED])
-            if unfinished:
-                text += f"; shards not finished: {', '.join(unfinished)}"
-            raise InputError(text, _advise_missing(first.run.command, unfinished))
+                accounted.update(shard.ids)
+        ids = first.ids[: planned.samples]
+        missing = _list_missing(ids, parts[name])
+        lost = [sample for sample in missing if sample not in accounted]
+        if not lost:
+            continue
+        some = ", ".join(lost[:NAMED])
+        text = f"{len(lost)} of {len(ids)} samples of {name} are missing, such as {some}"
+        if unfinished:
+            numbers = ", ".join(unfinished)
+            text += f"; shards not finished: {numbers}"
+        raise InputError(text, _advise_missing(first.run.command, unfinished))
+
+
+def _list_unfinished(shards: Sequence[Shard]) -> list[str]:
+    """Return the shards that have not begun or not come to their end, as they are typed."""
+    finished = {shard.name for shard in shards if shard.is_finished}
+    of = shards[0].of
+    names = [f"{number}/{of}" for number in range(1, of + 1)]
+    return [name for name in names if name not in finished]
 
 
 def _advise_missing(command: str, unfinished: Sequence[str]) -> str:

@@ -66,6 +66,7 @@ HEADINGS: Mapping[str, Column] = {
         Column.text("model", "The checkpoint, as given for MODEL."),
         Column.text("fact", "What a report says of its model, data and run."),
         Column.text("figure", "A column of a section, with the attack or radius where needed."),
+        Column.text("for comparison", "The same figure of known models, on their own data."),
         # samples
         Column.text("sample", "A sample by the first characters of its id, a hash of its values."),
         Column.text("place", "Where a sample is: file of a folder, line of a table, or index."),

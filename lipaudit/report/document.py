@@ -14,6 +14,7 @@ from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragr
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
 from lipaudit.report.pictures import compare_steepness
+from lipaudit.report.reference import compare_with_known
 from lipaudit.report.scales import harmonise
 from lipaudit.report.sections import (
     find_display,
@@ -63,6 +64,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     facts = opening.list_facts(report).items()
     summary = summarise(report)
     chapters = [_open_report(report, summary, facts, notes), *opening.show_scorecard(summary)]
+    chapters += compare_with_known(report)
     steps = tuple(opening.suggest_steps(report, summary))
     if steps:
         chapters.append(Chapter("next-steps", "What to do next", (blocks.Points(steps),)))

@@ -1,0 +1,172 @@
+"""Figures of known models, which say whether a figure is large.
+
+`python -m benchmarks yardstick` measures them. The file `reference.json` is the one source of
+pages and of docs/reference.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from statistics import fmean, median
+from typing import Any
+
+from lipaudit.measures import layouts
+from lipaudit.report import blocks, cells
+from lipaudit.report.blocks import Cells, Chapter, Paragraph
+from lipaudit.tables import Column, Report
+from lipaudit.tables.columns import finite, log10_ratio
+from lipaudit.tables.trials import WORST
+
+FILE = "reference.json"
+COMPARED = "for comparison"
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """A figure of a report that known models have, too.
+
+    Attributes:
+        label: its name.
+        metric: the column that formats it.
+        read: its value in a report; None if the report lacks it.
+        where: what has to be equal for a comparison, such as the ball of an attack.
+    """
+
+    label: str
+    metric: str
+    read: Callable[[Report], float | None]
+    where: Callable[[Report], str] = lambda _report: ""
+
+    @property
+    def column(self) -> Column:
+        """Return the column that formats the figure; shares have no decimals."""
+        measure, _, name = self.metric.rpartition(".")
+        column = layouts()[measure].columns[name]
+        if column.format.endswith("%"):
+            return replace(column, format=".0%")
+        return column
+
+
+def _list_cells(report: Report, measure: str, name: str) -> list[float]:
+    section = report.section(measure)
+    if section is None:
+        return []
+    return finite(row.get(name) for row in section.rows)
+
+
+def _read_steepest(report: Report) -> float | None:
+    return max(_list_cells(report, "bounds", "exact"), default=None)
+
+
+def _read_usual_head(report: Report) -> float | None:
+    norms = _list_cells(report, "bounds", "exact")
+    return median(norms) if norms else None
+
+
+def _read_tightness(report: Report) -> float | None:
+    section = report.section("bounds")
+    if section is None:
+        return None
+    ratios = finite(log10_ratio(row, "sharp") for row in section.rows)
+    return 10 ** median(ratios) if ratios else None
+
+
+def _read_fragile(report: Report) -> float | None:
+    shares = _list_cells(report, "attention", "intermediate")
+    return fmean(shares) if shares else None
+
+
+def _read_sensitivity(report: Report) -> float | None:
+    return next(iter(_list_cells(report, "jacobian", "median")), None)
+
+
+def _name_ends(report: Report) -> str:
+    section = report.section("jacobian")
+    if section is None or not section.rows:
+        return ""
+    row = section.rows[0]
+    return f"{row.get('from')} to {row.get('to')}"
+
+
+def _read_patterns(report: Report) -> float | None:
+    section = report.section("jacobian.shares")
+    shares = finite(section.samples.get("patterns", ())) if section else []
+    return median(shares) if shares else None
+
+
+def _find_attacked(report: Report) -> Any:
+    section = report.section("attack")
+    if section is None:
+        return None
+    worst = [row for row in section.rows if row.attack == WORST]
+    return worst[0] if worst else None
+
+
+def _read_robust(report: Report) -> float | None:
+    row = _find_attacked(report)
+    return None if row is None else row.robust
+
+
+def _name_ball(report: Report) -> str:
+    row = _find_attacked(report)
+    return "" if row is None else row.trial.ball
+
+
+YARDSTICKS = (
+    Yardstick("robust accuracy", "attack.robust", _read_robust, _name_ball),
+    Yardstick("model sensitivity, median ||J||", "jacobian.median", _read_sensitivity, _name_ends),
+    Yardstick("sensitivity via attention maps", "jacobian.shares.share", _read_patterns),
+    Yardstick("steepest attention head, ||J||", "bounds.exact", _read_steepest),
+    Yardstick("median attention head, ||J||", "bounds.exact", _read_usual_head),
+    Yardstick("fragile attention rows", "attention.intermediate", _read_fragile),
+    Yardstick("bound sharp / exact norm", "bounds.sharp", _read_tightness),
+)
+
+
+def read_figures(report: Report) -> dict[str, dict[str, Any]]:
+    """Return the figures of a report that known models have, by label, and what they are of."""
+    found = {}
+    for yardstick in YARDSTICKS:
+        value = yardstick.read(report)
+        if value is not None:
+            found[yardstick.label] = {"value": value, "where": yardstick.where(report)}
+    return found
+
+
+@cache
+def list_known() -> tuple[Mapping[str, Any], ...]:
+    """Return the known models, each with its name, its kind, its data and its figures."""
+    text = files("lipaudit.report").joinpath(FILE).read_text(encoding="utf-8")
+    return tuple(json.loads(text)["models"])
+
+
+def compare_with_known(report: Report) -> Iterator[Chapter]:
+    """Yield a chapter with the figures of a report beside those of known models."""
+    rows: list[Cells] = []
+    for yardstick in YARDSTICKS:
+        value = yardstick.read(report)
+        if value is None:
+            continue
+        where = yardstick.where(report)
+        texts = []
+        for model in list_known():
+            if model["name"] == report.run.model.spec:
+                continue
+            figure = model["figures"].get(yardstick.label)
+            if figure is not None and figure["where"] == where:
+                shown = cells.format_value(figure["value"], yardstick.column)
+                texts.append(f"{model['name']} {shown}")
+        if texts:
+            label = cells.write_math(yardstick.label)
+            if where:
+                label = f"{label}, {where}"
+            row: Cells = {"figure": label, "value": cells.format_value(value, yardstick.column)}
+            rows.append(row | {COMPARED: ", ".join(texts)})
+    if rows:
+        table = blocks.make_table("", rows)
+        about = "Figures of other models, each on data of its own (docs/reference.md)."
+        yield Chapter("reference", "Is that much?", (table, Paragraph(about)))

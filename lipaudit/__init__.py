@@ -43,16 +43,24 @@ def __getattr__(name: str) -> object:
         return resolve_name(PUBLIC[name])
     if name == "__all__":
         return ["__version__", *list_public()]
-    # Python and its tools look for many names like __path__.
-    if not name.startswith("_"):
-        from lipaudit.tables.plugins import explain_missing
+    text = f"module 'lipaudit' has no attribute {name!r}"
+    # Python asks for names like __path__, and before it imports a module of this folder.
+    if name.startswith("_") or _is_module(name):
+        raise AttributeError(text)
+    from lipaudit.tables.plugins import explain_missing
 
-        added = list_public()
-        if name in added:
-            return resolve_name(added[name])
-        hint = explain_missing()
-        raise AttributeError(f"module 'lipaudit' has no attribute {name!r}. {hint}".strip())
-    raise AttributeError(f"module 'lipaudit' has no attribute {name!r}")
+    added = list_public()
+    if name in added:
+        return resolve_name(added[name])
+    raise AttributeError(f"{text}. {explain_missing()}".strip())
+
+
+def _is_module(name: str) -> bool:
+    from importlib.util import find_spec
+
+    spec = find_spec(f"{__name__}.{name}")
+    # A folder without Python files has no origin.
+    return spec is not None and spec.origin is not None
 
 
 def __dir__() -> list[str]:

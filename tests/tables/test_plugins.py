@@ -73,6 +73,15 @@ def test_what_cannot_be_used_is_refused_by_the_name_of_its_package(install, sour
     assert "bad-numbers" in caught.value.advice
 
 
+def test_a_module_of_lipaudit_is_imported_without_a_look_at_wings(install):
+    install("bad-wing", "raise SyntaxError('spoilt')")
+    for name in ("tensors", "__path_hooks__"):
+        with pytest.raises(AttributeError):
+            lipaudit.__getattr__(name)
+    with pytest.raises(UsageError, match="spoilt"):
+        lipaudit.__getattr__("watch")
+
+
 def test_a_wing_needs_a_name_of_its_own(install):
     install("one", "WING = Wing()", "seven")
     install("two", "WING = Wing()", "seven")

@@ -191,7 +191,7 @@ PUBLIC = {
     "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev onnx"),
     "inputs of the action": (
         [*ACTION["inputs"]],
-        "baseline current fail-on html junit markdown report strict torch-index",
+        "baseline current data fail-on html junit markdown report strict torch-index",
     ),
     "outputs of the action": ([*ACTION["outputs"]], "exit-code page verdict"),
     "hooks": ([hook["id"] for hook in HOOKS], "lipaudit-baseline-check"),

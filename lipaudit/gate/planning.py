@@ -52,11 +52,11 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
         seen.append((f"with {n} samples {change}", words))
         needed = _count_for_strict(rule)
         if n < needed:
-            unproven.append((f"with fewer than {needed} samples", words))
+            unproven.append((f"with fewer than {needed} samples, --strict fails", words))
     for text, names in group_values(seen).items():
         yield f"{text}: {', '.join(names)}"
     for text, names in group_values(unproven).items():
-        yield f"--strict fails even a checkpoint that is as good {text}: {', '.join(names)}"
+        yield f"{text} even an equally good checkpoint: {', '.join(names)}"
 
 
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:

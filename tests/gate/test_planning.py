@@ -42,7 +42,7 @@ def test_saving_a_baseline_says_what_strict_would_fail(tmp_path, monkeypatch):
         (tmp_path / "r.json").write_text(dumps(report(attack(flags(n // 2, n)))))
         said = invoke("baseline", "save", "r.json", "-o", f"b{n}.json").stderr
         assert f"with {n} samples in 9 of 10 runs a drop of " in said
-        assert ("--strict fails even a checkpoint that is as good" in said) == strict
+        assert ("--strict fails even an equally good checkpoint" in said) == strict
     few = report(jacobian(NORMS[:4]))
     assert "with 4 samples no change is proven, 6 are needed: Jacobian norm" in [
         *describe_power(few)

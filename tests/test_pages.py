@@ -188,7 +188,10 @@ PUBLIC = {
         "certificates corruptions growth training",
     ),
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
-    "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev onnx"),
+    "extras": (
+        [*PYPROJECT["project"]["optional-dependencies"]],
+        "accelerate datasets dev onnx peft",
+    ),
     "inputs of the action": (
         [*ACTION["inputs"]],
         "baseline current data fail-on html junit markdown report strict torch-index",

@@ -117,8 +117,8 @@ class AttackOptions(MeasureOptions):
     )
     queries: int | None = option(
         None,
-        "Largest number of queries: in all of square; for each change of words and characters, "
-        "where smaller sets are tried whole; for each step of suffix.",
+        "Largest number of queries: in all of square, for each change of a text, or for each step "
+        "of suffix. Smaller sets of changes are tried whole.",
         usual=f"{kinds.Attack.queries}; words and characters: {kinds.SINGLE_CHANGES}; "
         f"suffix: {kinds.ATTACKS['suffix'].queries}",
         need=_attack("queries", "edits", "swaps"),

@@ -22,8 +22,8 @@ PICTURES = {"audit": "demo.png", "compare": "compare.png"}
 """Kinds of pages that README or docs show, and their files in docs/pictures."""
 DARK = "@media screen and (prefers-color-scheme: dark)"
 HEIGHT = 2600
-FIRST = 800
-"""Heights of a whole page, as far as it is looked at, and of a first screen."""
+FIRST = 1120
+"""Heights of the part of a page that is looked at, and of the pictures in the docs."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SWITCHES = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -141,5 +141,5 @@ def test_its_picture_alone_is_missing_where_the_measure_is_not_installed(session
     assert done.returncode == 0, done.stderr
     assert there.stdout.count(PICTURE) > 2
     assert PICTURE not in done.stdout
-    for text in ("Confidence of the predictions", "lowest", "confidence per sample"):
+    for text in ("Confidence of the predictions", "lowest", "onfidence of each sample"):
         assert text in done.stdout

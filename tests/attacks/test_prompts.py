@@ -221,3 +221,23 @@ def test_every_typing_error_of_a_short_prompt_is_tried(reference):
             for error in list_typing_errors(word, "abcdefghijklmnopqrstuvwxyz"):
                 tried.add(" ".join([*words[:i], error, *words[i + 1 :]]))
         assert stands == all(reference.answer(text) == row["answer"] for text in tried)
+
+
+@pytest.mark.parametrize("reference", SCORED[2:3], indirect=True)
+def test_suffixes_of_a_run_in_parts_are_those_of_a_whole_run(reference):
+    words = ("good", "bad", "film", "a", "very")
+    rows = []
+    for i, prompt in enumerate(product(words, words, words[:3])):  # more than one chunk
+        rows.append({"question": " ".join(prompt), "choices": CHOICES, "answer": i % 3})
+    options = {"attack": "suffix,random", "eps": "2", "queries": 1, "steps": 1}
+    whole = attack(reference, rows, **options)
+    folder = reference.path / "parts"
+    for shard in ("1/2", "2/2"):
+        assert attack(reference, rows, shard=shard, parts=folder, **options) is None
+    merged = lipaudit.merge(folder)
+    assert len(whole.section("attack").ids) == len(rows) > 64
+    for name, values in whole.section("attack").samples.items():
+        if name.startswith(("robust@", "distance@")):
+            assert merged.section("attack").samples[name] == values
+    robust = whole.section("attack").samples["robust@suffix,suffix,2"]
+    assert 0 < sum(robust) < sum(whole.section("attack").samples["correct"])

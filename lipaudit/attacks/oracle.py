@@ -27,6 +27,7 @@ from lipaudit.attacks.balls import (
 )
 from lipaudit.attacks.kinds import Attack
 from lipaudit.errors import EvaluationError
+from lipaudit.theory.pullback import pull_back
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -211,7 +212,7 @@ def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
     leaf, out = graph
     if not out.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(out, leaf, above, materialize_grads=True)
+    (gradient,) = pull_back(out, leaf, above, materialize_grads=True)
     return gradient
 
 

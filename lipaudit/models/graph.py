@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lipaudit.theory.pullback import pull_back
+
 Past = MutableMapping[Tensor, Collection[Node]]
 """For each leaf at which a graph was cut: the nodes that it depended on before the cut."""
 
@@ -48,7 +50,7 @@ values."""
 
 def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | None:
     """Return J^T u of `out` with respect to `inp`; None if `out` does not depend on `inp`."""
-    return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
+    return pull_back(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
 
 
 def leaves(
@@ -173,7 +175,7 @@ class Probed:
 
     def pull(self, cotangent: Tensor) -> Tensor:
         """Return J^T u with respect to y, one token per row; 0 where nothing leads there."""
-        pulled = torch.autograd.grad(
+        pulled = pull_back(
             self.t, self.leaves, cotangent, retain_graph=True, materialize_grads=True
         )
         return self.as_rows(*pulled)
@@ -182,10 +184,8 @@ class Probed:
         """Return J m, the change of t for a change m of y, one token per row."""
         # J^T u is linear in u, so its vector-Jacobian product with m is J m.
         u = torch.zeros_like(self.t, requires_grad=True)
-        pulled = torch.autograd.grad(
-            self.t, self.leaves, u, create_graph=True, materialize_grads=True
-        )
-        (moved,) = torch.autograd.grad(self.as_rows(*pulled), u, move, materialize_grads=True)
+        pulled = pull_back(self.t, self.leaves, u, create_graph=True, materialize_grads=True)
+        (moved,) = pull_back(self.as_rows(*pulled), u, move, materialize_grads=True)
         return moved
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:

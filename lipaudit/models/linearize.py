@@ -25,6 +25,7 @@ from lipaudit.errors import (
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, Widening, exact_arithmetic, keep
 from lipaudit.models.requirements import AGREES, REPEAT, agree
+from lipaudit.theory.pullback import pull_back, pull_back_rows
 
 
 def _refuse_dropout(probability: float) -> Tensor:
@@ -318,7 +319,7 @@ class Linearization:
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().to(value.dtype, copy=True).requires_grad_()
-            (pullback,) = torch.autograd.grad(value, leaf, u, create_graph=True)
+            (pullback,) = pull_back(value, leaf, u, create_graph=True)
         self._transposed = u, pullback
         return pullback.detach()
 
@@ -328,8 +329,7 @@ class Linearization:
             leaf, value = self._graph
             try:
                 with exact_arithmetic(self.x.device):
-                    (rows,) = torch.autograd.grad(value, leaf, u, True, is_grads_batched=True)
-                return rows
+                    return pull_back_rows(value, leaf, u)
             except (RuntimeError, AssertionError) as error:  # an operation that cannot be mapped
                 if of_machine(error):
                     raise
@@ -337,7 +337,7 @@ class Linearization:
 
     def _compute_gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
         with exact_arithmetic(self.x.device), explain_errors():
-            return torch.autograd.grad(of, leaf, cotangent.to(of.dtype), retain_graph=True)[0]
+            return pull_back(of, leaf, cotangent.to(of.dtype), retain_graph=True)[0]
 
 
 def _apply_unit(product: Product, z: Tensor) -> Tensor:

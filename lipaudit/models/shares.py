@@ -45,6 +45,7 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.models.streams import find_additions, find_blocks, find_place
 from lipaudit.tables.columns import group_values
+from lipaudit.theory.pullback import pull_back
 
 Multiply = Callable[..., Tensor]
 # Why a layer has no share at all: all its paths are of other inputs.
@@ -398,10 +399,10 @@ class _Graph:
         # u needs a gradient: behind the last nonlinearity, (df/dO)^T u depends on nothing else.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
-        pulled = torch.autograd.grad(self.output, leaf, u, create_graph=True)[0]
+        pulled = pull_back(self.output, leaf, u, create_graph=True)[0]
         v = pulled.detach()
         gradients = dict(self._gradients)
-        of_u, *images = torch.autograd.grad(
+        of_u, *images = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
         tangents = dict(zip(gradients, images, strict=True))
@@ -452,7 +453,7 @@ class _Graph:
         if None in edges:
             return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
-        pulled = torch.autograd.grad(self.output, leaf, u.detach(), retain_graph=True)[0]
+        pulled = pull_back(self.output, leaf, u.detach(), retain_graph=True)[0]
         self._blocked = set()
         return _sum_samples((pulled * v).double())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lipaudit.theory.attend import mean_value
 from lipaudit.theory.head_bounds import split_heads
 from lipaudit.theory.heads import Heads, are_affine, projections, unit_values
+from lipaudit.theory.pullback import pull_back
 from lipaudit.theory.spectral import random_starts
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor
         dq, dk, dv = torch.split(move @ read, widths, -1)
         moved = replace(heads, q=heads.q + dq, k=heads.k + dk, v=heads.v + dv)
         output = moved.attention() @ moved.v
-        (pulled,) = torch.autograd.grad(output, move, u, create_graph=True)
+        (pulled,) = pull_back(output, move, u, create_graph=True)
         height = torch.linalg.vector_norm(pulled, dim=(-2, -1))
         uphill, along = torch.autograd.grad(height.sum(), (move, u))
     return height.detach(), uphill, along

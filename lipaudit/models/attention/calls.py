@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lipaudit.errors import InputError
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import Kept, read
+from lipaudit.theory.pullback import pull_back
 
 RIGHT = "linear"
 LEFT = "linear from the left"
@@ -205,7 +206,7 @@ class Explicit:
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
         # Only down to q k^T: what lies before it, down to the linear maps, is not differentiated.
-        pulled = torch.autograd.grad(
+        pulled = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
         # A cut between q k^T and the logits ends the walk: then there is no gradient.

@@ -35,6 +35,7 @@ from lipaudit.models.requirements import AGREES
 from lipaudit.theory.head_norms import forward_error
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.products import sketched_vjp_x
+from lipaudit.theory.pullback import pull_back
 
 
 def add_inputs(
@@ -459,9 +460,7 @@ def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) 
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
-    gradients = torch.autograd.grad(
-        call.output, outputs, u, retain_graph=True, materialize_grads=True
-    )
+    gradients = pull_back(call.output, outputs, u, retain_graph=True, materialize_grads=True)
     sketch = _draw_sketch(group[0].x)
     images = []
     for linear, gradient in zip(linears, gradients, strict=True):

@@ -22,6 +22,7 @@ from lipaudit.models.attention.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.graph import SHAPE_OPS, Probed, leaves, nodes, op
 from lipaudit.theory.heads import Heads, Pairs
+from lipaudit.theory.pullback import pull_back
 
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
 """Ops that may put a bias into the logits."""
@@ -356,13 +357,13 @@ def _read_term(
     # on q_i alone, entry ij is the effect of changing q_i: d products suffice for all pairs,
     # instead of one product per key.
     u = torch.zeros_like(logits, requires_grad=True)
-    pulled = torch.autograd.grad(logits, source.leaves, u, create_graph=True)
+    pulled = pull_back(logits, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)
     parts = list[Tensor]()
     apart = largest_gradient = largest = plain.new_zeros(live.shape[1])
     moves = inverse.permute(2, 0, 1).flatten(1)
     for c, move in enumerate(moves):
-        (gradient,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
+        (gradient,) = pull_back(rows, u, move.expand_as(rows), retain_graph=True)
         # r_ij = dS_ij / dq_i - f_ij s k_j
         known = plain[..., None, :, c]
         if slope is not None:

@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.pullback import pull_back
 from lipaudit.wings.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
 
 if TYPE_CHECKING:
@@ -402,7 +403,7 @@ class _Slope:
         u = u.view(*x.shape[:2], -1)
         outputs = at.attention() @ at.v
         outputs = outputs[:, 0]
-        (pulled,) = torch.autograd.grad(outputs, x, root * u, create_graph=True)
+        (pulled,) = pull_back(outputs, x, root * u, create_graph=True)
         length = (pulled / root).flatten(1).norm(dim=1)
         return length / u.flatten(1).norm(dim=1)
 

@@ -1,0 +1,71 @@
+"""Vector-Jacobian products of a graph, without what `torch.autograd.grad` imports for a cotangent.
+
+It compares the shape of a cotangent with symbolic sizes, and so imports sympy: 0.5 s of CPU time
+in every process, more than a small model takes. The gradient of a scalar needs no cotangent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Scalar(torch.autograd.Function):
+    """A scalar whose gradient with respect to a tensor is a given cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, cotangents: list[Tensor]) -> Tensor:
+        ctx.cotangents = cotangents
+        return value.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.cotangents[-1], None
+
+
+def _make_scalar(value: Tensor, cotangents: list[Tensor]) -> Tensor:
+    """Return a scalar whose gradient at the value is the last cotangent of a list."""
+    # As in `torch.autograd.grad`, it does not matter whether the caller records a graph.
+    with torch.inference_mode(False), torch.enable_grad():
+        scalar: Tensor = _Scalar.apply(value, cotangents)
+    return scalar
+
+
+def pull_back(
+    value: Tensor, inputs: Tensor | Sequence[Any], cotangent: Tensor, **how: Any
+) -> tuple[Tensor, ...]:
+    """Return J^T u with respect to every input, as `torch.autograd.grad(value, inputs, u)` does.
+
+    Args:
+        value: the output.
+        inputs: a tensor or gradient edge of its graph, or several.
+        cotangent: u, in the shape of the value; the result is differentiable in it.
+        how: further arguments of `torch.autograd.grad`.
+
+    Raises:
+        RuntimeError: u has another shape, or as `torch.autograd.grad`.
+    """
+    if cotangent.shape != value.shape:
+        raise RuntimeError(f"a cotangent of {value.shape} has the shape {cotangent.shape}")
+    scalar = _make_scalar(value, [cotangent])
+    return torch.autograd.grad(scalar, inputs, **how)
+
+
+def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
+    """Return J^T u of several u, (u, *value), in one backward pass; the graph is kept.
+
+    Raises:
+        RuntimeError: an operation cannot be mapped over.
+    """
+    current: list[Tensor] = []
+    scalar = _make_scalar(value, current)
+
+    def pull(cotangent: Tensor) -> Tensor:
+        current.append(cotangent)
+        return torch.autograd.grad(scalar, leaf, retain_graph=True)[0]
+
+    rows: Tensor = torch.vmap(pull)(cotangents)
+    return rows

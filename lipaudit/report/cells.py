@@ -115,7 +115,7 @@ HEADINGS: Mapping[str, Column] = {
         Column.text("group", "A group of samples: --group-column names the column."),
         Column("p (groups)", "p-value of: no change, for all groups.", format=".2g", domain=""),
         Column.text("predictions", "How the prediction of a sample moved between two reports."),
-        Column.text("share", "Share of the shared samples, of labelled ones if labels count."),
+        Column.text("share", "Of predictions: share of the samples that both reports have."),
         Column.text("outcome", "Of a ranking: best, behind the best or not distinguishable."),
         Column.count("lost", "Samples that were right, robust or certified and no longer are."),
         Column.count("gained", "Samples that are right, robust or certified and were not."),

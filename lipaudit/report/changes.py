@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lipaudit.gate.comparison import Pair, Ranking, SampleChange
 from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.measures import list_headlines
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
 from lipaudit.report.document import show_example
@@ -44,18 +45,20 @@ PICTURES = 12
 def write_answer(pair: Pair) -> str:
     """Say in a sentence or two what became worse and what better."""
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    leading = _find_leading(judged)
     parts = []
     for status, word in (("regressed", "worse"), ("improved", "better")):
         moved = [verdict for verdict in judged if verdict.status == status]
         if moved:
-            moved.sort(key=_rank_words)
-            named = [f"{each.subject} ({write_values(each)})" for each in moved[:NAMED]]
-            if len(moved) > NAMED:
-                named.append(f"{len(moved) - NAMED} more figures")
-            parts.append(f"{word} in {', '.join(named)}")
+            moved.sort(key=lambda verdict: (verdict is not leading, -abs(_read_paired(verdict))))
+            parts.append(f"{word} in {_name_figures(moved)}")
     others = sum(verdict.status not in MOVED for verdict in judged)
     refused = len(pair.verdicts) - len(judged)
     sentences = []
+    if leading is not None and leading.status not in MOVED:
+        change = f"{leading.subject} {write_values(leading)}"
+        proof = "" if leading.change == 0 else f": not proven with {leading.samples} samples"
+        sentences.append(f"{change[:1].upper()}{change[1:]}{proof}.")
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
         if others:
@@ -67,10 +70,27 @@ def write_answer(pair: Pair) -> str:
     return " ".join(sentences)
 
 
-def _rank_words(verdict: Verdict) -> tuple[bool, float]:
-    """Order figures for a sentence: those with words first, then by size."""
-    value = read_change(verdict) or 0.0
-    return verdict.subject.startswith(verdict.metric), -abs(value)
+def _name_figures(verdicts: Sequence[Verdict]) -> str:
+    """Name the first figures that have words, and count the others."""
+    worded = [verdict for verdict in verdicts if not verdict.subject.startswith(verdict.metric)]
+    named = [f"{verdict.subject} ({write_values(verdict)})" for verdict in worded[:NAMED]]
+    others = len(verdicts) - len(named)
+    if others:
+        count = "1 figure" if others == 1 else f"{others} figures"
+        named.append(f"{count} more" if named else count)
+    return ", ".join(named)
+
+
+def _find_leading(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """Return the verdict on the figure that models are ranked by first: robust accuracy."""
+    for section, headline in list_headlines():
+        metric = f"{section}.{headline.column}"
+        if not headline.ranks:
+            continue
+        for verdict in verdicts:
+            if verdict.metric.partition(":")[0] == metric:
+                return verdict
+    return None
 
 
 # By size
@@ -79,6 +99,11 @@ def _rank_words(verdict: Verdict) -> tuple[bool, float]:
 def write_values(verdict: Verdict) -> str:
     """Return a figure before and after the change."""
     return verdict.values.replace("->", "→")
+
+
+def _read_paired(verdict: Verdict) -> float:
+    """Return the change of a figure, 0 if it is unknown."""
+    return read_change(verdict) or 0.0
 
 
 def read_change(verdict: Verdict) -> float | None:
@@ -117,7 +142,7 @@ def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> lis
 
 def _read_size(verdict: Verdict) -> float:
     """Return how far a figure moved: of ratios the logarithm, so that halved equals doubled."""
-    value = read_change(verdict) or 0.0
+    value = _read_paired(verdict)
     if verdict.unit == "%" and value > -1:
         return math.log1p(value)
     return value
@@ -141,6 +166,9 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
     assert value is not None
     assert verdict.low is not None
     assert verdict.high is not None
+    change = amount(value, unit)
+    if verdict.paired is not None:
+        change = f"paired {change}"  # the median over samples, which the two medians need not give
     limit = LIMIT.search(verdict.rule)
     bound = None
     if limit is not None and limit[2] == unit:
@@ -150,7 +178,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
         value=_scale(value, unit),
         low=_scale(verdict.low, unit),
         high=_scale(verdict.high, unit),
-        text=f"{write_values(verdict)}, {amount(value, unit)}",
+        text=f"{write_values(verdict)}, {change}",
         colour=COLOURS.get(verdict.status, GREY),
         limit=bound,
     )

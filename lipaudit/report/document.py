@@ -454,7 +454,9 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
     columns = {key: figure.column for key, figure in figures.items()}
-    table = blocks.make_table("The worst samples, the least robust first", rows, columns)
+    table = blocks.make_table(
+        "The worst samples: most often broken first, then the largest norm", rows, columns
+    )
     return table, *show_samples(report, names)
 
 

@@ -247,14 +247,15 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         **{label: column.meaning for label, column in cells.HEADINGS.items()},
         "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
         "at the measured samples": "The figure says nothing about other inputs.",
-        "for any input whose tokens are no longer than those measured": "For every input of as "
-        "many tokens, each of norm at most R: the largest norm of a token of the sample.",
+        "for any input with tokens of no larger norm than measured": "For every input of "
+        "as many tokens, each of norm at most R: the largest norm of a token of the sample.",
         "for all inputs as short": "For every input of as many tokens of norm at most R.",
-        "for any input whose tokens are at most r longer than those measured": "For every input "
-        "of as many tokens, each of norm at most R + r.",
+        "for any input with tokens of norms at most r larger than measured": "For every "
+        "input of as many tokens, each of norm at most R + r.",
         "within the distance r of the measured samples": "For every X' with ||X' - X||_F <= r.",
         "of the weights": "The figure is computed from the weights alone, without samples.",
-        "in the ball": "The figure holds for every input within the radius around a sample.",
+        "in the ball": "The figure is about inputs within the radius around a sample. A certified "
+        "one holds for all of them, an empirical one for those that were tried.",
         "all inputs, every ||x_i|| <= R": "For every input of as many tokens of norm at most R.",
         "scorecard": "The main results of a report on one screen; `--details` prints all.",
         "sensitivity through attention": "Share of the most sensitive direction that passes any "

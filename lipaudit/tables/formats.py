@@ -23,10 +23,9 @@ LETTERS = 40
 DOMAINS = {
     "at X": "at the measured samples",
     "ball": "in the ball",
-    "all inputs, every ||x_i|| <= R": "for any input whose tokens are no longer than those "
-    "measured",
-    "all inputs, every ||x_i|| <= R + r": "for any input whose tokens are at most r longer than "
-    "those measured",
+    "all inputs, every ||x_i|| <= R": "for any input with tokens of no larger norm than measured",
+    "all inputs, every ||x_i|| <= R + r": "for any input with tokens of norms at most r larger "
+    "than measured",
     "||X' - X||_F <= r": "within the distance r of the measured samples",
     "the weights": "of the weights",
 }

@@ -168,14 +168,19 @@ class Verdict(Frozen):
         """Return what is proven of a regression: `proven: at least 1.9 points lower`."""
         if self.low is None or self.high is None:
             return ""
-        end = min(self.low, self.high, key=abs)
+        # A rule may demand an improvement, of which there is too little.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
-        if not math.isfinite(end) or self.change_status != "regressed":
+        if self.change_status != "regressed":
             return "proven"
-        size = abs(100 * end if self.unit else end)
+        nearest_to_zero = min(self.low, self.high, key=abs)
+        if not math.isfinite(nearest_to_zero):
+            return "proven"
+        size = abs(nearest_to_zero)
+        if self.unit:  # a fraction becomes percent or points
+            size = 100 * size
         unit = {"%": " %", "pp": " points", "": ""}[self.unit]
-        way = "higher" if end > 0 else "lower"
+        way = "higher" if nearest_to_zero > 0 else "lower"
         return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
 
     @property

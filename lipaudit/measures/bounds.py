@@ -154,7 +154,7 @@ def read_tightest(
 
 
 def raise_ten(exponent: float) -> float:
-    """Return 10^exponent; infinity above the largest float, 1.8e308."""
+    """Return 10^exponent; infinity from 1e308, near the largest float."""
     if exponent < 308:
         return float(10**exponent)
     return math.inf

@@ -308,10 +308,13 @@ class Net(ModelSpec):
     @property
     def patch(self) -> tuple[int, int] | None:
         """Height and width of the patches that a convolution of the image reads side by side."""
-        for part in self.module.modules() if self.kind == "image" else ():
+        if self.kind != "image":
+            return None
+        for part in self.module.modules():
             if isinstance(part, nn.Conv2d) and part.in_channels == self.input_shape[0]:
                 height, width = part.kernel_size
-                if part.stride == (height, width) != (1, 1):
+                side_by_side = part.stride == (height, width)
+                if side_by_side and (height, width) != (1, 1):
                     return height, width
         return None
 

@@ -458,7 +458,10 @@ class _Graph:
         return _sum_samples((pulled * v).double())
 
     def _sum_heads(self, site: Site, multiply: Multiply, samples: int) -> Tensor:
-        """Return the products of the heads of a layer, (samples, heads, 3); NaN if unknown."""
+        """Return the sums of `multiply` over each head's output, pattern and value.
+
+        Shape (samples, heads, 3); NaN if unknown.
+        """
         sums = torch.full((samples, site.heads, 3), torch.nan, dtype=torch.float64)
         parts = self.layers.get(site.index, [])
         for i, name in enumerate(("output", "pattern", "value")):
@@ -471,16 +474,17 @@ class _Graph:
                 whole = rows[0]
             else:
                 whole = site.loop.cat(rows)
+            # If queries of several heads are folded into the tokens, their values are one tensor.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
             arranged = site.layout.arrange(whole, samples)
-            windows = arranged.sum((-2, -1))
-            if windows.shape[1] != site.heads or len(windows) % samples:
+            of_windows = arranged.sum((-2, -1))
+            if of_windows.shape[1] != site.heads or len(of_windows) % samples:
                 self.missing[site.index] = "its heads and samples cannot be distinguished"
                 break
-            windows = windows.reshape(samples, -1, site.heads)
-            sums[:, :, i] = windows.sum(1).cpu()
+            of_windows = of_windows.reshape(samples, -1, site.heads)
+            sums[:, :, i] = of_windows.sum(1).cpu()
         return sums
 
     def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:

@@ -348,7 +348,8 @@ def _times_sets(rows: Tensor, vectors: Tensor, sets: Tensor) -> Tensor:
 def linearize_attention(heads: Heads) -> Attend:
     """Linearise O = P V for every head on every batch row.
 
-    Logits that are not plain take as much memory as P, so such heads keep P at any length.
+    Terms of pairs of tokens (`heads.pairs`) take as much memory as P, so such heads keep P at any
+    length.
     """
     p = None
     if len(heads.row_blocks()) == 1 or heads.pairs is not None:
@@ -356,8 +357,10 @@ def linearize_attention(heads: Heads) -> Attend:
     scale = heads.scale[..., None, None]
     v = heads.v.flatten(0, 1)
     sink = heads.sink_share()
-    if sink is None:  # else P_i sums to less than 1, and o_i would change by less than v_j
-        # Any rows of P will do: the first.
+    if sink is None:
+        # Rows of P sum to 1, so v_j - o_i stays the same if the values are centred, and its
+        # rounding error falls. Any mean with weights of the size of P's will do: those of the
+        # first block of rows. With a sink the rows sum to less than 1, so v stays as it is.
         some, _, keys = next(map_rows(heads, p))
         v = v - mean_value(some, v[:, keys])
     else:

@@ -52,22 +52,25 @@ class AffineRows:
 
 
 def affine_rows(known: Ingredients) -> AffineRows:
-    """Return what the bounds of affine heads are made of."""
+    """Return the norms and inner products of u_i, a_i and z_j that bounds of affine heads need."""
     at = known.at
     weights = known.weights
     q = known.heads.q
     s = known.heads.scale[..., None, None]
-    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
+    # u_i = s W_K q_i. <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l and a_i = s (W_K^T W_V)^T q_i need
+    # products of weights only, so no row of the width D of tokens is formed.
     images = q @ (s * weights.to_u)
     u = vector_norm(images, dim=-1, keepdim=True)
-    inside = q @ (s * weights.to_inside)
-    inside = vector_norm(inside, dim=-1, keepdim=True)
+    projected = q @ (s * weights.to_inside)
+    inside = vector_norm(projected, dim=-1, keepdim=True)
+    # `left`: by how much the basis of X may be off, as a share of ||u_i||.
+    inside = inside + weights.left[:, None, None] * u
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(at.s),
         shared=weights.shared[:, None, None].expand_as(at.s),
         u=u,
         images=images,
-        inside=inside + weights.left[:, None, None] * u,
+        inside=inside,
         a=q @ (s * weights.to_a),
         z=at.k @ (s * weights.to_z),
     )

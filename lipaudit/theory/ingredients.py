@@ -98,7 +98,8 @@ def squared_distances(
 def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
     """Return more than the rounding error of <x, y>, in units of ||x|| ||y||."""
     # gamma_n = n u / (1 - n u), u = eps / 2, in any order of the sum (Higham, Accuracy and
-    # Stability of Numerical Algorithms, 3.1). This is twice that and 32 u: what callers do beside.
+    # Stability of Numerical Algorithms, 3.1). This is twice gamma_n, plus 32 u for the operations
+    # of callers.
     return (rows.shape[-1] + 16) * torch.finfo(rows.dtype).eps
 
 

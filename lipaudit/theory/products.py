@@ -215,7 +215,7 @@ class LayerProducts:
 
 
 def head_products(heads: Heads) -> HeadProducts:
-    """Linearise every head of a layer separately."""
+    """Return the map u -> J J^T u of every head of a layer; it needs W^T W of each projection."""
     attend = linearize_attention(heads)
     grams = []
     for side in attend.sides:

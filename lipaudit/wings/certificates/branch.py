@@ -179,8 +179,8 @@ def ascend(
         best_y = torch.where(better[:, None], y, best_y)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
-        # A supergradient: what the multipliers add at minus the e that attains the minimum.
-        e = _find_minimum(problem, t)
+        # A supergradient: what the multipliers add at the symbols -e that attain the minimum.
+        e = _find_maximum(problem, t)
         of_z = units.centre - w.sign() * units.spread - e @ units.slopes.mT
         of_error = 1 - e[:, problem.columns]
         slope = table[0] * of_z + table[1] * of_error
@@ -196,8 +196,8 @@ def ascend(
     return best, replace(nodes, y=best_y)
 
 
-def _find_minimum(problem: Problem, t: Tensor) -> Tensor:
-    """Return minus the symbols at which rows of coefficients t are least."""
+def _find_maximum(problem: Problem, t: Tensor) -> Tensor:
+    """Return e, where -e are the symbols at which rows of coefficients t are least."""
     symbols = problem.symbols
     e = t.sign()
     of_inputs = t[:, : problem.inputs]
@@ -205,7 +205,9 @@ def _find_minimum(problem: Problem, t: Tensor) -> Tensor:
         size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
         e[:, : problem.inputs] = of_inputs / size.clamp_min(tiny(t.dtype))
     elif symbols.norm == "words":
-        e[:, : problem.inputs] = -symbols.find_ends(-of_inputs.mT).mT
+        # `find_ends` maximises: the words at which -t is largest are those at which t is least.
+        least = symbols.find_ends(-of_inputs.mT).mT
+        e[:, : problem.inputs] = -least
     return e
 
 

@@ -131,12 +131,14 @@ class Plan:
         if cut is None:
             return rule(*args, **kwargs)
         axis, _ = cut
-        reach = 1
+        along_axis = 1  # number of leading arguments that have the axis
         if name in ENTRIES:
-            reach = len(args)
-        size = max(_size(value, axis) for value in args[:reach])
+            along_axis = len(args)
+        # Later calls read one place of this axis: compute that one, and repeat it to full width.
+        # Arguments of size 1 are broadcast along the axis, so they stay.
+        size = max(_size(value, axis) for value in args[:along_axis])
         parts = list(args)
-        for i, value in enumerate(args[:reach]):
+        for i, value in enumerate(args[:along_axis]):
             if _size(value, axis) == size:
                 parts[i] = _narrow(value, cut)
         return _repeat_form(rule(*parts, **kwargs), cut, size)

@@ -53,7 +53,8 @@ from lipaudit.wings.certificates.lengths import lengths
 from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY, gamma, tiny, up
 
 _NEGLIGIBLE = 1000.0
-_LEFT = 1e-300
+_UNDERFLOW = 1e-300
+"""A weight that is masked may still be as much as this, and exp below it may become 0."""
 _WIDE = 1.0
 """Width of a logarithm's range from which differences of scores are looked at: exp bends there."""
 _MOST_KEYS = 32
@@ -71,13 +72,13 @@ def softmax(
         out = curves.relax(log_p, curves.EXP, within=(low, high))
         if hidden.any():
             out = affine.masked_fill(out, hidden, 0.0)
-            out.slack = out.slack + _LEFT * hidden
-        # Below _LEFT exp may round up, or to zero.
-        share = gamma(2 * LIBRARY + 2, DOUBLE)
-        least = low.exp() * (1 - share) - _LEFT
+            out.slack = out.slack + _UNDERFLOW * hidden
+        # exp is within LIBRARY units in the last place, so 2 LIBRARY u; product and sum add 2 u.
+        error = gamma(2 * LIBRARY + 2, DOUBLE)
+        least = low.exp() * (1 - error) - _UNDERFLOW
         least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
-        most = high.exp() * (1 + share) + _LEFT
-        most = most.clamp_max(1.0).masked_fill(hidden, _LEFT)
+        most = high.exp() * (1 + error) + _UNDERFLOW
+        most = most.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
         out.weights = (least, most)
         return out
 

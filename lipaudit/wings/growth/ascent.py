@@ -261,7 +261,7 @@ class _Slope:
     whole: bool = False
 
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return points where followers attend to both leaders; half of them with copies."""
+        """Return points where followers attend to both leaders; every other one with copies."""
         to_q, to_k, to_v = affine_projections(self.head)
         wq = to_q.weight[0]
         wk = to_k.weight[0]
@@ -282,11 +282,13 @@ class _Slope:
         leader = normalize(apart + _TILT * query, dim=1)
         opposite = normalize(-apart + _TILT * query, dim=1)
         points = torch.stack([leader, opposite, follower], 1)
+        # A point z stands for the token R sin |z| z / |z|: |z| = pi / 2 is the edge of the ball.
         points = points * (_EDGE * math.pi / 2)
+        # An angle t stands for (n / 3)^(sin^2 t) copies: sin^2 t is uniform in [0, 1].
         power = torch.rand(count, 1, generator=generator, dtype=points.dtype)
-        turns = power.sqrt().asin()
-        turns[::2] = 0.0
-        return torch.cat([points.flatten(1), turns], 1)
+        angle = power.sqrt().asin()
+        angle[::2] = 0.0  # every other start has one copy
+        return torch.cat([points.flatten(1), angle], 1)
 
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Return the highest end of each search, with whole copies."""

@@ -74,8 +74,8 @@ a map is affine only by its ops
 + if False:
 a bias is judged by its row, and kept where it moves P
   models/attention/logits.py tests/models/attention/test_tolerances.py
-- absent = ~(bias.abs() > rounding)
-+ absent = ~(bias.abs() > 1e-5 * linear.abs().amax())
+- rows = (bias.abs() > rounding).any(-1, keepdim=True)
++ rows = (bias.abs() > 1e-5 * linear.abs().amax()).any(-1, keepdim=True)
 one input is one tensor of the graph
   models/attention/calls.py tests/models/attention/test_inputs.py
 - self.root is not other.root

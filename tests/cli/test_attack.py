@@ -180,7 +180,7 @@ def test_words_of_other_tokenizers(tmp_path, kind):
 
 def test_special_and_reserved_tokens_are_no_words_and_unknown_embeddings_refused(reviews):
     net = load_net(reviews[0])
-    assert net.changes == ("words", "characters")
+    assert net.changes == ("words", "characters", "suffix")
     assert replace(net, entry=torch.nn.Identity()).changes == ()
     known = net.lexicon()
     assert [token for i, token in enumerate(WORDS) if known.is_fixed([i])] == WORDS[:5]

@@ -302,7 +302,7 @@ def test_a_model_is_not_measured_for_groups_that_the_baseline_lacks(tmp_path, mo
     assert {*stored["group"]} <= {*map(str, range(10))}
     said = invoke("compare", "base.json", "now.json").stdout
     assert "Which groups changed?" in said
-    assert "Which groups fare worse?" in invoke("report", "base.json").stdout
+    assert "Which groups fare worse?" in invoke("report", "base.json", "--details").stdout
     replace_parts(monkeypatch, "attack", lambda *_: pytest.fail("measured"))
     refuse(5, "the baseline has no groups", "gate", "demo", "-b", "none.json", *rule)
     unknown = ("--fail-on", "attack.robust@group=nobody >= -5pp")

@@ -61,7 +61,7 @@ class SmoothingOptions(MeasureOptions):
         allow_inf_nan=False,
     )
     noise_samples: TwoCounts = option(
-        "100,1000", "N0,N: noisy copies to choose and to certify the class."
+        "100,1000", "N0,N: noisy copies to choose and to certify the class.", rare=True
     )
     alpha: float = option(0.001, "Probability that a certificate is wrong.", gt=0, lt=0.5)
     denoiser: str | None = option(

@@ -193,4 +193,4 @@ def test_ctrl_c_while_it_measures_keeps_what_there_is(folder, monkeypatch):
     break_measure(monkeypatch, "jacobian", KeyboardInterrupt(), model)
     done = watch(folder, code=130)
     assert sorted(reports(folder)) == [5]
-    assert "model sensitivity, median ‖J‖" in done.stdout
+    assert "How sensitive is the whole model?" in done.stdout

@@ -10,7 +10,7 @@
 Each public name is loaded when it is first used; `import lipaudit` does not load torch.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Module and object of each public name of the core; wings add more.
 PUBLIC = {

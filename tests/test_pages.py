@@ -274,8 +274,8 @@ def test_version_and_date_are_the_same_wherever_they_stand(monkeypatch):
     assert (citation["version"], citation["date-released"]) == released[0]
     assert lipaudit.__version__ == released[0][0]
     page = (ROOT / "docs/guide/gate.md").read_text(encoding="utf-8")
-    pins = re.findall(r"[\w-]+/lipaudit(?:@|\n +rev: )(\S+)", page)
-    assert pins == [f"v{lipaudit.__version__}"] * 2
+    pins = re.findall(r"REPOSITORY(?:@|\n +rev: )(\S+)", page)
+    assert pins == [f"v{lipaudit.__version__}"] * 3
     # A report has that of the code that ran: an editable install keeps the one it was made with.
     monkeypatch.setattr(results, "version", lambda _name: "0.0")
     versions = results.versions.__wrapped__()

@@ -69,7 +69,7 @@ COMMANDS = [
     ("attack demo --eps 0.1 --data random", 2, "labelled"),
     (f"attack demo {BALL} fgsm,fgsm", 2, "fgsm is named twice"),
     ("attack demo --eps 1/2,0.5 --attack fgsm", 2, "0.5 is named twice"),
-    (f"attack demo {BALL} fgsm --steps 3", 2, "--steps needs an attack that takes steps or swaps: pgd"),
+    (f"attack demo {BALL} fgsm --steps 3", 2, "--steps needs an attack that takes steps"),
     (f"attack demo {BALL} fgsm --restarts 3", 2, "--restarts"),
     (f"attack demo {BALL} pgd --queries 9", 2, "--queries needs an attack that takes queries or"),
     (f"attack demo {BALL} fgsm --norm token-l2", 2, "token-l2 is a norm for token embeddings"),

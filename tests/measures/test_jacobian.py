@@ -278,7 +278,8 @@ def test_the_page_and_the_csv_have_the_curve():
     for series in curve.series:
         assert series.x == (0, 1, 2)
         assert series.y == tuple(row[series.label] for row in section.rows[1:])
-    assert "How much a change after each block can still grow" in lipaudit.render(report, "html").decode()
+    page = lipaudit.render(report, "html").decode()
+    assert "How much a change after each block can still grow" in page
     lines = list(csv.DictReader(lipaudit.render(report, "csv").decode().splitlines()))
     means = {line["row"]: float(line["value"]) for line in lines if line["column"] == "mean"}
     assert means == {

@@ -55,10 +55,9 @@ def write_answer(pair: Pair) -> str:
     others = sum(verdict.status not in MOVED for verdict in judged)
     refused = len(pair.verdicts) - len(judged)
     sentences = []
-    if leading is not None and leading.status not in MOVED:
+    if leading is not None and leading.change and leading.status not in MOVED:
         change = f"{leading.subject} {write_values(leading)}"
-        proof = "" if leading.change == 0 else f": not proven with {leading.samples} samples"
-        sentences.append(f"{change[:1].upper()}{change[1:]}{proof}.")
+        sentences.append(f"{pair.new}: {change}, not proven with {leading.samples} samples.")
     if parts:
         sentences.append(f"{pair.new} is {'; and '.join(parts)}.")
         if others:

@@ -40,6 +40,8 @@ DRAWN = 512
 ROUND = 8
 # Seconds from which the estimate names a shorter way.
 LONG = 60.0
+# Seconds of `--time-limit 10m`, which is named from there.
+TEN_MINUTES = 600.0
 # Forward passes of a sample from which the work is estimated: fewer take less than the estimate.
 COUNTED_PASSES = 100
 
@@ -222,14 +224,17 @@ def _announce(
     seconds = pace * passes
     text = f"the attacks on {samples} samples take at most about {format_duration(seconds)}"
     radii = {trial.radius for trial, _ in steps if trial.attacks in (STANDARD, STANDARD_L1)}
+    shorter = []
     if seconds >= LONG and radii:
         short = 0
         for attack, radius in itertools.product(PRESETS["quick"], radii):
             short += adapt(attack, classes)[0].estimate_cost(radius)
         correct = sum(int(run.outcomes[0].robust.sum()) for run in runs)
-        text += f". Shorter: --attack quick (about {format_duration(pace * short * correct)})"
-    if seconds >= LONG and not base.is_limited():
-        text += ", or --time-limit 10m, which reports what is known by then"
+        shorter.append(f"--attack quick (about {format_duration(pace * short * correct)})")
+    if seconds >= TEN_MINUTES and not base.is_limited():
+        shorter.append("--time-limit 10m, which reports what is known by then")
+    if shorter:
+        text += f". Shorter: {', or '.join(shorter)}"
     base.report_note("cost", lead + text)
 
 

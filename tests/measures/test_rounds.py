@@ -84,7 +84,7 @@ def test_survivors_are_reported_after_every_attack_and_only_fall():
 
 
 def test_a_long_attack_names_shorter_ways(monkeypatch):
-    monkeypatch.setattr("lipaudit.measures.rounds.time_pass", lambda *_: 1e-3)
+    monkeypatch.setattr("lipaudit.measures.rounds.time_pass", lambda *_: 1e-2)
 
     class Stopping(Hearing):
         def note(self, note):
@@ -99,8 +99,8 @@ def test_a_long_attack_names_shorter_ways(monkeypatch):
     # step, and 5,000 queries of Square; of quick, 20 steps and 20 at 3 targets.
     passes, short = 8 * (300 + 2700 + 2700 + 5000), 8 * (60 + 180)
     assert observer.heard("cost") == [
-        f"the attacks on 8 samples take at most about {passes / 1000:.0f} s. Shorter: "
-        f"--attack quick (about {short / 1000:.0f} s), or --time-limit 10m, which reports what "
+        f"the attacks on 8 samples take at most about {passes / 6000:.0f} min. Shorter: "
+        f"--attack quick (about {short / 100:.0f} s), or --time-limit 10m, which reports what "
         "is known by then"
     ]
 

@@ -57,7 +57,7 @@ def _attack(*efforts: str) -> Need:
         return any(attack.kind.effort in efforts for attack in planned)
 
     known = ", ".join(name for name, kind in kinds.ATTACKS.items() if kind.effort in efforts)
-    return Need(f"an attack that takes {' or '.join(efforts)}: {known}", holds)
+    return Need(f"an attack that takes it: {known}", holds)
 
 
 class AttackOptions(MeasureOptions):
@@ -217,7 +217,7 @@ class AttackOptions(MeasureOptions):
         counted = next((radius for radius in self.eps if radius.unit in COUNTED), None)
         if counted is not None and not text:
             taken = "images" if kind == "image" else "sequences of vectors"
-            reason = f"the radius {counted.text} counts {counted.unit} of a text"
+            reason = f"the radius {counted.text} counts changes of a text"
             advice = "Give a radius without a unit: --eps 2/255."
             raise UsageError(f"{reason}, but the model takes {taken}", advice)
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)

@@ -269,7 +269,7 @@ def shared(
     took = [whole(name, line) / line["samples"] for line in own]
     peak = rates.get("rate of torch.float32")
     share = (
-        f"{100 * (single + double) / peak / spread(took).median:.1f} %" if took and peak else ""
+        f"{100 * (single + double) / peak / spread(took).median:.1f}%" if took and peak else ""
     )
     return f"| {name} | {single / 1e9:,.3g} | {double / 1e9:,.3g} | {share} |"
 

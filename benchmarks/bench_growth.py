@@ -6,7 +6,7 @@
 The models are vision transformers of timm with random weights, patches of 4 x 4 and no class
 token, on random images. Each measure of each model is a process: CPU seconds of one thread (median
 of three where a run is short), and what it adds at its peak to a process that holds the model.
-Exponents are least squares of logarithms over all sizes, with 95 % intervals (t).
+Exponents are least squares of logarithms over all sizes, with 95% intervals (t).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Growth(NamedTuple):
 
     @property
     def exponent(self) -> tuple[float, float]:
-        """Of y = c x^a by least squares of logarithms: a, and half its 95 % interval (t)."""
+        """Of y = c x^a by least squares of logarithms: a, and half its 95% interval (t)."""
         x, y = np.log(self.sizes), np.log(self.values)
         across, up = x - x.mean(), y - y.mean()
         slope = float(across @ up / (across @ across))

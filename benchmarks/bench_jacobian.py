@@ -210,7 +210,7 @@ def lanczos_steps(problem: Problem, truth: Tensor, tol: float) -> Tensor:
 
 
 def underestimates(problem: Problem, truth: Tensor, steps: int, starts: int) -> float:
-    """Share of samples and starts that power iteration leaves more than 1 % short."""
+    """Share of samples and starts that power iteration leaves more than 1% short."""
     linear = linearize(lambda z, _: problem.call(z), problem.x)
     short = []
     for _ in range(starts):
@@ -276,7 +276,7 @@ def measure(problem: Problem, asked: argparse.Namespace) -> float:
                 for one, some in zip(parts(problem, 4), truth.split(4), strict=True)
             ]
         )
-        print(f"  {steps} power steps are more than 1 % short on {100 * share:.0f} %", flush=True)
+        print(f"  {steps} power steps are more than 1% short on {100 * share:.0f}%", flush=True)
     return ratios[0]
 
 

@@ -143,7 +143,7 @@ def share_table(runs: int) -> Iterator[tuple[object, ...]]:
     """How often `>= -2pp` alone fails although as many samples are lost as gained."""
     yield ("samples that change sides", *(f"n = {n}" for n in COUNTS))
     for churn in (0.0, 0.02, 0.1, 0.5, 1.0):
-        yield (f"{100 * churn:.0f} %", *(drop_rate(n, 0.0, churn / 2, 10 * runs) for n in COUNTS))
+        yield (f"{100 * churn:.0f}%", *(drop_rate(n, 0.0, churn / 2, 10 * runs) for n in COUNTS))
 
 
 def gate_table(runs: int) -> Iterator[tuple[object, ...]]:
@@ -251,7 +251,7 @@ def group_table(runs: int) -> Iterator[tuple[object, ...]]:
     """How often `attack.clean@group=each >= -5pp` fails, and where the largest group is worse."""
     churns, drops = (0.05, 0.2, 1.0), (0.1, 0.2)
     losses = (f"one loses {100 * drop:.0f} pp" for drop in drops)
-    yield ("groups", *(f"{100 * churn:.0f} % change sides" for churn in churns), *losses)
+    yield ("groups", *(f"{100 * churn:.0f}% change sides" for churn in churns), *losses)
     for name, draw_sizes in SIZES.items():
         cells = [
             rate(is_group_flagged(draw_sizes(), churn / 2, 0.0) for _ in range(runs))

@@ -291,7 +291,7 @@ SUMMARIES: dict[str, tuple[str, str, Callable[[Sequence[float]], float] | None]]
 
 
 def changes(there: Pooled, runs: Sequence[str], seeds: range) -> Iterator[str]:
-    """Means of the first run, and how the others differ, paired by seed, with 95 % limits (t)."""
+    """Means of the first run, and how the others differ, paired by seed, with 95% limits (t)."""
     yield from heading("images", runs[0], *(f"{name}: change" for name in runs[1:]))
     for label, (stage, name, over) in SUMMARIES.items():
         if all((stage, run, seed) in there for run, seed in product(runs, seeds)):

@@ -39,11 +39,11 @@ PAIRS: dict[str, dict[str, Any]] = {
     },
     "another seed": {"seed": 1},
     "half as long": {"seed": 2, "epochs": 30},
-    "50 % of the data": {"seed": 3, "share": 0.5},
-    "70 % of the data": {"seed": 4, "share": 0.7},
-    "10 % of noise in the weights": {"noise": 0.1},
-    "2 % of noise in the weights": {"noise": 0.02},
-    "85 % of the data": {"seed": 5, "share": 0.85},
+    "50% of the data": {"seed": 3, "share": 0.5},
+    "70% of the data": {"seed": 4, "share": 0.7},
+    "10% of noise in the weights": {"noise": 0.1},
+    "2% of noise in the weights": {"noise": 0.02},
+    "85% of the data": {"seed": 5, "share": 0.85},
     "a third seed": {"seed": 6},
 }
 

@@ -68,7 +68,7 @@ def run(asked: argparse.Namespace) -> None:
 
 
 def table(done: dict[tuple[str, int], dict[str, float]], seeds: range) -> None:
-    """Print means, and paired changes against the baseline with 95 % intervals (t)."""
+    """Print means, and paired changes against the baseline with 95% intervals (t)."""
     names = list(done["baseline", 0])
     print("| | " + " | ".join(VARIANTS) + " |")
     print("|---" * (len(VARIANTS) + 1) + "|")

@@ -181,7 +181,7 @@ def print_tables(done: dict[tuple[str, int], dict[str, float]], seeds: range) ->
     for order in orders:
         means = {figure: statistics.mean(read(order)(figure)) for figure in done[order, 0]}
         texts = [
-            f"{value:.3g}" if figure.startswith("norm") else f"{100 * value:.1f} %"
+            f"{value:.3g}" if figure.startswith("norm") else f"{100 * value:.1f}%"
             for figure, value in means.items()
         ]
         print(f"| {order} | " + " | ".join(texts) + " |")

@@ -189,7 +189,7 @@ def test_a_table_is_of_the_images_that_every_run_has(asked):
             text = '{"clean": [1, 0], "quick, 0.02": [1, 0], "quick, 0.05": [0, 0]}'
             (asked.results / piece.file).write_text(text)
     lines = list(fashion.page(asked))
-    assert "| clean accuracy | 2 | 50.0 % | +0.0 pp | +0.0 pp | +0.0 pp |" in lines
+    assert "| clean accuracy | 2 | 50.0% | +0.0 pp | +0.0 pp | +0.0 pp |" in lines
 
 
 def test_radii_of_a_linear_classifier_are_those_of_its_margins():
@@ -212,7 +212,7 @@ def test_a_change_has_the_limits_of_student():
     assert (mean - half, mean + half) == pytest.approx(limits)
     assert math.isnan(study.change([1.0]).half)
     shares = study.cells([[0.5, 0.5], [0.6, 0.4]], share=True)
-    assert list(shares) == ["50.0 %", f"+0.0 ± {100 * t.ppf(0.975, 1) * 0.1:.1f} pp"]
+    assert list(shares) == ["50.0%", f"+0.0 ± {100 * t.ppf(0.975, 1) * 0.1:.1f} pp"]
 
 
 def test_rho_is_that_of_the_images_with_a_radius():

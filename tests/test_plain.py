@@ -149,6 +149,19 @@ OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"
 """Options of other programs, and a property of a page, that a text names."""
 
 
+SPACED = re.compile(r"(?:\d|^) %(?!\w)")
+"""A percentage with a space, also where an f-string puts the number in front of this text."""
+
+
+def test_percentages_are_written_as_tables_print_them():
+    assert SPACED.search("95 % limits")
+    assert not SPACED.search("95% limits")
+    root = PACKAGE.parent
+    pages = [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]
+    texts = [(page.name, line) for page in pages for line in page.read_text().splitlines()]
+    assert [each for each in [*texts, *list_texts()] if SPACED.search(each[1])] == []
+
+
 def test_every_option_that_a_text_names_is_one():
     long = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
     texts = [(flag, name) for name, text in list_texts() for flag in long.findall(text)]

@@ -38,7 +38,7 @@ def sections(name: str, options: MeasureOptions, net: Net, batch: Batch) -> list
 
 
 class Change(NamedTuple):
-    """The mean of changes paired by seed, and how far its 95 % limits are (t)."""
+    """The mean of changes paired by seed, and how far its 95% limits are (t)."""
 
     mean: float
     half: float
@@ -65,7 +65,7 @@ def mean_rho(pairs: Sequence[Pair], rows: np.ndarray) -> float:
 
 
 def rho_limits(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """95 % limits of `mean_rho` by a bootstrap over the images, which all seeds share."""
+    """95% limits of `mean_rho` by a bootstrap over the images, which all seeds share."""
     count, draw = len(pairs[0][0]), np.random.default_rng(0)
     drawn = [mean_rho(pairs, draw.integers(count, size=count)) for _ in range(RESAMPLED)]
     low, high = np.quantile(drawn, [0.025, 0.975])
@@ -87,7 +87,7 @@ def heading(*names: str) -> Iterator[str]:
 def cells(values: Sequence[Sequence[float]], share: bool) -> Iterator[str]:
     """The mean of the first over seeds, then changes; shares in per cent and points."""
     first = statistics.mean(values[0])
-    yield f"{100 * first:.1f} %" if share else f"{first:.3g}"
+    yield f"{100 * first:.1f}%" if share else f"{first:.3g}"
     factor, form, unit = (100, ".1f", " pp") if share else (1, ".2g", "")
     for other in values[1:]:
         mean, half = change([b - a for a, b in zip(values[0], other, strict=True)])

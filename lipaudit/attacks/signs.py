@@ -134,7 +134,7 @@ def note_signs(
         "gradients-not-finite": (
             checks.nonfinite > 0 or nonfinite > 0,
             f"the gradient is not finite at {checks.nonfinite} of {checks.samples} samples and in "
-            f"{100 * nonfinite:.2g} % of the gradients that attacks took. Attacks ignore NaN, so "
+            f"{100 * nonfinite:.2g}% of the gradients that attacks took. Attacks ignore NaN, so "
             "they are weaker than they could be",
         ),
         "randomised": (

@@ -156,7 +156,7 @@ def compare(
 ) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
-    What improved, what regressed and what chance may explain, with 95 % limits; which samples
+    What improved, what regressed and what chance may explain, with 95% limits; which samples
     changed sides, and which heads moved most. Nothing fails here: that is the gate's. A MODEL in
     place of a later report is measured as the first one was.
 

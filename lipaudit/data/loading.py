@@ -195,7 +195,7 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
     if unknown <= MOST_UNKNOWN * count:
         return ()
     text = (
-        f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the model "
+        f"{100 * unknown / count:.0f}% of the tokens are unknown to the tokenizer: the model "
         "reads the same id for all of them. Check that the tokenizer belongs to this model, and "
         "that the texts are in its language and case"
     )

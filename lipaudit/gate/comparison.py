@@ -30,7 +30,7 @@ from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
 
 
 class HeadChange(Verdict):
-    """The verdict on the change of one head, with 95 % limits for this head alone.
+    """The verdict on the change of one head, with 95% limits for this head alone.
 
     `p_adjusted` is the p-value of "it has not changed beyond the accuracy of norms" (two-sided
     sign test), over all heads of the column together.
@@ -45,7 +45,7 @@ class HeadChange(Verdict):
 
     @property
     def stands(self) -> bool:
-        """Return whether the change is proven after the correction over all heads (at 5 %)."""
+        """Return whether the change is proven after the correction over all heads (at 5%)."""
         return self.p_adjusted is not None and self.p_adjusted <= ALPHA
 
 
@@ -74,7 +74,7 @@ class Pair(Frozen):
         old: name of the first model.
         new: name of the other.
         verdicts: one per metric: improved, regressed, unchanged, not comparable, or inconclusive
-            (its 95 % interval contains 0). A column of rows is judged by its median over the rows,
+            (its 95% interval contains 0). A column of rows is judged by its median over the rows,
             sample by sample; without values per sample it is compared without an interval.
         heads: changes of heads, column by column.
         groups: the changes of groups of samples, figure by figure, the worst group first;
@@ -111,7 +111,7 @@ class Comparison(Frozen):
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns compared head by head. In other sections: all columns with a better direction."""
 STILL = 0.01
-"""Heads of which half of the samples change by less than 1 % hardly move."""
+"""Heads of which half of the samples change by less than 1% hardly move."""
 LISTED = 6
 """Number of left-out rows that a note names."""
 REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
@@ -284,7 +284,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     adjusted = dict[str, float]()
     if tested:
         changes = np.stack([contrast.changes for contrast in tested])
-        # A head may move either way. Half of the level is for those that move by 1 % or more, or a
+        # A head may move either way. Half of the level is for those that move by 1% or more, or a
         # loud one would be lost among many that tremble.
         families = [
             statistics.correct_jointly(changes, quiet, both_sides=True)
@@ -422,8 +422,8 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
 
     Each model is compared with the best as in `compare`: by Bonett and Price's limits for an
     accuracy, by the sign test for the median ratio of norms. With n models the limits are
-    one-sided at 2.5 % / (n - 1). So, by the union bound, a model that no other beats is called
-    behind with a chance of at most 2.5 %, whichever model is taken as the best. Accuracy under
+    one-sided at 2.5% / (n - 1). So, by the union bound, a model that no other beats is called
+    behind with a chance of at most 2.5%, whichever model is taken as the best. Accuracy under
     attack means the smallest ball that most models have.
 
     Args:

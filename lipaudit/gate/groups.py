@@ -138,9 +138,9 @@ class GroupFigure(Frozen):
         group: the group.
         samples: number of its distinct samples that have a value.
         value: the figure.
-        low: lower 95 % limit (Wilson for shares, order statistics for medians); None: too few
+        low: lower 95% limit (Wilson for shares, order statistics for medians); None: too few
             samples.
-        high: upper 95 % limit.
+        high: upper 95% limit.
     """
 
     metric: str

@@ -467,7 +467,7 @@ def find_shared(
         text = f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the"
         text += " current report"
         if least:
-            text += f" ({100 * least:g} % are needed)"
+            text += f" ({100 * least:g}% are needed)"
         raise BaselineError(text)
     return new, old
 

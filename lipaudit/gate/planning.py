@@ -77,7 +77,7 @@ def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
     shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))
     percent = 100 * max(math.expm1(shift), limit)
     way = "growth" if rule.worse > 0 else "a fall"
-    return f"in 9 of 10 runs {way} of {percent:.0f} %"
+    return f"in 9 of 10 runs {way} of {percent:.0f}%"
 
 
 def _see_drop(drop: float, n: int, quantile: float) -> bool:

@@ -43,7 +43,7 @@ class Limit:
     Attributes:
         kind: absolute (on the current run), relative (change over the baseline's value) or
             difference (change in the metric's own unit).
-        value: the limit; a relative one is a share (+5 % is 1/20), percentage points too.
+        value: the limit; a relative one is a share (+5% is 1/20), percentage points too.
         unit: unit of changes: "%", "pp" or "".
     """
 
@@ -123,7 +123,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     selector, group = _read_selector(match["selector"] or "", table)
     limit = _limit(match["limit"], text)
     if per_sample and column in FLAGS and abs(limit.value) > 1:
-        advice = "Write -2pp for a change by two points, 0.6 for 60 %."
+        advice = "Write -2pp for a change by two points, 0.6 for 60%."
         raise UsageError(f"{text!r}: a share is between 0 and 1, not {match['limit']}", advice)
     return Rule(
         text=" ".join(text.split()),
@@ -232,7 +232,7 @@ def _limit(text: str, rule: str) -> Limit:
             return Limit("difference" if signed else "absolute", value)
         if signed and unit == "pp":
             return Limit("difference", value / 100, "pp")
-        if signed and value > -100:  # nothing falls by more than 100 %
+        if signed and value > -100:  # nothing falls by more than 100%
             return Limit("relative", value / 100, "%")
     advice = "Write a change with a sign (+5%, -2pp, +0.1), an absolute value without (0.7)."
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)

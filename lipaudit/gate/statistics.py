@@ -28,7 +28,7 @@ Name = TypeVar("Name")
 ALPHA = 0.05
 """Default error probability over all tests together."""
 LEVEL = ALPHA / 2
-"""One-sided level of each limit; both limits form a 95 % interval."""
+"""One-sided level of each limit; both limits form a 95% interval."""
 RESAMPLES = 1999
 """Draws of a bootstrap or of signs: (1999 + 1) times a level of 0.025 is a whole rank."""
 FEWEST = 5
@@ -37,7 +37,7 @@ QUIET = 0.25
 """Share of a limit: rows whose changes are usually smaller are no part of the correction."""
 LEAST = {"share": 32, "mean": 256, "p95": 512}
 """Samples from which the bootstrap of a statistic keeps twice its level, simulated at the margin
-(docs/theory/gate.md). With fewer, one in ten samples falling to a tenth raises up to 53 % of
+(docs/theory/gate.md). With fewer, one in ten samples falling to a tenth raises up to 53% of
 alarms: the few samples that carry the statistic need not show a fall that the population has."""
 DIGITS = 12
 """Decimals of changes: a change at the limit is not above it by a rounding error."""
@@ -244,7 +244,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
 
 
 class Proportion(Frozen):
-    """A number of samples among all, with 95 % limits of the share (Wilson).
+    """A number of samples among all, with 95% limits of the share (Wilson).
 
     Attributes:
         count: the number.
@@ -279,12 +279,12 @@ class Movement(Frozen):
         wrong_to_right: samples that only the second one has right.
         wrong_to_other: samples that both have wrong, as different classes.
         change: change of the accuracy; None without labels.
-        low: lower 95 % limit of that change (Bonett and Price).
-        high: upper 95 % limit of that change.
+        low: lower 95% limit of that change (Bonett and Price).
+        high: upper 95% limit of that change.
         mcnemar: exact two-sided p-value of "right to wrong and wrong to right are equally likely".
         kl: mean Kullback-Leibler divergence KL(first || second) of the outputs, in nats.
-        kl_low: lower 95 % limit of that mean; None for fewer than 256 samples.
-        kl_high: upper 95 % limit of that mean.
+        kl_low: lower 95% limit of that mean; None for fewer than 256 samples.
+        kl_high: upper 95% limit of that mean.
         reason: why there is no divergence.
     """
 

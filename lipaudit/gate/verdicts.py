@@ -52,7 +52,7 @@ class Verdict(Frozen):
         paired: the tested change, sample by sample: the median of the samples' changes
             (`median`, `each`), else the change of the two values.
         low: lower limit of the paired change, for this row or column alone, at 1 - alpha.
-        high: upper limit of the paired change, likewise; of a comparison at 95 %.
+        high: upper limit of the paired change, likewise; of a comparison at 95%.
         unit: unit of change, paired, low and high.
         p: p-value of "no worse", for this row or column alone.
         p_adjusted: the same over all rules and rows together.
@@ -152,12 +152,12 @@ class Verdict(Frozen):
 
     @property
     def values(self) -> str:
-        """Return both figures: `64.8 % -> 51.6 %`."""
+        """Return both figures: `64.8% -> 51.6%`."""
         return f"{_write_figure(self.old, self.unit)} -> {_write_figure(self.new, self.unit)}"
 
     @property
     def sentence(self) -> str:
-        """Return the change in words: `robust accuracy 64.8 % -> 51.6 %`."""
+        """Return the change in words: `robust accuracy 64.8% -> 51.6%`."""
         if self.old is None:
             new = _write_figure(self.new, self.unit)
             return f"{self.subject} {new} breaks the limit of {self.rule}"
@@ -179,7 +179,7 @@ class Verdict(Frozen):
         size = abs(nearest_to_zero)
         if self.unit:  # a fraction becomes percent or points
             size = 100 * size
-        unit = {"%": " %", "pp": " points", "": ""}[self.unit]
+        unit = {"%": "%", "pp": " points", "": ""}[self.unit]
         way = "higher" if nearest_to_zero > 0 else "lower"
         return f"proven: at least {math.floor(10 * size + ROUNDING) / 10:g}{unit} {way}"
 
@@ -325,7 +325,7 @@ def _write_figure(value: float | None, unit: str) -> str:
     """Write a figure for a sentence: a share in percent, anything else with four digits."""
     if value is None:
         return ""
-    return f"{100 * value:.1f} %" if unit == "pp" else f"{value:.4g}"
+    return f"{100 * value:.1f}%" if unit == "pp" else f"{value:.4g}"
 
 
 def amount(value: float | None, unit: str) -> str:

@@ -345,7 +345,7 @@ ATTACK_TABLE = Layout(
         ),
     ),
     display=Display(
-        about="Share of the samples that stay correct under each attack, with 95 % limits. A "
+        about="Share of the samples that stay correct under each attack, with 95% limits. A "
         "stronger attack can only lower it.",
         columns=(
             *("attack", "norm", "eps_text", "clean", "robust", "samples"),

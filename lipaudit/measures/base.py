@@ -145,7 +145,7 @@ class NormOptions(MeasureOptions):
     max_steps: int = 300
     within: float = option(
         PROVEN_WITHIN,
-        "Proven relative accuracy of the norms (probability 99.9 %).",
+        "Proven relative accuracy of the norms (probability 99.9%).",
         gt=0,
         allow_inf_nan=False,
         rare=True,
@@ -423,7 +423,7 @@ def make_section(
 
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:
-    """Return the columns of a share with its 95 % limits, from flags or shares (samples, rows)."""
+    """Return the columns of a share with its 95% limits, from flags or shares (samples, rows)."""
     lows = []
     highs = []
     for of_row in flags.T:
@@ -520,7 +520,7 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 def lower_estimates(within: float) -> tuple[Note, ...]:
     """Note how far norms may be too low; nothing if they are exact."""
     if within > 0:
-        text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
+        text = f"norms may be up to {100 * within:.2g}% too low (99.9% confidence)"
         return (Note.info("lower-estimates", text),)
     return ()
 

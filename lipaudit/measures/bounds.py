@@ -92,7 +92,7 @@ class BoundsOptions(NormOptions):
     )
     layer_within: float = option(
         LAYER_WITHIN,
-        "Proven relative accuracy of layer norms (probability 99.9 %).",
+        "Proven relative accuracy of layer norms (probability 99.9%).",
         gt=0,
         allow_inf_nan=False,
         rare=True,

@@ -234,7 +234,7 @@ JACOBIAN_TABLE = Layout(
             "Whether no other class can be nearer.",
             format="",
             reading="Classes are considered in the order of their margin. The search ends when no "
-            "further class can be nearer (probability 99.9 %) or after --rivals classes. In the "
+            "further class can be nearer (probability 99.9%) or after --rivals classes. In the "
             "second case, complete is no and the radius is a lower limit.",
         ),
         "correct": Column("correct", "Whether the prediction is right.", format=""),
@@ -633,7 +633,7 @@ JACOBIAN = Measure(
     check=_check,
     place=30,
     audit=AuditRole(
-        # Enough for a gate: in 9 of 10 runs norms that grow by 10 % are seen.
+        # Enough for a gate: in 9 of 10 runs norms that grow by 10% are seen.
         samples={"quick": 64, "usual": 128, "full": 256},
         plan=lambda _asked: JacobianOptions(shares=True),
     ),

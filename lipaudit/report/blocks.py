@@ -487,7 +487,7 @@ def compute_scale(block: Heatmap) -> Scale:
     if block.centre is not None:
         far = max(high - block.centre, block.centre - low) or 1.0
         return Scale(block.centre - far, block.centre + far, False)
-    # Shares keep a linear scale: 10 % has to look like a tenth of 100 %.
+    # Shares keep a linear scale: 10% has to look like a tenth of 100%.
     share = block.square or block.column.format.endswith("%")
     wide = low > 0 and high > 10 * low and not share
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.

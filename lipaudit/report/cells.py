@@ -110,7 +110,7 @@ HEADINGS: Mapping[str, Column] = {
         Column.text("change", "New against old: relative (%), in points (pp) or a difference."),
         Column.text("paired", "The tested change: median over samples, for heads geometric mean."),
         Column.text("limits", "Interval of the paired change, for each row alone, at 1 - alpha."),
-        Column.text("95 % limits", "Interval of the paired change, for each figure alone."),
+        Column.text("95% limits", "Interval of the paired change, for each figure alone."),
         Column.count("samples", "Number of shared samples."),
         Column.text("group", "A group of samples: --group-column names the column."),
         Column("p (groups)", "p-value of: no change, for all groups.", format=".2g", domain=""),

@@ -51,7 +51,7 @@ COLUMNS = {
     "samples": Column.count("samples", "Number of distinct samples of the group."),
     "value": Column.text("value", "Of yes or no the share of yes, else the median."),
     "limits of the group": Column.text(
-        "95 % limits", "Of a share Wilson's; of a median those of the sign test."
+        "95% limits", "Of a share Wilson's; of a median those of the sign test."
     ),
 }
 """Columns of these tables that other tables use in another sense."""
@@ -83,7 +83,7 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
                     "old": texts["baseline"],
                     "new": texts["current"],
                     "paired": texts["paired"] or texts["change"],
-                    "95 % limits": texts["limits"],
+                    "95% limits": texts["limits"],
                     "p (groups)": verdict.p_adjusted,
                 }
             )
@@ -112,7 +112,7 @@ def show_movement(movement: Movement) -> list[Block]:
             continue
         row: Cells = {"predictions": words, "samples": part.count}
         row["share"] = f"{part.share:.1%}"
-        row["95 % limits"] = f"{part.low:.1%} to {part.high:.1%}"
+        row["95% limits"] = f"{part.low:.1%} to {part.high:.1%}"
         rows.append(row)
     found: list[Block] = [make_table("", rows)]
     text = " ".join(_describe_movement(movement))

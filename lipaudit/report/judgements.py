@@ -52,7 +52,7 @@ def make_page(
     criterion: tuple[Block, ...] = ()
     if found.criterion:
         wide = f", each corrected for {found.compared} comparisons" * (found.compared > 1)
-        text = f"Ranked by {found.criterion}. Limits of differences: 95 %, paired{wide}."
+        text = f"Ranked by {found.criterion}. Limits of differences: 95%, paired{wide}."
         criterion = (Paragraph(text),)
     title = "Which model is the most robust?" if criterion else "The models, in order"
     drawn = [] if short else draw_ranking(found)
@@ -184,7 +184,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         }
         if not short:
             row["paired"] = texts["paired"]
-            row["95 % limits"] = texts["limits"]
+            row["95% limits"] = texts["limits"]
             row["samples"] = verdict.samples or None
             if verdict.mcnemar is not None:
                 row["lost"] = verdict.lost
@@ -259,7 +259,7 @@ def _list_head_cells(head: HeadChange) -> Cells:
     cells: Cells = {
         "head": f"{head.layer}.{head.head}",
         "change": amount(read_change(head), head.unit),
-        "95 % limits": head.texts["limits"] or None,
+        "95% limits": head.texts["limits"] or None,
         "p (Holm)": head.p_adjusted,
         "stands": None,
     }

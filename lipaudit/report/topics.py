@@ -235,7 +235,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "unchanged": "Equal weights, and values that agree within the accuracy of the norms.",
         "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
         "pass": "The change is within the limit. --strict fails it where chance may hide more.",
-        "pass (proven)": "The 95 % limits of the change are within the limit of the rule.",
+        "pass (proven)": "The 95% limits of the change are within the limit of the rule.",
         "inconclusive": "Beyond the limit, but chance may explain it: measure more samples. "
         "--strict fails it.",
         "regressed": "Beyond the limit, and proven to be worse: the gate fails (exit code 1).",
@@ -267,8 +267,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
         "behind": "The paired samples show that the model is worse than the best.",
         "not measured": "The model has no value for the metric of the ranking.",
-        "no finite limits": "Too few samples for a 95 % interval, or norms became 0 or left 0.",
-        "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
+        "no finite limits": "Too few samples for a 95% interval, or norms became 0 or left 0.",
+        "pp": "Percentage points: the difference of two shares. From 50% to 40% are -10pp.",
         "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, "
         "7 time limit.",
         "weights": "How many parameters the model has, and a hash of their values.",

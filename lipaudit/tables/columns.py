@@ -290,7 +290,7 @@ Rows = tuple[
 ]
 
 
-# The 97.5 % quantile of the normal distribution.
+# The 97.5% quantile of the normal distribution.
 Z95 = 1.959963984540054
 
 
@@ -346,7 +346,7 @@ def log10_ratio(row: Row, bound: str) -> float | None:
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
-    """Return limits of the median with at least 95 % confidence, for every distribution.
+    """Return limits of the median with at least 95% confidence, for every distribution.
 
     They are order statistics (sign test); None if there are too few values.
 
@@ -388,7 +388,7 @@ def _list_binomials(count: int) -> Iterator[int]:
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Return the 95 % limits of a proportion (Wilson, 1927).
+    """Return the 95% limits of a proportion (Wilson, 1927).
 
     Of values between 0 and 1 they are the limits of the mean: no such values vary more than 0s and
     1s of the same mean.
@@ -404,14 +404,14 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-PROVEN = "Proven relative error of the norm (probability 99.9 %; largest over the samples)"
+PROVEN = "Proven relative error of the norm (probability 99.9%; largest over the samples)"
 
 
 STOPPED = "Whether the estimated error is at most tol and the proven error within its limit"
 
 
 WITHIN = (
-    "The true norm is at most this share higher than the value shown (probability 99.9 % "
+    "The true norm is at most this share higher than the value shown (probability 99.9% "
     "over the random start vector). The iteration approaches the norm from below and stops "
     "at an estimated error of tol. That estimate can fail if many singular values are close "
     "to the largest. For a smaller proven error use --within; at the size of tol it costs "
@@ -538,7 +538,7 @@ HEAD_NORMS = {
 
 def limit_columns(name: str) -> dict[str, Column]:
     """Return the columns of the ends of the interval of a share."""
-    meaning = "95 % confidence limit (Wilson)."
+    meaning = "95% confidence limit (Wilson)."
     return {
         f"{name}_{end}": Column(end, meaning, format=".1%", status="estimate")
         for end in ("low", "high")

@@ -93,7 +93,7 @@ class Headline:
             value: its value.
             column: the column that describes it, if not the section's column.
             trial: its ball.
-            limits: its 95 % limits, which lead the text.
+            limits: its 95% limits, which lead the text.
             text: its samples or heads in words.
             cells: further cells.
         """
@@ -105,7 +105,7 @@ class Headline:
         known["text"] = text
         if limits is not None:
             known["low"], known["high"] = limits
-            ends = f"95 % CI {format_limits(*limits, column)}"
+            ends = f"95% CI {format_limits(*limits, column)}"
             known["text"] = join_texts([ends, text])
         ball = ""
         if trial is not None:
@@ -133,8 +133,8 @@ SUMMARY = Layout(
         "radius": Column.text("radius", "Radius of its ball, as typed."),
         "ball": Column.text("ball", "Its ball in words."),
         "value": Column("value", "The figure.", domain=""),
-        "low": Column("low", "Lower 95 % limit.", domain=""),
-        "high": Column("high", "Upper 95 % limit.", domain=""),
+        "low": Column("low", "Lower 95% limit.", domain=""),
+        "high": Column("high", "Upper 95% limit.", domain=""),
         "samples": Column.count("samples", "Number of samples."),
         "text": Column.text("text", "Its limits, samples or heads in words."),
         "sentence": Column.text("sentence", "The figure in the answer of a page."),
@@ -263,7 +263,7 @@ def declare_clean(place: int, rule: str = "") -> Headline:
         name="clean_accuracy",
         column="correct",
         label="clean accuracy",
-        meaning="Share of samples right without attack. CI: 95 % (Wilson 1927).",
+        meaning="Share of samples right without attack. CI: 95% (Wilson 1927).",
         place=place,
         read=read_clean,
         sentence="Clean accuracy {value:.0%}.",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AT_X = 20
 UPHILL = 12
-"""Power steps at X and ascent steps. More steps increased few norms, by about 1 %."""
+"""Power steps at X and ascent steps. More steps increased few norms, by about 1%."""
 
 
 @torch.inference_mode(False)

@@ -390,7 +390,7 @@ def bound_token_spread(
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. Its Schatten-4 norm takes three
-    products with the Gram matrix for all rows (`sum_spread`), and is within 1 % of the spectral
+    products with the Gram matrix for all rows (`sum_spread`), and is within 1% of the spectral
     norm on trained heads.
 
     Sums of N terms of sums have relative errors of at most e / 2, e = 2 (N + 16) eps, so that of

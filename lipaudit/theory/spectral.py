@@ -165,8 +165,8 @@ def nonnegative_norm(
     """Return an upper bound of the spectral norm of matrices with entries >= 0.
 
     ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
-    power steps, so the bound falls towards ||B|| and never below it: 0.3 % above it after 10
-    steps on attention maps, rarely 1 %. It is raised by its rounding error.
+    power steps, so the bound falls towards ||B|| and never below it: 0.3% above it after 10
+    steps on attention maps, rarely 1%. It is raised by its rounding error.
 
     Args:
         b: the matrices.

@@ -48,8 +48,8 @@ def test_a_worse_checkpoint_fails_and_the_answer_comes_first():
     judgement, text, words = describe(WORSE, OLD)
     assert judgement.exit_code == 1
     assert text[0].startswith(
-        "worse: clean accuracy 89.8 % -> 77.3 % (proven: at least 4.3 points lower), "
-        "robust accuracy (linf 2/255) 64.8 % -> 51.6 % (proven: at least 1.9 points lower)"
+        "worse: clean accuracy 89.8% -> 77.3% (proven: at least 4.3 points lower), "
+        "robust accuracy (linf 2/255) 64.8% -> 51.6% (proven: at least 1.9 points lower)"
     )
     assert text[-1] == "worse: 3 regressed, 1 improved (exit code 1)"
     (norm,) = (v for v in judgement.verdicts if v.metric == "jacobian.norm:median")
@@ -59,7 +59,7 @@ def test_a_worse_checkpoint_fails_and_the_answer_comes_first():
         assert (status, low, high) == (verdict.status, verdict.low, verdict.high)
     for name in ("markdown", "junit", "html"):
         page = " ".join(render(of_judgement(judgement), name).decode().replace("\\", "").split())
-        assert "worse: clean accuracy 89.8 % -" in page, name
+        assert "worse: clean accuracy 89.8% -" in page, name
 
 
 def test_the_mirror_passes_and_an_equal_one_too():
@@ -107,7 +107,7 @@ def test_strict_lets_no_demanded_improvement_pass_that_is_not_proven():
     rule = parse_rule("jacobian.norm <= -10%")
     judgement = judge(current, report(jacobian(NORMS)), [rule], strict=True)
     (verdict,) = judgement.verdicts
-    # It fell by more than 10 %, but its limits begin below that.
+    # It fell by more than 10%, but its limits begin below that.
     assert verdict.paired < -0.1 < verdict.high < 0
     assert (verdict.status, judgement.exit_code) == ("pass", 6)
     lenient = judge(current, report(jacobian(NORMS)), [rule])

@@ -60,7 +60,7 @@ def test_a_head_changes_by_the_median_with_its_order_statistics():
 def test_what_stands_is_corrected_for_all_heads_together():
     """All 256 flips of the samples, counted one by one; a head may move either way.
 
-    Half of the level is for all heads, half for the two that move by 1 % or more.
+    Half of the level is for all heads, half for the two that move by 1% or more.
     """
     factors = np.array([[1.0, 1.002, 0.999, 1.5, 1.0, 0.5]]).T * np.exp(NOISE / 10)
     changes = heads(factors)
@@ -214,7 +214,7 @@ def test_what_fails_keeps_nothing_else_from_being_compared():
 
 @pytest.fixture(scope="module")
 def louder():
-    """Three reports: a model, the same with one louder head, and one that is 10 % steeper."""
+    """Three reports: a model, the same with one louder head, and one that is 10% steeper."""
     changed, robust = EXACT * np.where(np.arange(6) == 4, 1.5, 1)[:, None], flags(90)
     return (
         report(bounds(EXACT), jacobian(), attack(robust), spec="old"),

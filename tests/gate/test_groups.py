@@ -199,7 +199,7 @@ def test_reports_whose_groups_do_not_fit_are_refused(current, baseline, says):
 
 
 def test_a_group_that_lost_its_samples_is_refused_and_a_new_one_is_not():
-    """95 % of all samples may be there while a small group is gone, with what it would show."""
+    """95% of all samples may be there while a small group is gone, with what it would show."""
     names = ["a"] * 115 + ["rare"] * 5
     now, then = grouped(names)
     kept = slice(116)
@@ -322,7 +322,7 @@ def test_a_model_is_not_measured_for_groups_that_the_baseline_lacks(tmp_path, mo
 
 
 def test_groups_without_a_change_are_seldom_flagged():
-    """Ten groups of 24, of which half of the samples change sides: the promise is 5 %."""
+    """Ten groups of 24, of which half of the samples change sides: the promise is 5%."""
     rng = np.random.default_rng(3)
     names = [str(i % 10) for i in range(240)]
     ids = sample_ids(240)
@@ -336,5 +336,5 @@ def test_groups_without_a_change_are_seldom_flagged():
             for make, f in ((new, after), (report, before))
         )
         alarms += judge(*pair, (rule,)).exit_code
-    # Of 40 true null hypotheses at 5 %, more than 7 are rejected once in a thousand times.
+    # Of 40 true null hypotheses at 5%, more than 7 are rejected once in a thousand times.
     assert alarms <= 7

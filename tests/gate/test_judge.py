@@ -220,7 +220,7 @@ def test_holm_over_rules_then_rows_together():
     assert broken.p_adjusted == pytest.approx(4 * 2 / 256)
     quiet = judge(build(head=7, factor=1.5, noise=0.02), BASELINE)
     (head,) = (v for v in quiet.verdicts if v.status == "regressed")
-    assert head.p_adjusted == pytest.approx(4 / 256)  # the others move by less than 4 %
+    assert head.p_adjusted == pytest.approx(4 / 256)  # the others move by less than 4%
     loud = judge(build(head=7, factor=1.5, noise=0.12), BASELINE)
     (head,) = (v for v in loud.verdicts if v.name == "layer 3 head 1")
     assert head.status == "inconclusive"  # others rise in all samples by chance: 16 tell

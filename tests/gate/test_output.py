@@ -27,7 +27,7 @@ def failed():
 
 
 def test_of_many_rows_a_log_tells_those_that_grew_most_and_counts_the_others():
-    """Of ten layers head 0 grows by 30 % and the layer's number, head 1 wildly, by 60 or so."""
+    """Of ten layers head 0 grows by 30% and the layer's number, head 1 wildly, by 60 or so."""
     growth = np.exp(np.random.default_rng(0).normal(np.log(1.6), 2, (20, 8)))
     growth[::2] = 1.3 + np.arange(10)[:, None] / 100
     many = judge(new(bounds(growth)), report(bounds(np.ones((20, 8)))))
@@ -42,7 +42,7 @@ def test_of_many_rows_a_log_tells_those_that_grew_most_and_counts_the_others():
 
 
 def test_every_format_writes_the_figures_of_a_verdict_alike():
-    """The samples in the middle grow by 20 %, and with them the median; all others by 1 %."""
+    """The samples in the middle grow by 20%, and with them the median; all others by 1%."""
     old, growth = np.repeat([0.5, 1.0, 2.0], 21), np.repeat([1.01, 1.2, 1.01], 21)
     judgement = judge(new(jacobian(old * growth)), report(jacobian(old)))
     median = judgement.verdicts[0]
@@ -110,7 +110,7 @@ def test_limits_are_called_infinite_only_where_they_are():
 def test_text_names_the_head_and_counts_the_rest(failed):
     lines = write(failed, "text").splitlines()
     assert lines[0] == (
-        "worse: head norm (layer 3 head 1) 0.9521 -> 1.428 (proven: at least 50 % higher)"
+        "worse: head norm (layer 3 head 1) 0.9521 -> 1.428 (proven: at least 50% higher)"
     )
     assert lines[1] == "<script>|`x`|\\x0a::error::\\x1b[31m against demo"
     assert lines[3].startswith(
@@ -175,7 +175,7 @@ def test_no_format_calls_an_inconclusive_rule_a_pass():
     needed = open_one.verdicts[1].samples_needed
     first, *_, last = write(open_one, "text").splitlines()
     said = f"about {needed} samples would settle it"
-    assert first.startswith("not proven: robust accuracy (linf 2/255) 70.3 % -> 67.2 % (about ")
+    assert first.startswith("not proven: robust accuracy (linf 2/255) 70.3% -> 67.2% (about ")
     assert said in first
     assert last == f"not proven: 1 pass, 1 inconclusive; {said} (exit code 0)"
     for format in ("table", "markdown", "html"):

@@ -81,7 +81,7 @@ def test_without_attacks_the_smaller_median_norm_is_better():
 
 
 def test_limits_are_corrected_for_the_models_compared_with_the_best():
-    """Two models against the best: each limit is one-sided at half of 2.5 %."""
+    """Two models against the best: each limit is one-sided at half of 2.5%."""
     i, grow = np.arange(60), 1 + np.arange(60) / 1000
     c = grow * np.where(i < 41, 0.1, -0.1)
     logs = [0 * grow, c + grow * np.where(i < 16, -0.01, 1), c]
@@ -162,9 +162,9 @@ def test_a_model_is_never_told_apart_from_itself_but_from_one_of_equal_median():
 
 
 def test_equal_models_are_seldom_told_apart():
-    """Of five models that do not differ any is called behind in about 5 % of trials.
+    """Of five models that do not differ any is called behind in about 5% of trials.
 
-    At 2.5 % for each comparison with the best it would be about 17 %.
+    At 2.5% for each comparison with the best it would be about 17%.
     """
     corrected = single = 0
     trials, rng = 40, np.random.default_rng(5)

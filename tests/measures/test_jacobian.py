@@ -325,7 +325,7 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         assert (norms <= 1 + 1e-12).all()
         assert (norms * (1 + row.within) >= 1 - 1e-12).all()
         said = " ".join(note.text for note in section.notes)
-        assert f"up to {100 * row.within:.2g} % too low" in said
+        assert f"up to {100 * row.within:.2g}% too low" in said
 
 
 def test_a_radius_that_was_not_completed_says_so():

@@ -92,7 +92,7 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     order = ["regressed", "improved", "inconclusive", "unchanged"]
     assert words == sorted(words, key=order.index)
     answer = page.chapters[0].blocks[0].text
-    robust = "new: robust accuracy (linf 0.1) 46.9 % → 57.8 %, not proven with 64 samples."
+    robust = "new: robust accuracy (linf 0.1) 46.9% → 57.8%, not proven with 64 samples."
     assert answer.startswith(f"{robust} new is worse in largest head norm (1.619 → 8.873), ")
     assert "; and better in Jacobian norm (7.265 → 3.633). " in answer
     assert answer.endswith("No proven change in 5 of 8 figures.")

@@ -54,7 +54,7 @@ def test_accuracies_and_their_limits(report):
         "same attacks",
     ]
     said = lines(report)["robust accuracy, linf 2/255"]
-    assert said == (15 / 24, "95 % CI 43.5 to 79.5%, worst of fgsm, pgd")
+    assert said == (15 / 24, "95% CI 43.5 to 79.5%, worst of fgsm, pgd")
 
 
 def test_what_is_proven_stands_below_what_attacks_left(report):
@@ -66,7 +66,7 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
     for others, labels in (alone, attacked):
         said = lines(keep(report, *others, section))
         assert list(said) == [*labels, "certified accuracy, linf 2/255"]
-        text = "95 % CI 10.0 to 40.0%, 8 samples, 3 undecided"
+        text = "95% CI 10.0 to 40.0%, 8 samples, 3 undecided"
         assert said["certified accuracy, linf 2/255"] == (0.25, text)
 
 
@@ -89,7 +89,7 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
     assert (summed.norm, summed.value, summed.samples) == ("linf", 0.0033, 23)
     assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
     assert [0.0, *radii].index(summed.high) + 1 == 17
-    text = "95 % CI 0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
+    text = "95% CI 0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
     assert lines(both)["certified radius, linf"] == (0.0033, text)
     assert f"| 0.00330 | {text} |" in render(both, "markdown").decode()
     assert find_figures(summarise(keep(report, proven[0])), "certified_radius") == []

@@ -29,7 +29,7 @@ def test_a_column_is_a_figure_with_its_limits_samples_and_description():
     (row,) = summarise_rows(KEPT, {"part": "all", "kept": 0.5, "kept_low": 0.2, "kept_high": 0.8})
     assert (row.name, row.metric, row.figure) == ("kept", "heat.kept", "kept heat")
     assert (row.value, row.low, row.high, row.samples) == (0.5, 0.2, 0.8, 4)
-    assert row.text == "95 % CI 20.0 to 80.0%, 4 samples"
+    assert row.text == "95% CI 20.0 to 80.0%, 4 samples"
     assert row.sentence == "50% keep."
     column = describe_figure(row)
     assert (column.label, column.better, column.status) == ("kept heat", "higher", "estimate")

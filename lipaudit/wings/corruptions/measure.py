@@ -139,7 +139,7 @@ CORRUPT_TABLE = Layout(
         ),
     ),
     display=Display(
-        about="Accuracy on corrupted copies of the samples, with 95 % limits: mean over the "
+        about="Accuracy on corrupted copies of the samples, with 95% limits: mean over the "
         "severities, then at each severity. worst: right at every severity.",
         columns=("corruption", "accuracy", "worst", *LEVELS),
         folded=False,

@@ -492,7 +492,7 @@ def _write_notes(
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (
             f"no exponent for the ascent of {who}: independent searches differ by more than "
-            f"{100 * (AGREED - 1):.2g} %"
+            f"{100 * (AGREED - 1):.2g}%"
         )
         yield Note.warn("searches-apart", text)
 

@@ -63,7 +63,7 @@ def surveyed(module: Tiny):
 
 
 def test_small_bias_beside_giant_logits_is_kept():
-    """With logits still larger, and a bias of 0.1, the norm was 13 % off without it."""
+    """With logits still larger, and a bias of 0.1, the norm was 13% off without it."""
     module = biased()
     net, site, batch = surveyed(module)
     found = capture(net, (site,), batch, lambda layer: layer.heads())

@@ -27,7 +27,7 @@ def test_a_warning_says_how_many_tokens_are_unknown(tmp_path, kind, texts, warne
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     share = ids.count(tokenizer.unk_token_id) / len(ids)
     assert (share > 1 / 3) == warned == bool(found)
-    assert all(text.startswith(f"{100 * share:.0f} % of the tokens are unknown") for text in found)
+    assert all(text.startswith(f"{100 * share:.0f}% of the tokens are unknown") for text in found)
 
 
 def test_an_unknown_id_that_also_ends_texts_is_not_counted(tmp_path):

@@ -59,7 +59,7 @@ def test_a_rule_that_is_too_narrow_is_found_and_printed(monkeypatch, capsys):
 
 
 def test_no_ball_with_a_planted_counterexample_is_certified(monkeypatch, capsys):
-    """Others are, so that the check can fail: it does for a rule that is 30 % too narrow."""
+    """Others are, so that the check can fail: it does for a rule that is 30% too narrow."""
     network = planted.load_planted(PLANTED)
     assert network.holds().all()
     counts = list(planted.examine(network, (1, 2), nodes=1))

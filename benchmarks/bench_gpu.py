@@ -268,9 +268,7 @@ def shared(
     own = [line for line in timed if line["piece"].startswith(name) or name == FORWARD]
     took = [whole(name, line) / line["samples"] for line in own]
     peak = rates.get("rate of torch.float32")
-    share = (
-        f"{100 * (single + double) / peak / spread(took).median:.1f}%" if took and peak else ""
-    )
+    share = f"{100 * (single + double) / peak / spread(took).median:.1f}%" if took and peak else ""
     return f"| {name} | {single / 1e9:,.3g} | {double / 1e9:,.3g} | {share} |"
 
 

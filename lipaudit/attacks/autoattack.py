@@ -32,10 +32,8 @@ MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
 # A sample leaves once it is misclassified by this share of its largest logit: rounding on
 # another device or in another batch then does not change the verdict.
 CLEAR = 2.0**-10
-# Largest sample of which Square's queries are remembered: on small images squares repeat.
+# Largest number of pixels of images whose logits Square caches: on small images squares repeat.
 REPEATING = 1024
-
-
 # Rounding of the l1 norm of a point on its sphere, as a share of the radius.
 SPHERE = 1e-5
 
@@ -47,13 +45,17 @@ class _AllBrokenError(Exception):
 class UnitCube:
     """The model on samples mapped to [0, 1], with float32 logits, as the package calls it.
 
-    It keeps a point that broke each row. A sample that is clearly broken is not evaluated again:
+    It stores a point that broke each row. A sample that is clearly broken is not evaluated again:
     its logits are 0 from then on. The package treats rows apart, so this changes no other row.
 
     Attributes:
         unit: the samples in the cube, one row per sample and target.
         eps: the radius in the cube.
-        ends: the last point that broke a row, else the sample.
+        reach: largest distance from a sample at which a point may break it.
+        may_leave: whether the attack evaluates points beyond `reach`.
+        adversarial: the last point that broke each row, else the sample.
+        broken: whether each row was broken.
+        settled: whether each sample of the chunk is clearly broken.
     """
 
     can_leave: ClassVar = frozenset({"fab-t"})
@@ -74,14 +76,16 @@ class UnitCube:
         self.ball = ball
         self.turn = turn
         self.unit = self._shrink(x)
-        self.eps = self.reach = ball.eps / self.width
-        self.leaves = turn.attack.name in self.can_leave
+        self.eps = ball.eps / self.width
+        self.reach = self.eps
+        self.may_leave = turn.attack.name in self.can_leave
         if ball.norm == "l1":
             # Points that an attack projects onto the l1 sphere are outside by rounding.
             self.reach = self.eps * (1 + SPHERE)
-            self.leaves = True
-        self.ends = self.unit.clone()
+            self.may_leave = True
+        self.adversarial = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
+        # Rows of one sample (one per target) settle together.
         samples = int(turn.rows.max()) + 1
         self.settled = torch.zeros(samples, dtype=torch.bool, device=x.device)
 
@@ -96,32 +100,39 @@ class UnitCube:
     def __call__(self, u: Tensor) -> Tensor:
         """Return the logits of a point per row; 0 for samples that are clearly broken.
 
+        It also records which rows are broken, and by which points.
+
         Raises:
             _AllBrokenError: every sample is clearly broken.
         """
-        settled = self.settled[self.turn.rows]
-        rows = (~settled).nonzero()[:, 0]
+        sample_of_row = self.turn.rows
+        rows = (~self.settled[sample_of_row]).nonzero()[:, 0]  # the rows still to attack
         if not len(rows):
             raise _AllBrokenError
         logits = self.evaluate(u[rows])
         y = self.y[rows]
         points = u[rows].detach()
-        found = logits.detach()
-        wrong = found.argmax(1) != y
-        if self.leaves:
-            far = distance(points, self.unit[rows], self.ball.norm)
-            wrong &= far <= self.reach
-        allowed = CLEAR * found.abs().amax(1)
-        clear = wrong & (margins(found, y) < -allowed)
-        self.ends[rows[wrong]] = points[wrong].to(self.ends)
+        scores = logits.detach()
+        wrong = scores.argmax(1) != y
+        if self.may_leave:
+            lengths = distance(points, self.unit[rows], self.ball.norm)
+            wrong &= lengths <= self.reach
+        allowed = CLEAR * scores.abs().amax(1)
+        clear = wrong & (margins(scores, y) < -allowed)
+        self.adversarial[rows[wrong]] = points[wrong].to(self.adversarial)
         self.broken[rows[wrong]] = True
-        self.settled[self.turn.rows[rows[clear]]] = True
-        every = logits.new_zeros(len(u), logits.shape[1])
-        return every.index_copy(0, rows, logits)
+        self.settled[sample_of_row[rows[clear]]] = True
+        # (all rows, classes); differentiable, so that the package gets gradients.
+        all_logits = logits.new_zeros(len(u), logits.shape[1])
+        return all_logits.index_copy(0, rows, logits)
 
     @contextmanager
     def search(self) -> Iterator[Tensor]:
-        """Give a random start, and restore the caller's random state and default dtype after."""
+        """Give a random start, and restore the caller's random state and default dtype after.
+
+        The block ends early, without an error, once every sample is clearly broken.
+        """
+        # The package draws from torch's global generator, and creates tensors of default dtype.
         dtype = torch.get_default_dtype()
         seed = int(torch.randint(2**62, (1,), generator=self.turn.generator))
         start = self._shrink(self.turn.start())
@@ -155,16 +166,16 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack.y_target = turn.target
     attack.init_hyperparam(cube.unit)
     steps = turn.attack.steps
-    early = 3 * steps // 10
     with cube.search() as start:
-        if ball.norm == "l1":  # the package's schedule, with a start of its own
+        if ball.norm == "l1":  # as the package does: larger balls first, from its own start
+            early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
-            counts = [early, early, steps - 2 * early]
-            best = attack.decr_eps_pgd(cube.unit, y, radii, counts)[0]
+            steps_of_radii = [early, early, steps - 2 * early]
+            best = attack.decr_eps_pgd(cube.unit, y, radii, steps_of_radii)[0]
         else:
             best = attack.attack_single_run(cube.unit, y, x_init=start)[0]
-        cube.ends[~cube.broken] = best[~cube.broken]
-    return cube.place(cube.ends)
+        cube.adversarial[~cube.broken] = best[~cube.broken]
+    return cube.place(cube.adversarial)
 
 
 @torch.no_grad()
@@ -177,43 +188,44 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack = FABAttack_PT(
         cube, NORMS[ball.norm], n_iter=turn.attack.steps, eps=cube.eps, device=x.device
     )
-    # One class per row, where the package takes the same rank for all.
+    # The package aims at the class of one rank in all rows. Here each row has its own target.
     attack.get_diff_logits_grads_batch = partial(
         attack.get_diff_logits_grads_batch_targeted, la_target=turn.target
     )
     with cube.search():
-        # Without labels the package takes its own predictions, and so leaves out no row.
+        # With labels the package would leave out misclassified rows: without, it attacks all.
         attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)
-    del attack.get_diff_logits_grads_batch  # a cycle, which would keep the samples in memory
-    return cube.place(cube.ends)
+    # It refers to the attack itself: without this the samples would stay in memory.
+    del attack.get_diff_logits_grads_batch
+    return cube.place(cube.adversarial)
 
 
 @torch.no_grad()
 def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Search with random squares, on samples reshaped to images."""
     cube = UnitCube(f, x, y, ball, turn)
-    rows, columns = (1, *x.shape[1:])[-2:]
+    rows, columns = (1, *x.shape[1:])[-2:]  # a sample of one axis is an image of one row
     images = cube.unit.reshape(len(x), -1, rows, columns)
-    if ball.norm == "linf":
-        high = rows
-    else:
-        high = find_height(rows, columns)
-    images = F.pad(images, (0, 0, 0, high - rows), value=0.5)
-    answers: dict[bytes, Tensor] = {}
+    height = rows
+    if ball.norm != "linf":
+        height = find_height(rows, columns)
+    images = F.pad(images, (0, 0, 0, height - rows), value=0.5)
+    logits_of_image: dict[bytes, Tensor] = {}  # a cache, by the image's bytes
 
     def evaluate(u: Tensor) -> Tensor:
-        turn.check()  # queries that repeat take no pass
+        """Return the logits of padded images; images evaluated before take no pass."""
+        turn.check()  # f checks the time only if it is called
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])
-        if not len(u):  # all margins are exactly 0
+        if not len(u):  # the package asks for no image when all margins are exactly 0
             return u.new_zeros(0, 1)
         if x[0].numel() > REPEATING:
             return cube.evaluate(points)
-        keys = [each.tobytes() for each in points.cpu().numpy()]
-        unknown = {key: i for i, key in enumerate(keys) if key not in answers}
+        keys = [point.tobytes() for point in points.cpu().numpy()]
+        unknown = {key: i for i, key in enumerate(keys) if key not in logits_of_image}
         if unknown:
-            found = cube.evaluate(points[list(unknown.values())])
-            answers.update(zip(unknown, found, strict=True))
-        return torch.stack([answers[key] for key in keys])
+            logits = cube.evaluate(points[list(unknown.values())])
+            logits_of_image.update(zip(unknown, logits, strict=True))
+        return torch.stack([logits_of_image[key] for key in keys])
 
     attack = SquareAttack(
         evaluate,

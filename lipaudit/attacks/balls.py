@@ -78,7 +78,7 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     box does not bind. Exact up to the rounding of x + delta.
     """
     if ball.patch is not None:
-        # The patches that differ most; nothing is added to their values.
+        # Keep z in the eps patches that differ most, and x in all others.
         changes = sum_patches((z - x).abs(), ball.patch)
         places = changes.topk(int(ball.eps))[1]
         inside = select_places(places, x, ball.patch)
@@ -87,17 +87,18 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
     elif ball.norm == "l1":
-        # Each entry shrinks by t, the largest (sum of the k largest entries - eps) / k over k
-        # (Duchi et al., 2008); inside the ball t is 0.
+        # Soft threshold (Duchi et al., 2008): each entry shrinks by
+        # t = max_k (sum of the k largest entries - eps) / k, or by 0 inside the ball.
         sizes = delta.abs().flatten(1)
         descending = sizes.sort(1, descending=True)[0]
         excess = descending.cumsum(1, dtype=torch.float64) - ball.eps
         k = torch.arange(1, sizes.shape[1] + 1, device=x.device)
-        t = (excess / k).amax(1).clamp_min(0)
-        t = add_axes(t.to(x), x)
-        delta = delta.sign() * (delta.abs() - t).clamp_min(0)
+        threshold = (excess / k).amax(1).clamp_min(0)
+        threshold = add_axes(threshold.to(x), x)
+        delta = delta.sign() * (delta.abs() - threshold).clamp_min(0)
     else:
-        # A point inside the ball is scaled by eps / eps = 1; at eps = 0 nothing is divided by 0.
+        # Lengths below eps count as eps: a point inside the ball is scaled by eps / eps = 1.
+        # The tiny number avoids 0 / 0 at eps = 0.
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
         lengths = _lengths(delta, ball.norm).clamp_min(smallest)
         delta = delta * (ball.eps / lengths)
@@ -114,45 +115,44 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     Raises:
         EvaluationError: z is no tensor of x's shape, not finite, or outside of the ball or box.
     """
-    wanted = f"not samples of shape {tuple(x.shape)}"
+    expected = f"not samples of shape {tuple(x.shape)}"
     if not isinstance(z, Tensor):
-        raise blame_attack(attack, f"returned {type(z).__name__}, {wanted}")
+        raise blame_attack(attack, f"returned {type(z).__name__}, {expected}")
     if z.shape != x.shape:
-        raise blame_attack(attack, f"returned {tuple(z.shape)}, {wanted}")
+        raise blame_attack(attack, f"returned {tuple(z.shape)}, {expected}")
     z = z.detach().to(x)
     finite = z.isfinite().flatten(1).all(1)
     bad = int((~finite).sum())
     if bad:
         raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
-    near = project(z, x, ball)
-    excess = distance(z, near, ball.norm, ball.patch)
-    rounding = _rounding(x, ball, torch.float32)
-    allowed = torch.full_like(excess, rounding)
+    projected = project(z, x, ball)
+    excess = distance(z, projected, ball.norm, ball.patch)
+    rounding = torch.full_like(excess, _bound_rounding(x, ball, torch.float32))
     if ball.norm == "l1":  # entries that did not move have no error
-        moved = (z != x).flatten(1).to(allowed)
-        allowed *= moved.mean(1)
-    outside = excess > SLACK * ball.eps + allowed
+        moved = (z != x).flatten(1).to(rounding)
+        rounding *= moved.mean(1)
+    outside = excess > SLACK * ball.eps + rounding
     bad = int(outside.sum())
     if bad:
-        far = float(excess.max())
-        text = f"left the ball or the box on {bad} samples, by up to {far:.3g}"
+        largest = float(excess.max())
+        text = f"left the ball or the box on {bad} samples, by up to {largest:.3g}"
         raise blame_attack(attack, text)
-    return near
+    return projected
 
 
-def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
+def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
     """Return the largest rounding error of a point in the ball, in the ball's norm."""
     largest = float(x.abs().amax()) + ball.eps
     for end in ball.box or ():
         largest = max(largest, abs(end))
-    # The rounding errors of the entries add up in the norm: in l2 as sqrt(entries).
-    entries = measure_ones(ball.norm, x.shape[1:])
+    # Equal errors of all entries have the norm of ones: in l2 that is sqrt(entries).
+    norm_of_ones = measure_ones(ball.norm, x.shape[1:])
     unit = torch.finfo(dtype).eps / 2
-    return ROUNDINGS * unit * entries * largest
+    return ROUNDINGS * unit * norm_of_ones * largest
 
 
 def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
-    """Return the norm of a sample whose entries are all 1; for patches it is that of one."""
+    """Return the norm of a sample whose entries are all 1; for linf and patches 1."""
     entries = math.prod(shape)
     if norm == "l1":
         return entries
@@ -167,7 +167,7 @@ def is_resolved(x: Samples, ball: Ball) -> bool:
     """Say whether the radius is larger than the rounding of points in the ball around x."""
     if ball.eps == 0:
         return True
-    return ball.eps >= _rounding(x, ball, x.dtype)
+    return ball.eps >= _bound_rounding(x, ball, x.dtype)
 
 
 def blame_attack(attack: str, what: str) -> EvaluationError:
@@ -211,8 +211,9 @@ def select_places(
     chosen = torch.zeros(len(x), rows * columns, dtype=torch.bool, device=x.device)
     chosen = chosen.scatter(1, places, True)
     grid = chosen.view(-1, 1, rows, columns)
-    tall = grid.repeat_interleave(patch[0], 2)
-    return tall.repeat_interleave(patch[1], 3)
+    # From one flag per patch to one flag per pixel.
+    full_height = grid.repeat_interleave(patch[0], 2)
+    return full_height.repeat_interleave(patch[1], 3)
 
 
 def steepest(gradient: Samples, ball: Ball) -> Samples:
@@ -258,6 +259,7 @@ def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
 
 
 def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
+    """Return the axes over which the norm sums: those of a token, or of the whole sample."""
     if norm == "token-l2":
         return (-1,)
     return tuple(range(1, delta.ndim))

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.attacks import balls
@@ -37,6 +36,9 @@ from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, ch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -152,39 +154,47 @@ def evaluate_chunk(
         UsageError: the samples have half precision.
         EvaluationError: f returns no logits, or values that are not finite.
     """
-    half = chunk.x.dtype not in (torch.float32, torch.float64)
-    if half:
+    if chunk.x.dtype not in (torch.float32, torch.float64):
         raise UsageError(
             f"samples are {chunk.x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
     oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size)
     logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
-    clean = earlier[0] if earlier else _examine_clean(oracle, chunk, logits, seed)
-    if not earlier:
+    if earlier:
+        clean = earlier[0]
+    else:
+        clean = _examine_clean(oracle, chunk, logits, seed)
         yield clean
     session = _Session(f, chunk, box, batch_size, logits, patch, target)
-    known = list(earlier[1:])
-    last = clean
-    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    finished = earlier[1:]
+    outcome = clean
+    # By norm and attacks: the outcome at the largest radius so far. Radii increase.
+    latest: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for number, (trial, attack) in enumerate(list_steps(plan)):
-        if attack is trial.attacks[0]:
-            last = ends.get((trial.norm, trial.attacks), clean)
-        if number < len(known):
-            last = known[number]
+        if attack is trial.attacks[0]:  # a trial begins: its samples survived smaller radii
+            outcome = latest.get((trial.norm, trial.attacks), clean)
+        if number < len(finished):
+            outcome = finished[number]
         else:
             run = session.rewrite if trial.norm in COUNTED else session.search
-            meter, part = Meter(check=check), derive_seed(seed, attack.name, chunk.number)
-            found = run(trial, attack, last, meter, torch.Generator().manual_seed(part))
-            last = Outcome(trial, attack.name, part, **found, **meter.read())
-            yield last
-        ends[trial.norm, trial.attacks] = last
+            meter = Meter(check=check)
+            attack_seed = derive_seed(seed, attack.name, chunk.number)
+            generator = torch.Generator().manual_seed(attack_seed)
+            fields = run(trial, attack, outcome, meter, generator)
+            outcome = Outcome(trial, attack.name, attack_seed, **fields, **meter.read())
+            yield outcome
+        latest[trial.norm, trial.attacks] = outcome
 
 
 def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> Outcome:
-    """Return the outcome of the clean samples; a second pass, with gradient, shows trouble."""
-    x, y = chunk.x, chunk.y
-    again, gradient = logits_and_gradient(oracle, x, y)
+    """Return the outcome of the clean samples.
+
+    A second pass, with gradient, shows signs of random outputs and of useless gradients.
+    """
+    x = chunk.x
+    y = chunk.y
+    second_logits, gradient = logits_and_gradient(oracle, x, y)
     return Outcome(
         trial=None,
         attack="clean",
@@ -194,14 +204,14 @@ def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> O
         x_adv=x,
         distance=x.new_zeros(len(x)),
         confidence=logits.softmax(1).amax(1),
-        checks=examine(logits, again, gradient, y, int(oracle.meter.broken)),
+        checks=examine(logits, second_logits, gradient, y, int(oracle.meter.broken)),
         **oracle.meter.read(),
     )
 
 
 @dataclass(frozen=True)
 class _Session:
-    """The attacks on a chunk, whose clean logits are known."""
+    """The attacks on a chunk: the arguments of `evaluate_chunk`, and the clean logits."""
 
     f: Classifier | ByRow
     chunk: Chunk
@@ -214,7 +224,10 @@ class _Session:
     def search(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
     ) -> dict[str, Any]:
-        """Run all turns of one attack, each on the samples that survived the turn before."""
+        """Run all turns of one attack, each on the samples that survived the turn before.
+
+        Return fields of an `Outcome`.
+        """
         chunk = self.chunk
         patch = self.patch if trial.norm == "patch" else None
         ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask, patch)
@@ -230,10 +243,11 @@ class _Session:
         while number < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
             restart, first = divmod(number, fitted.aims)
-            # Few survivors: several targets share a batch.
+            # Few survivors: several targets share a batch, with a copy of the samples for each.
             room = max(CHUNK // len(rows), 1)
             copies = min(room, fitted.aims - first)
             number += copies
+            # The class of rank -1 is the prediction; the first target is the runner-up, rank -2.
             targets = [ranks[rows, -2 - i] for i in range(first, first + copies)]
             start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
             turn = Turn(
@@ -246,25 +260,22 @@ class _Session:
                 saved=chunk.saved,
                 check=meter.check,
             )
-            z, logits = self._run(function, turn, ball, meter)
+            points, logits = self._run(function, turn, ball, meter)
             right = logits.argmax(1) == chunk.y[turn.rows]
-            right = right.reshape(copies, -1)
+            right = right.reshape(copies, -1)  # (copies, samples)
             robust[rows] = right.all(0)
-            # Of rows run together, the first one that broke a sample counts, else the last one.
-            first_wrong = (~right).int().argmax(0)
-            copy = torch.where(right.all(0), copies - 1, first_wrong)
-            chosen = copy * len(rows) + torch.arange(len(rows), device=z.device)
-            x_adv[rows] = z[chosen]
+            chosen = _choose_copies(right)
+            x_adv[rows] = points[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
-        # The points of samples broken before are those of `last`, or unknown (see `earlier`).
-        moved = last.distance.clone()
-        tried = last.robust
-        moved[tried] = distance(x_adv[tried], chunk.x[tried], ball.norm, patch)
+        # Samples broken before keep their distance: a resumed run does not have their points.
+        attacked = last.robust
+        distances = last.distance.clone()
+        distances[attacked] = distance(x_adv[attacked], chunk.x[attacked], ball.norm, patch)
         return {
-            "tried": last.robust if fitted.turns else torch.zeros_like(robust),
+            "tried": attacked if fitted.turns else torch.zeros_like(robust),
             "robust": robust,
             "x_adv": x_adv,
-            "distance": moved,
+            "distance": distances,
             "confidence": confidence,
             "notes": notes,
         }
@@ -278,7 +289,7 @@ class _Session:
         y = self.chunk.y[turn.rows]
         ball = ball[turn.rows]
         name = turn.attack.name
-        drawn = turn.generator.get_state()
+        random_state = turn.generator.get_state()
         while True:
             # Copies, because an attack may change its arguments in place.
             z = function(oracle, x.clone(), y.clone(), ball, turn)
@@ -287,53 +298,77 @@ class _Session:
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
                 return z, logits
-            meter.mends = True  # again from the same draws, with other values in place of NaN
-            turn.generator.set_state(drawn)
+            # Some gradients were not finite: once more from the same draws, replacing NaN.
+            meter.mends = True
+            turn.generator.set_state(random_state)
 
     def rewrite(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
     ) -> dict[str, Any]:
-        """Let an attack change the texts that are not broken yet, and evaluate the result."""
-        chunk, texts = self.chunk, self.chunk.texts
+        """Let an attack change the texts that are not broken yet, and evaluate the result.
+
+        Return fields of an `Outcome`.
+        """
+        chunk = self.chunk
+        texts = chunk.texts
         assert texts is not None
         reader = texts.reader
-        after = list(last.drafts or texts.drafts)
+        drafts = list(last.drafts or texts.drafts)
         robust = last.robust.clone()
         confidence = last.confidence.clone()
-        going = robust if self.target is None else robust & (chunk.y != self.target)
-        rows = going.nonzero()[:, 0]
+        attacked = robust
+        if self.target is not None:
+            attacked = robust & (chunk.y != self.target)
+        rows = attacked.nonzero()[:, 0]
         budget = int(trial.radius.value)
         if len(rows) and budget > 0:
             runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
             turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
             oracle = TextOracle(reader, self.batch_size, meter, self.target)
-            before = [texts.drafts[i] for i in rows.tolist()]
+            originals = [texts.drafts[i] for i in rows.tolist()]
             y = chunk.y[rows]
             function: RewriteFunction = attack.kind.load()
-            changed = function(oracle, list(before), y, budget, turn)
-            check_drafts(changed, before, reader.lexicon, budget, attack.name)
+            changed = function(oracle, list(originals), y, budget, turn)
+            check_drafts(changed, originals, reader.lexicon, budget, attack.name)
             logits = oracle([reader.read(draft) for draft in changed])
             logits = _require_finite(logits, f"{attack.name} texts", chunk)
             predicted = logits.argmax(1)
-            robust[rows] = predicted == y if self.target is None else predicted != self.target
+            if self.target is None:
+                robust[rows] = predicted == y
+            else:
+                robust[rows] = predicted != self.target
             confidence[rows] = logits.softmax(1).amax(1).to(confidence)
             for i, draft in zip(rows.tolist(), changed, strict=True):
-                after[i] = draft
-        counts = [float(draft.changes) for draft in after]
+                drafts[i] = draft
+        counts = [float(draft.changes) for draft in drafts]
         return {
             "tried": last.robust,
             "robust": robust,
             "x_adv": chunk.x,
             "distance": chunk.x.new_tensor(counts),
             "confidence": confidence,
-            "drafts": after,
+            "drafts": drafts,
         }
+
+
+def _choose_copies(right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
+    """Return the row of each sample's first misclassified copy, else of its last copy.
+
+    Rows are numbered copy by copy: row = copy * samples + sample.
+    """
+    copies, samples = right.shape
+    first_wrong = (~right).int().argmax(0)
+    copy = torch.where(right.all(0), copies - 1, first_wrong)
+    return copy * samples + torch.arange(samples, device=right.device)
 
 
 def _draw_starts(
     x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor, copies: int
 ) -> Tensor:
-    """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
+    """Return random points (copies * rows, ...) in the balls of some rows of a chunk.
+
+    They are drawn for the whole chunk: a sample's start does not depend on the survivors.
+    """
     starts = []
     for _ in range(copies):
         start = balls.random_start(x, ball, generator)
@@ -350,6 +385,7 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
 
 
 def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
+    """Return the logits; an error if some are not finite."""
     finite = logits.isfinite().all(1)
     bad = int((~finite).sum())
     if bad:
@@ -382,12 +418,14 @@ def require_radius(
     if box is None or trial.norm in WHOLE:
         return
     # The diameter of the box: in a larger ball the box alone would limit the attack.
-    length = balls.measure_ones(trial.norm, shape)
-    widest = (box[1] - box[0]) * length
-    text = f"the radius {trial.radius.text} is larger than the range of the data {box}"
-    text += f", whose diagonal is {widest:.4g}" * (length > 1)
-    if float(trial.radius) > widest:
-        raise UsageError(text, "Give radii for pixels in [0, 1]: 8/255, not 8.")
+    low, high = box
+    diagonal = (high - low) * balls.measure_ones(trial.norm, shape)
+    if float(trial.radius) > diagonal:
+        raise UsageError(
+            f"the radius {trial.radius.text} is larger than the range of the data {box}, whose "
+            f"diagonal in the norm {trial.norm} is {diagonal:.4g}",
+            "Give radii for pixels in [0, 1]: 8/255, not 8.",
+        )
 
 
 def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:
@@ -399,18 +437,17 @@ def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | Non
     """
     height, width = shape[1:]
 
-    def advise(near: int) -> str:
-        """Name the option with the side nearest to a number that divides the image."""
+    def advise(wanted: int) -> str:
+        """Return the option with the side nearest to the wanted one that divides the image."""
         sides = [n for n in range(1, height + 1) if height % n == width % n == 0]
-        nearest = min(sides, key=lambda side: abs(side - near))
+        nearest = min(sides, key=lambda side: abs(side - wanted))
         return f"--patch-size {nearest}."
 
     if patch is None:
         raise UsageError(
             "this model shows no grid of patches", f"Give their side in pixels: {advise(16)}"
         )
-    uneven = height % patch[0] or width % patch[1]
-    if uneven:
+    if height % patch[0] or width % patch[1]:
         raise UsageError(
             f"patches of {patch[0]}x{patch[1]} pixels do not divide images of {height}x{width}",
             f"Give a side that divides both: {advise(patch[0])}",

@@ -87,8 +87,9 @@ class AttackKind:
 
     def can_attack(self, kind: str) -> bool:
         """Say whether it can attack a kind of model: image, tokens or text."""
-        able = self.masked or kind != "text"
-        return able and any(kind in SPACES[norm] for norm in self.norms)
+        if kind == "text" and not self.masked:
+            return False
+        return any(kind in SPACES[norm] for norm in self.norms)
 
     @property
     def package(self) -> str:
@@ -159,6 +160,7 @@ def attack_kinds() -> Mapping[str, AttackKind]:
 
 
 def _find_fault(name: str, kind: AttackKind) -> str:
+    """Return what is wrong with the name of a plug-in's attack; empty if nothing is."""
     if re.fullmatch(r"\w[\w.-]*", name):
         return ""
     return "has an invalid name: only letters, digits, dots and dashes are allowed in --attack"
@@ -197,15 +199,19 @@ class Attack:
     @property
     def turns(self) -> int:
         """Return the number of runs on a sample that is never broken."""
-        once = self.kind.effort in ("gradient", "edits", "points", "swaps")
-        if once:
-            return 1
-        return self.restarts * self.aims
+        if self.kind.effort in ("steps", "queries"):
+            return self.restarts * self.aims
+        return 1
 
     def estimate_cost(self, radius: Radius) -> int:
-        """Return the forward passes of a sample that is never broken; a gradient takes 2 more."""
+        """Return the cost of a sample that is never broken, in forward passes.
+
+        A gradient costs 3: a forward pass, and a backward pass that takes twice as long.
+        """
+        if not radius.value:
+            return 0
         changes = int(radius.value)
-        each = {
+        costs = {
             "gradient": 3,
             "steps": 3 * self.steps,
             "queries": self.queries,
@@ -213,9 +219,7 @@ class Attack:
             "points": 1,  # or more: the file says how many
             "swaps": self.steps * (self.queries + 3),
         }
-        if radius.value:
-            return each[self.kind.effort] * self.turns
-        return 0
+        return costs[self.kind.effort] * self.turns
 
 
 # The standard AutoAttack, in its order: the cheapest attack first, so that few samples remain for
@@ -252,9 +256,10 @@ class Trial:
     attacks: tuple[Attack, ...]
     notes: tuple[Note, ...] = ()
 
-    def put(self, place: Literal["behind", "before"]) -> Trial:
-        """Return the trial with suffixes at a place."""
-        return replace(self, attacks=tuple(replace(each, place=place) for each in self.attacks))
+    def place_suffixes(self, place: Literal["behind", "before"]) -> Trial:
+        """Return the trial with suffixes behind or before the texts."""
+        attacks = tuple(replace(attack, place=place) for attack in self.attacks)
+        return replace(self, attacks=attacks)
 
     @property
     def key(self) -> TrialKey:
@@ -302,52 +307,38 @@ def read_plan(
     Raises:
         UsageError: a name is unknown, no radius is given, or no attack uses the norm or a radius.
     """
-    given = {"steps": steps, "restarts": restarts, "queries": queries}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings = {"steps": steps, "restarts": restarts, "queries": queries}
+    changes: dict[str, Any] = {name: n for name, n in settings.items() if n is not None}
     for name, value in changes.items():
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
-    alone = attack in PRESETS or attack.startswith("custom:")
-    if alone:
+    if attack in PRESETS or attack.startswith("custom:"):
         names = [attack]
     else:
         names = [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
-    units: dict[str, Norm | None] = {}  # that the attacks count; None for attacks on balls
-    for name, attacks in ensembles.items():
-        counted = {attack.kind.counts for attack in attacks} or {None}
-        text = f"{name!r} mixes attacks whose radii have different units"
-        if len(counted) > 1:
-            raise UsageError(
-                text, f"List them one by one: --attack {name.removeprefix('custom:')}"
-            )
-        units[name] = counted.pop()
+    units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
     _refuse_units(radii, units, norm)
+    only_counts = all(units.values())
     plan: list[Trial] = []
     for name, attacks in ensembles.items():
         unit = units[name]
-        fitting = [radius for radius in radii if not radius.unit]
-        if unit is not None:
-            own = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
-            usual = [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
-            fitting = own or (fitting if all(units.values()) else []) or usual
+        fitting = _choose_radii(radii, attacks, unit, only_counts)
         if name == "paper":
             trials = _plan_paper(norm or "linf", fitting)
         else:
-            label = name
-            if alone:
-                label = name.partition(":")[0]
-            attacks = STANDARD_L1 if norm == "l1" and attacks == STANDARD else attacks
+            label = name.partition(":")[0]  # `custom` for custom:NAME,NAME
+            if norm == "l1" and attacks == STANDARD:
+                attacks = STANDARD_L1
             trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
+        notes: tuple[Note, ...] = ()
         preset = "standard" if name == "autoattack" else name
         if changes and preset in PRESETS:
-            settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
-            text = f"the preset {preset} was changed: {settings}"
-            notes = (Note.info("preset-changed", text),)
-            trials = [replace(trial, notes=trial.notes + notes) for trial in trials]
+            listed = ", ".join(f"{setting} = {value}" for setting, value in changes.items())
+            notes = (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
         for trial in trials:
             changed = tuple(replace(attack, **changes) for attack in trial.attacks)
-            plan.append(replace(trial, attacks=changed))
+            plan.append(replace(trial, attacks=changed, notes=trial.notes + notes))
     return tuple(plan)
 
 
@@ -360,37 +351,79 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
     if not name.startswith("custom:") and name not in kinds:
         known = ("autoattack", *PRESETS, *kinds)
         raise UsageError(f"unknown attack preset {name!r}", suggestion(name, known))
-    names = [each.strip() for each in name.removeprefix("custom:").split(",")]
-    for each in names:
-        if each not in kinds:
-            raise UsageError(f"unknown attack {each!r} in {name!r}", suggestion(each, kinds))
-    if len(names) > 1:
-        return tuple(Attack(each) for each in names)
-    kind = kinds[names[0]]
-    attack = Attack(names[0])
-    usual = {name: getattr(kind, name) for name in ("steps", "queries", "restarts")}
-    return (replace(attack, **{name: value for name, value in usual.items() if value}),)
+    members = [member.strip() for member in name.removeprefix("custom:").split(",")]
+    for member in members:
+        if member not in kinds:
+            raise UsageError(f"unknown attack {member!r} in {name!r}", suggestion(member, kinds))
+    if len(members) > 1:
+        return tuple(Attack(member) for member in members)
+    # One attack alone has the defaults of its kind.
+    defaults: dict[str, Any] = {}
+    for setting in ("steps", "queries", "restarts"):
+        value = getattr(kinds[members[0]], setting)
+        if value:
+            defaults[setting] = value
+    return (Attack(members[0], **defaults),)
+
+
+def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
+    """Return the unit (words, patch...) in which attacks count changes; None: they search balls.
+
+    Raises:
+        UsageError: their units differ.
+    """
+    units = {attack.kind.counts for attack in attacks}
+    if len(units) > 1:
+        raise UsageError(
+            f"{name!r} mixes attacks whose radii have different units",
+            f"List them one by one: --attack {name.removeprefix('custom:')}",
+        )
+    return units.pop() if units else None
+
+
+def _choose_radii(
+    radii: Sequence[Radius], attacks: Sequence[Attack], unit: Norm | None, only_counts: bool
+) -> list[Radius]:
+    """Return the radii that some attacks take, without units.
+
+    Args:
+        radii: the typed radii.
+        attacks: the attacks.
+        unit: the unit in which they count changes; None: they search balls.
+        only_counts: whether no attack of the plan searches balls; plain radii then count changes.
+    """
+    plain = [radius for radius in radii if not radius.unit]
+    if unit is None:
+        return plain
+    counts = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
+    if counts:
+        return counts
+    if only_counts and plain:
+        return plain
+    if len(attacks) == 1:
+        return [parse_radius(text) for text in attacks[0].kind.radii]
+    return []
 
 
 def _refuse_units(
     radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
 ) -> None:
     """Refuse a norm and radii that no attack would use."""
-    lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
-    if lost is not None:
-        text = (
-            f"no requested attack changes {lost.unit}, which is the unit of the radius {lost.text}"
-        )
-        ball = "For balls of pixels or embeddings, give a radius without a unit: --eps 2/255."
-        raise UsageError(text, f"Use --attack {','.join([*units, lost.unit])}. {ball}")
-    balls = [name for name, counted in units.items() if counted is None]
-    wrong = norm in WHOLE and (balls or norm not in units.values())
-    if wrong:
+    for radius in radii:
+        if radius.unit and radius.unit not in units.values():
+            raise UsageError(
+                f"no requested attack changes {radius.unit}, which is the unit of the radius "
+                f"{radius.text}",
+                f"Use --attack {','.join([*units, radius.unit])}. For balls of pixels or "
+                "embeddings, give a radius without a unit: --eps 2/255.",
+            )
+    on_balls = [name for name, unit in units.items() if unit is None]
+    if norm in WHOLE and (on_balls or norm not in units.values()):
         raise UsageError(
-            f"{', '.join(balls or units)} cannot change {norm}", f"Use --attack {norm} --eps 1,2."
+            f"{', '.join(on_balls or units)} cannot change {norm}",
+            f"Use --attack {norm} --eps 1,2.",
         )
-    wrong = norm is not None and norm not in WHOLE and not balls
-    if wrong:
+    if norm is not None and norm not in WHOLE and not on_balls:
         raise UsageError(
             f"{', '.join(units)} cannot search {norm} balls: their radius is a number of changes",
             "Leave --norm out.",
@@ -400,14 +433,15 @@ def _refuse_units(
 def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
+    """Return a trial per radius, all with the same attacks."""
     if not radii:
         raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
-    uneven = next((r.text for r in radii if norm in WHOLE and r.value.denominator != 1), None)
-    if uneven is not None:
-        raise UsageError(
-            f"the radius {uneven} is not a whole number of {name_unit(norm)}",
-            f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
-        )
+    for radius in radii:
+        if norm in WHOLE and radius.value.denominator != 1:
+            raise UsageError(
+                f"the radius {radius.text} is not a whole number of {name_unit(norm)}",
+                f"Give whole numbers: --attack {norm} --eps 1,2. For a ball, use --attack pgd.",
+            )
     return [Trial(label, norm, radius, attacks) for radius in radii]
 
 
@@ -459,15 +493,19 @@ def require_suitable(
     for trial in trials:
         for attack in trial.attacks:
             if not attack.kind.can_attack(kind):
-                known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
-                known = [name for name in known if name != "transfer"]  # needs a file
-                text = f"{attack.name} cannot attack {samples}, the input of this model"
-                raise UsageError(text, f"Use --attack {','.join(known)}.")
+                suitable = [name for name, k in attack_kinds().items() if k.can_attack(kind)]
+                suitable = [name for name in suitable if name != "transfer"]  # needs a file
+                raise UsageError(
+                    f"{attack.name} cannot attack {samples}, the input of this model",
+                    f"Use --attack {','.join(suitable)}.",
+                )
             attack.kind.load()
             norms = attack.kind.norms
-            text = f"{attack.name} cannot search {trial.norm} balls, only {', '.join(norms)}"
             if trial.norm not in norms:
-                raise UsageError(text, "Use --attack fgsm,pgd.")
+                raise UsageError(
+                    f"{attack.name} cannot search {trial.norm} balls, only {', '.join(norms)}",
+                    "Use --attack fgsm,pgd.",
+                )
         if kind not in SPACES[trial.norm]:
             fitting = [n for n, kinds in SPACES.items() if kind in kinds and n not in WHOLE]
             raise UsageError(

@@ -99,18 +99,20 @@ class Meter:
 
         Args:
             gradient: gradient of some samples.
-            near: returns the gradient after a small change of the samples; remaining NaN becomes
-                0.
+            near: direction -> the gradient after a small step of the samples along it.
         """
         self.backwards += len(gradient)
-        self.broken = self.broken + (~gradient.isfinite().flatten(1).all(1)).sum()
-        for side in (1, -1) if self.mends else ():
-            lost = gradient.isnan()
-            if not bool(lost.any()):
+        finite = gradient.isfinite().flatten(1).all(1)
+        self.broken = self.broken + (~finite).sum()
+        sides = (1, -1) if self.mends else ()
+        for side in sides:  # step entries with NaN up, then those still NaN down
+            is_nan = gradient.isnan()
+            if not bool(is_nan.any()):
                 break
             self.forwards += len(gradient)
             self.backwards += len(gradient)
-            gradient = torch.where(lost, near(side * lost.to(gradient)), gradient)
+            moved = near(side * is_nan.to(gradient))
+            gradient = torch.where(is_nan, moved, gradient)
         return gradient.nan_to_num(0.0, STEEP, -STEEP)
 
 
@@ -156,63 +158,69 @@ class Oracle:
 
 
 class _InPieces(torch.autograd.Function):
+    """The logits of an oracle, with a gradient in z that is computed piece by piece."""
+
     @staticmethod
     def forward(ctx: Any, z: Tensor, oracle: Oracle) -> Tensor:
-        ctx.oracle, ctx.z = oracle, z.detach()
+        """Return the logits at z; the graph of a single piece is stored for `backward`."""
+        ctx.oracle = oracle
+        ctx.z = z.detach()
         # Graphs of several pieces would not fit into memory: the backward pass repeats them.
         if len(z) > oracle.batch_size:
             ctx.graph = None
             return oracle.in_pieces(ctx.z)
-        ctx.graph = _graph(oracle, ctx.z, 0)
+        ctx.graph = _record_graph(oracle, ctx.z, 0)
         _, logits = ctx.graph
         return logits.detach().clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Return J^T grad_output, made finite; the oracle has no gradient."""
         oracle = ctx.oracle
         z = ctx.z
 
         def pull_at(point: Tensor) -> Tensor:
-            """Return J^T `above` at a point, piece by piece."""
+            """Return J^T grad_output at a point, piece by piece."""
             gradients = []
             for cut in list_pieces(len(point), oracle.batch_size):
-                graph = _graph(oracle, point[cut], cut.start)
-                gradients.append(pull(graph, above[cut]))
+                graph = _record_graph(oracle, point[cut], cut.start)
+                gradients.append(pull(graph, grad_output[cut]))
             return torch.cat(gradients)
 
-        def pull_near(change: Tensor) -> Tensor:
-            """Return J^T `above` after a step that is small beside the sample."""
+        def pull_near(direction: Tensor) -> Tensor:
+            """Return J^T grad_output after a step that is small beside the sample."""
             largest = z.flatten(1).abs().amax(1)
             size = torch.where(largest > 0, largest, 1.0)
-            return pull_at(z + change * NUDGE * add_axes(size, z))
+            return pull_at(z + direction * NUDGE * add_axes(size, z))
 
         graph = ctx.graph
-        ctx.graph = None
+        ctx.graph = None  # frees its memory
         if graph is None:
             gradient = pull_at(z)
         else:
-            gradient = pull(graph, above)
+            gradient = pull(graph, grad_output)
         return oracle.meter.mend(gradient, pull_near), None
 
 
 def list_pieces(samples: int, size: int) -> list[slice]:
-    """Cut samples into pieces of at most some size."""
+    """Return the slices that cut samples into pieces of at most some size."""
     return [slice(start, start + size) for start in range(0, samples, size)]
 
 
-def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _record_graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return a leaf at z, and the logits there of the piece that begins at sample `start`."""
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()
         return leaf, oracle.piece(leaf, start)
 
 
-def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
-    """Return J^T `above`; zero if f does not depend on its argument differentiably."""
-    leaf, out = graph
-    if not out.requires_grad:
+def pull(graph: tuple[Tensor, Tensor], grad_output: Tensor) -> Tensor:
+    """Return J^T grad_output for a graph (leaf, output); 0 where no gradient flows."""
+    leaf, output = graph
+    if not output.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = pull_back(out, leaf, above, materialize_grads=True)
+    (gradient,) = pull_back(output, leaf, grad_output, materialize_grads=True)
     return gradient
 
 
@@ -263,10 +271,9 @@ def logits_and_gradient(
 def margins(logits: Float[Tensor, "batch classes"], y: Labels) -> Float[Tensor, " batch"]:
     """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
     label = y[:, None]
-    own = logits.gather(1, label)[:, 0]
-    # The label's own logit must not be the largest of the others.
-    others = logits.scatter(1, label, -torch.inf)
-    return own - others.amax(1)
+    of_label = logits.gather(1, label)[:, 0]
+    others = logits.scatter(1, label, -torch.inf)  # without the label's own logit
+    return of_label - others.amax(1)
 
 
 @dataclass(frozen=True)
@@ -363,6 +370,7 @@ def pgd(
         logits, gradient = logits_and_gradient(f, z, y)
         best, lowest = choose_closer(z, margins(logits, y), best, lowest)
         if ball.norm == "l1" and ball.box is not None:
+            # A step moves few entries: none that the box would stop.
             low, high = ball.box
             stuck = torch.where(gradient > 0, z >= high, z <= low)
             gradient = gradient.masked_fill(stuck, 0.0)
@@ -379,10 +387,13 @@ def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Ten
 def choose_closer(
     z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return for each sample the point with the smaller margin, and that margin."""
-    gain = margin < lowest
-    best = torch.where(add_axes(gain, z), z, best)
-    lowest = torch.where(gain, margin, lowest)
+    """Return for each sample the point with the smaller margin, and that margin.
+
+    The points are z, with `margin`, and the best so far, with `lowest`.
+    """
+    is_lower = margin < lowest
+    best = torch.where(add_axes(is_lower, z), z, best)
+    lowest = torch.where(is_lower, margin, lowest)
     return best, lowest
 
 
@@ -422,8 +433,9 @@ def fill_patches(
     choices = choose_ranks(gain.shape[1], int(ball.eps), turn.attack.restarts)
     ranks = choices[turn.restart % len(choices)]
     best_first = gain.argsort(1, descending=True)
-    chosen = best_first[:, list(ranks)]
-    inside = select_places(chosen, x, ball.patch)
+    places = best_first[:, list(ranks)]
+    inside = select_places(places, x, ball.patch)
+    # PGD in a cube as wide as the box: inside the patches every value can be reached.
     cube = Ball("linf", high - low, ball.box, inside)
     start = torch.where(inside, turn.start(), x)
     return pgd(f, x, y, cube, start=start, steps=turn.attack.steps)

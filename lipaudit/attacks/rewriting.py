@@ -27,15 +27,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations, islice, pairwise, product, zip_longest
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.attacks.kinds import TYPING
 from lipaudit.attacks.oracle import Turn, list_pieces
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Ids, Lexicon, Reader, Span, TextOracle
 from lipaudit.errors import UsageError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # Margins are compared to this many decimal places; further digits are rounding noise.
 DIGITS = 5
@@ -87,32 +90,40 @@ class _Step:
     @property
     def possible(self) -> int:
         """The number of changes; those that make no text do not count if all were tried."""
-        return len(self.changes) if self.left else self.tried
+        if self.left:
+            return len(self.changes)
+        return self.tried
 
     def choose_first(self) -> list[tuple[Change, Draft]]:
         """Return all changes if these are few, else the most promising one of each word."""
         if len(self.changes) <= self.queries:
             return self._make(self.changes, len(self.changes))
-        probes: dict[int, Change] = {}
+        first_of_word: dict[int, Change] = {}
         for change in self.changes:
-            probes.setdefault(change.place, change)
-        chosen = list(probes.values())[: max(1, self.queries // 2)]
+            first_of_word.setdefault(change.place, change)
+        # At most half of the queries: the others are for `choose_others`.
+        chosen = list(first_of_word.values())[: max(1, self.queries // 2)]
         first = set(chosen)
         self.left = [change for change in self.changes if change not in first]
         return self._make(chosen, len(chosen))
 
     def choose_others(self) -> list[tuple[Change, Draft]]:
-        """Return further changes up to the number of queries, by three orders in turn."""
+        """Return further changes up to the number of queries, by three orders in turn.
+
+        They are that of the attack, that of the words by their first change, and words in turn.
+        """
 
         def rank(change: Change) -> float:
+            """Return the margin of the first change of the same word."""
             return self.by_place.get(change.place, math.inf)
 
-        places = defaultdict(list)
+        of_words = defaultdict(list)
         for change in self.left:
-            places[change.place].append(change)
-        evenly = take_turns(places.values())
-        ranked = sorted(self.left, key=rank)
-        ordered = dict.fromkeys(take_turns([self.left, ranked, evenly]))
+            of_words[change.place].append(change)
+        evenly = take_turns(of_words.values())
+        by_word = sorted(self.left, key=rank)
+        # Without repeats: every order has all changes.
+        ordered = dict.fromkeys(take_turns([self.left, by_word, evenly]))
         return self._make(ordered, self.queries - self.tried)
 
     def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
@@ -130,10 +141,11 @@ class _Step:
         """Record the margins of changed texts; of equal margins the first one counts."""
         self.tried += len(chosen)
         for (change, draft), value in zip(chosen, values, strict=True):
-            lowest_there = self.by_place.get(change.place, math.inf)
-            self.by_place[change.place] = min(value, lowest_there)
+            lowest_of_word = self.by_place.get(change.place, math.inf)
+            self.by_place[change.place] = min(value, lowest_of_word)
             if round(value, DIGITS) < round(self.lowest, DIGITS):
-                self.lowest, self.best = value, draft
+                self.lowest = value
+                self.best = draft
 
 
 def take_turns(lists: Iterable[Iterable[Change]]) -> Iterator[Change]:
@@ -169,30 +181,31 @@ def search(
     """
     best = list(drafts)
     read = oracle.reader.read
-    margin = oracle.measure_leads(oracle([read(draft) for draft in best]), y).tolist()
-    going = [i for i, value in enumerate(margin) if value >= 0]
+    logits = oracle([read(draft) for draft in best])
+    margin = oracle.measure_leads(logits, y).tolist()
+    robust = [i for i, value in enumerate(margin) if value >= 0]
     for _ in range(budget):
-        if not going:
+        if not robust:
             break
-        slopes = oracle.slopes([best[i].input_ids for i in going], y[going])
-        proposed = []
-        for i, slope in zip(going, slopes, strict=True):
-            proposed.append(propose(best[i], best[i].align(slope)))
+        slopes = oracle.slopes([best[i].input_ids for i in robust], y[robust])
         steps = []
-        for i, changes in zip(going, proposed, strict=True):
+        for i, slope in zip(robust, slopes, strict=True):
+            changes = propose(best[i], best[i].align(slope))
             steps.append(_Step(i, changes, queries, read, best[i]))
         _try_changes(oracle, y, [(step, step.choose_first()) for step in steps])
         _try_changes(oracle, y, [(step, step.choose_others()) for step in steps if step.left])
-        going = []
+        robust = []
         for step in steps:
             i = step.text
-            before, after = best[i], best[i]
+            # Counts add up over the steps.
+            tried = best[i].tried + step.tried
+            possible = best[i].possible + step.possible
             if step.lowest < margin[i]:
-                after, margin[i] = step.best, step.lowest
+                best[i] = step.best
+                margin[i] = step.lowest
                 if step.lowest >= 0:
-                    going.append(i)
-            tried = before.tried + step.tried
-            best[i] = replace(after, tried=tried, possible=before.possible + step.possible)
+                    robust.append(i)
+            best[i] = replace(best[i], tried=tried, possible=possible)
     return best
 
 
@@ -200,17 +213,18 @@ def _try_changes(
     oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
 ) -> None:
     """Evaluate changed texts of several steps together, and record their margins."""
-    texts, owners = [], []
-    for step, made in chosen:
-        for _, draft in made:
+    texts = []
+    owners = []  # position of the unchanged text of each
+    for step, changes in chosen:
+        for _, draft in changes:
             texts.append(oracle.reader.read(draft))
             owners.append(step.text)
     if not texts:
         return
     labels = y[torch.tensor(owners, device=y.device)]
-    values = iter(oracle.measure_leads(oracle(texts), labels).tolist())
-    for step, made in chosen:
-        step.note_margins(made, list(islice(values, len(made))))
+    margins = iter(oracle.measure_leads(oracle(texts), labels).tolist())
+    for step, changes in chosen:
+        step.note_margins(changes, list(islice(margins, len(changes))))
 
 
 # Words
@@ -240,8 +254,10 @@ def rewrite_words(
     near = neighbours(reader, tokens)
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
-        rises, changes = [], []
-        position = 0
+        """Return every substitute of every word; first those that lower the margin most."""
+        rises = []
+        changes = []
+        position = 0  # of the word's first token
         for i, word in enumerate(draft.words):
             substitutes = find_substitutes(near, draft, i, reader.lexicon)
             if substitutes:
@@ -262,10 +278,10 @@ def rewrite_words(
 
 def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lexicon) -> list[int]:
     """Return the near words of word i, as token ids; none if it is changed or not one token."""
-    first, *others = draft.words[i]
-    if i in draft.changed or others or int(lexicon.kinds[first]) != BEGINS:
+    word = draft.words[i]
+    if i in draft.changed or len(word) > 1 or int(lexicon.kinds[word[0]]) != BEGINS:
         return []
-    substitutes: list[int] = near[first].tolist()
+    substitutes: list[int] = near[word[0]].tolist()
     return substitutes
 
 
@@ -281,22 +297,36 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     unknown = sorted(words - reader.near.keys())
     tiny = torch.finfo(table.dtype).tiny
     lengths = table.norm(dim=1).clamp_min(tiny)
-    kind_of = kinds.to(table.device)
-    of_kind = kinds.bincount(minlength=FIXED + 1).tolist()
+    kind_of_id = kinds.to(table.device)
+    ids_of_kind = kinds.bincount(minlength=FIXED + 1).tolist()
     count = min(NEIGHBOURS, len(kinds))
     for cut in list_pieces(len(unknown), BLOCK):
         block = unknown[cut]
         ids = torch.tensor(block, device=table.device)
-        # The cosine, up to a factor of each row.
+        # (block, vocabulary): the cosine, up to a factor of each row.
         cosine = table[ids] @ table.T / lengths
-        other_kind = kind_of[ids][:, None] != kind_of
+        other_kind = kind_of_id[ids][:, None] != kind_of_id
         cosine[other_kind] = -torch.inf
-        cosine.scatter_(1, ids[:, None], -torch.inf)
+        cosine.scatter_(1, ids[:, None], -torch.inf)  # no word is its own neighbour
         nearest = cosine.topk(count, dim=1).indices
-        for token, index in zip(block, nearest, strict=True):
-            others = of_kind[int(kinds[token])] - 1
-            reader.near[token] = index[:others]
+        for token, neighbour_ids in zip(block, nearest, strict=True):
+            available = ids_of_kind[int(kinds[token])] - 1
+            reader.near[token] = neighbour_ids[:available]
     return reader.near
+
+
+class Substitution(NamedTuple):
+    """A text with one word replaced.
+
+    Attributes:
+        word: the number of the word.
+        ids: the token ids of the changed text, as the model reads it.
+        draft: the changed text.
+    """
+
+    word: int
+    ids: Ids
+    draft: Draft
 
 
 def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
@@ -306,73 +336,78 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
     them together are read in another way than one by one.
     """
     near = neighbours(reader, draft.ids)
-    before = reader.read(draft)
-    word_of = [i for i, word in enumerate(draft.words) for _ in word]
-    found: list[tuple[int, Ids, Draft]] = []
+    ids_before = reader.read(draft)
+    word_of_token = [i for i, word in enumerate(draft.words) for _ in word]
+    substitutions: list[Substitution] = []
     for i in range(len(draft.words)):
         for new in find_substitutes(near, draft, i, reader.lexicon):
             changed = _replace_word(draft, i, new, reader.lexicon)
             if changed is None:
                 continue
             ids = reader.read(changed)
-            if len(ids) != len(before):
+            if len(ids) != len(ids_before):
                 return None
-            moved = {w for w, a, b in zip(word_of, ids, before, strict=True) if a != b}
-            if moved - {i}:
+            pairs = zip(word_of_token, ids, ids_before, strict=True)
+            changed_words = {word for word, new_id, old_id in pairs if new_id != old_id}
+            if changed_words - {i}:
                 return None
-            if moved:
-                found.append((i, ids, changed))
+            if changed_words:
+                substitutions.append(Substitution(i, ids, changed))
+    # A tokenizer may join words with nothing between them: try their changes together.
     number = 0
-    for adjacent in _chain(draft.source.spans) if draft.source else ():
-        for changes in _combine(found, adjacent, k):
-            if number == COMBINATIONS or not _reads_alike(reader, draft, changes, word_of):
+    spans = draft.source.spans if draft.source else ()
+    for adjacent in _chain(spans):
+        for together in _combine(substitutions, adjacent, k):
+            if number == COMBINATIONS or not _reads_alike(reader, draft, together, word_of_token):
                 return None
             number += 1
-    return [(i, ids) for i, ids, _ in found]
+    return [(substitution.word, substitution.ids) for substitution in substitutions]
 
 
 def _reads_alike(
     reader: Reader,
     draft: Draft,
-    changes: Sequence[tuple[int, Ids, Draft]],
-    word_of: Sequence[int],
+    changes: Sequence[Substitution],
+    word_of_token: Sequence[int],
 ) -> bool:
     """Say whether the tokens of several changes together are those of each change alone."""
-    alone = list(reader.read(draft))
+    expected = list(reader.read(draft))
     spelled: list[tuple[int, str]] = []
-    for i, ids, changed in changes:
-        spelled.extend(changed.spelled)
-        for at, owner in enumerate(word_of):
-            if owner == i:
-                alone[at] = ids[at]
-    return reader.read(replace(draft, spelled=tuple(spelled))) == tuple(alone)
+    for change in changes:
+        spelled.extend(change.draft.spelled)
+        for position, word in enumerate(word_of_token):
+            if word == change.word:
+                expected[position] = change.ids[position]
+    return reader.read(replace(draft, spelled=tuple(spelled))) == tuple(expected)
 
 
 def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
-    """Group words with nothing between them, by number: a tokenizer may read these as one."""
+    """Return groups of words with nothing between them, by number.
+
+    A tokenizer may read these as one. The spans are those of each word's tokens.
+    """
     chains = [[0]]
     for i, (before, after) in enumerate(pairwise(spans), 1):
-        piece, _, end = before[-1]
-        other, start, _ = after[0]
-        if piece != other or start > end:
+        piece_before, _, end_before = before[-1]
+        piece, start, _ = after[0]
+        if piece != piece_before or start > end_before:
             chains.append([])
         chains[-1].append(i)
     return chains
 
 
 def _combine(
-    found: Sequence[tuple[int, Ids, Draft]], chain: Sequence[int], k: int
-) -> Iterator[tuple[tuple[int, Ids, Draft], ...]]:
-    """Yield the changes of two to k words of a chain at once."""
-    of_words: dict[int, list[tuple[int, Ids, Draft]]] = {i: [] for i in chain}
-    for change in found:
-        if change[0] in of_words:
-            of_words[change[0]].append(change)
-    changeable = [changes for changes in of_words.values() if changes]
-    most = min(k, len(changeable))
+    substitutions: Sequence[Substitution], chain: Sequence[int], k: int
+) -> Iterator[tuple[Substitution, ...]]:
+    """Yield every combination of one substitution each for two to k words of a chain."""
+    of_words: dict[int, list[Substitution]] = defaultdict(list)
+    for substitution in substitutions:
+        if substitution.word in chain:
+            of_words[substitution.word].append(substitution)
+    most = min(k, len(of_words))
     for size in range(2, most + 1):
-        for chosen in combinations(changeable, size):
-            yield from product(*chosen)
+        for words in combinations(of_words.values(), size):
+            yield from product(*words)
 
 
 def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
@@ -381,7 +416,7 @@ def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft |
         return draft.with_word(i, (token,))
     new = lexicon.write(token)
     old = draft.source.word(i)
-    if len(new.split()) != 1 or len(old.split()) != 1 or new == old:
+    if len(new.split()) != 1 or len(old.split()) != 1 or new == old:  # a blank within, or nothing
         return None
     return draft.with_word(i, (token,), new)
 
@@ -410,26 +445,28 @@ def rewrite_characters(
         raise UsageError(text, advice)
     encode = cache(lambda text: tuple(tokenize(text)))
 
-    def make(draft: Draft, i: int, error: str) -> Draft:
-        """Return the text with an error, its word tokenized with the space before it."""
+    def misspell(draft: Draft, i: int, spelling: str) -> Draft:
+        """Return the text with another spelling of word i, tokenized with the space before it."""
         assert draft.source is not None
         piece, start, _ = draft.source.span(i)
         first = max(start - 1, 0)
         before = draft.source.texts[piece][first:start]
         space = before if before.isspace() else ""
-        return draft.with_word(i, encode(space + error), error)
+        return draft.with_word(i, encode(space + spelling), spelling)
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
-        """List every possible error, words taking turns."""
+        """Return every possible error, words taking turns: first those of steepest gradient."""
         if draft.source is None:
             return []
-        lengths = iter(slope.norm(dim=1).tolist())
-        steepness = [sum(islice(lengths, len(word))) for word in draft.words]
+        norms = iter(slope.norm(dim=1).tolist())
+        steepness = [sum(islice(norms, len(word))) for word in draft.words]
         words, letters = _spell_words(draft, lexicon)
         of_words = []
         for i in sorted(words, key=lambda i: -steepness[i]):
-            errors = _errors(words[i], letters)
-            of_words.append([Change(i, partial(make, draft, i, error)) for error in errors])
+            changes = []
+            for spelling in _list_misspellings(words[i], letters):
+                changes.append(Change(i, partial(misspell, draft, i, spelling)))
+            of_words.append(changes)
         return list(take_turns(of_words))
 
     return search(oracle, drafts, y, budget, propose, turn.attack.queries)
@@ -472,13 +509,14 @@ def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, coun
     for _ in range(count):
         words, letters = _spell_words(draft, lexicon)
         errors = {}
-        for i, text in words.items():
-            errors[i] = _list_errors(text, letters)[kind] - {text}
-        possible = [i for i in words if errors[i]]
-        if not possible:
+        for i, word in words.items():
+            spellings = _list_errors(word, letters)[kind] - {word}
+            if spellings:
+                errors[i] = spellings
+        if not errors:
             continue
-        lengths = [len(words[i]) for i in possible]
-        i = draw.choices(possible, lengths)[0]
+        lengths = [len(words[i]) for i in errors]
+        i = draw.choices(list(errors), lengths)[0]
         error = draw.choice(sorted(errors[i]))
         draft = draft.with_word(i, draft.words[i], error)
     return draft
@@ -500,15 +538,13 @@ def _list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
     return errors
 
 
-def _errors(word: str, letters: Sequence[str]) -> list[str]:
+def _list_misspellings(word: str, letters: Sequence[str]) -> list[str]:
     """Return every word with one error, in an order derived from the word.
 
     The order mixes kinds and places of errors, and is the same on every machine.
     """
-    errors: set[str] = set()
-    for of_kind in _list_errors(word, letters).values():
-        errors |= of_kind
+    errors: set[str] = set().union(*_list_errors(word, letters).values())
     # The order of a set differs between processes: sort, then mix by the word.
-    order = sorted(errors - {word})
-    random.Random(word).shuffle(order)
-    return order
+    misspellings = sorted(errors - {word})
+    random.Random(word).shuffle(misspellings)
+    return misspellings

@@ -67,6 +67,7 @@ class Checks:
     nonfinite: int = 0
 
     def __add__(self, other: Checks) -> Checks:
+        """Return the counts of both; the number of classes is that of the model."""
         _, *counts = astuple(self)
         _, *others = astuple(other)
         sums = map(operator.add, counts, others)
@@ -92,15 +93,17 @@ def examine(
     correct = logits.argmax(1) == y
     largest_slope = gradient.flatten(1).abs().amax(1)
     flat = largest_slope == 0
+    # Change of each logit between the passes, relative to the sample's median logit.
     median = logits.median(1, keepdim=True)[0]
     median_again = again.median(1, keepdim=True)[0]
     change = (logits - median - again + median_again).abs()
-    rise = logits.amax(1, keepdim=True) - median
+    height = logits.amax(1, keepdim=True) - median
     rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
-    moved = change > NOISE * rise + ROUNDINGS * rounding
-    inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
+    moved = change > NOISE * height + ROUNDINGS * rounding
+    # Probabilities: between 0 and 1, with sum 1.
+    in_range = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
     off_one = (logits.sum(1) - 1).abs()
-    simplex = inside & (off_one < SIMPLEX)
+    simplex = in_range & (off_one < SIMPLEX)
     return Checks(
         classes=logits.shape[1],
         samples=len(y),
@@ -125,6 +128,7 @@ def note_signs(
     # Two standard deviations above the expected number of lucky guesses.
     mean = checks.samples / checks.classes
     lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
+    # By code: whether the sign is present, and its text.
     signs = {
         "zero-gradients": (
             checks.zero_gradients > 0,
@@ -195,32 +199,34 @@ def note_masking(
         box: smallest and largest value of the attacked space.
     """
     lucky = max(LUCKY, LUCKY_SHARE * len(y))
-    commonest = np.unique(y, return_counts=True)[1].max()
+    largest_class = np.unique(y, return_counts=True)[1].max()
+    # By label. A later sign, at a larger radius, replaces an earlier one.
     signs: dict[str, str] = {}
-    # Of each sign the last, at the largest radius.
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
-        inside = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
-        iterative = [i for i in inside if "steps" in _list_efforts(trials[i])]
+        # Columns of `robust`: all trials in this ball, and those with iterative gradient attacks.
+        in_ball = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
+        iterative = [i for i in in_ball if "steps" in _list_efforts(trials[i])]
         if not iterative:
             continue
         where = f"{trial.norm} {trial.radius.text}"
         broken = ~robust[:, trials.index(trial)]
-        if _list_efforts(trial) == {"points"}:
-            own = [i for i in inside if _list_efforts(trials[i]) != {"points"}]
-            count = int((robust[:, own].all(1) & broken).sum())
-            more = "that no attack on this model broke"
+        if _list_efforts(trial) == {"points"}:  # examples of another model
+            own_attacks = [i for i in in_ball if _list_efforts(trials[i]) != {"points"}]
+            excess = int((robust[:, own_attacks].all(1) & broken).sum())
+            rest = "that no attack on this model broke"
         else:
-            count = int(broken.sum() - (~robust[:, iterative].all(1)).sum())
-            more = f"more than {', '.join(trials[i].label for i in iterative)}"
-        if count > lucky:
-            signs[trial.label] = f"{trial.label} broke {count} samples {more} ({where})"
-        left = robust[:, inside].all(1).sum()
-        wide = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
-        if wide and trial.norm == "linf" and left > commonest + lucky:
+            broken_by_iterative = ~robust[:, iterative].all(1)
+            excess = int(broken.sum() - broken_by_iterative.sum())
+            rest = f"more than {', '.join(trials[i].label for i in iterative)}"
+        if excess > lucky:
+            signs[trial.label] = f"{trial.label} broke {excess} samples {rest} ({where})"
+        survivors = robust[:, in_ball].all(1).sum()
+        has_center = box is not None and 2 * float(trial.radius) >= box[1] - box[0]
+        if has_center and trial.norm == "linf" and survivors > largest_class + lucky:
             signs["survivors"] = (
-                f"{left} of {len(y)} samples survive {where}, a ball that holds the same grey "
-                f"point for all of them, where at most {commonest} can be right"
+                f"{survivors} of {len(y)} samples survive {where}, a ball that holds the same "
+                f"grey point for all of them, where at most {largest_class} can be right"
             )
     if not signs:
         return ()
@@ -241,13 +247,11 @@ def note_resolution(x: Samples, ball: Ball, *, single: bool) -> tuple[Note, ...]
         ball: norm and radius.
         single: whether the attack computes in float32 even if the samples are float64.
     """
-    if balls.is_resolved(x.float() if single else x, ball):
+    computed = x.float() if single else x
+    if balls.is_resolved(computed, ball):
         return ()
     advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
-    if single:
-        dtype = "float32"
-    else:
-        dtype = str(x.dtype).removeprefix("torch.")
+    dtype = str(computed.dtype).removeprefix("torch.")
     text = (
         f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
         f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"

@@ -21,13 +21,16 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.text import Draft, Ids, Reader, Suffix, TextOracle
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # Number of tokens beside the suffix that show how a tokenizer spells its blanks.
 ANCHOR = 4
@@ -52,16 +55,19 @@ class _Place:
     beside: Ids
 
     def spell(self, ids: Ids, reader: Reader) -> Iterator[str]:
-        """Yield the possible characters of a suffix, with and without a blank."""
+        """Yield the possible characters of a suffix, with and without a blank.
+
+        A tokenizer may spell tokens alone without their blanks: they are spelled beside others.
+        """
         spell = reader.lexicon.spell
         assert spell is not None
-        alone = spell(self.beside)
+        neighbours = spell(self.beside)
         if self.before:
-            text = spell(ids + self.beside).removesuffix(alone)
+            text = spell(ids + self.beside).removesuffix(neighbours)
             yield text
             yield f"{text.strip()} "
         else:
-            text = spell(self.beside + ids).removeprefix(alone)
+            text = spell(self.beside + ids).removeprefix(neighbours)
             yield text
             yield f" {text.strip()}"
 
@@ -72,15 +78,15 @@ def _find_place(draft: Draft, before: bool) -> _Place | None:
         return None
     spans = list(chain.from_iterable(draft.source.spans))
     # Special tokens and blanks have no characters.
-    written = [i for i, (_, start, end) in enumerate(spans) if end > start]
-    if not written:
+    tokens = [i for i, (_, start, end) in enumerate(spans) if end > start]
+    if not tokens:
         return None
     if before:
-        token = written[0]
+        token = tokens[0]
         piece, character, _ = spans[token]
         beside = draft.ids[token : token + ANCHOR]
     else:
-        token = written[-1] + 1
+        token = tokens[-1] + 1
         piece, _, character = spans[token - 1]
         beside = draft.ids[max(0, token - ANCHOR) : token]
     return _Place(before, token, (piece, character), beside)
@@ -121,11 +127,11 @@ class _Search:
     ended: bool = False
 
     @property
-    def is_going(self) -> bool:
+    def is_open(self) -> bool:
         """Say whether the text is not broken, and other suffixes can be tried."""
         return self.lowest >= 0 and not self.ended
 
-    def count(self) -> Draft:
+    def finish(self) -> Draft:
         """Return the best text, with the number of suffixes that were tried.
 
         How many there are is counted for a single token only.
@@ -150,18 +156,18 @@ class _Search:
 
     def make_drafts(self, suffixes: Iterator[Ids], most: int) -> list[Draft]:
         """Return texts with suffixes that were not seen before, up to a number."""
-        made: list[Draft] = []
+        drafts: list[Draft] = []
         for ids in suffixes:
             if ids in self.seen:
                 continue
             self.seen.add(ids)
             changed = self.write(ids)
             if changed is not None:
-                made.append(changed)
-            if len(made) == most:
+                drafts.append(changed)
+            if len(drafts) == most:
                 break
-        self.ended = not made
-        return made
+        self.ended = not drafts
+        return drafts
 
     def grow(self) -> Draft:
         """Add a random token to the current suffix if there is room; return the text with it.
@@ -169,7 +175,7 @@ class _Search:
         Its place is the only one that the next step changes.
         """
         if len(self.current) < self.most:
-            self.lead = math.inf
+            self.lead = math.inf  # whatever the next step finds is the next suffix
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
 
@@ -182,19 +188,21 @@ class _Search:
         """
         assert draft.suffix is not None
         ids = draft.suffix.ids
+        # The first position of the suffix that changes: all do, or only the last one, if new.
         first = len(ids) - 1 if len(ids) > len(self.current) else 0
         start = self.place.token + first
-        steepness = slope[start : start + len(ids) - first]
-        own = self.reader.table[list(ids[first:])]
-        table = self.reader.table[self.tokens.to(own.device)]
-        # To first order, the lead changes by slope . (e(token) - e(own token)).
-        rises = steepness @ table.T - (steepness * own).sum(1, keepdim=True)
+        slopes = slope[start : start + len(ids) - first]
+        embeddings = self.reader.table[list(ids[first:])]
+        table = self.reader.table[self.tokens.to(embeddings.device)]
+        # (positions, tokens): to first order, the lead changes by
+        # slope . (e(token) - e(token at the position)).
+        rises = slopes @ table.T - (slopes * embeddings).sum(1, keepdim=True)
         by_gradient = rises.flatten().argsort(stable=True).cpu()
-        for indices in zip(by_gradient, self._shuffle(len(by_gradient)), strict=True):
-            for index in indices:
-                place, token = divmod(int(index), len(self.tokens))
-                at = first + place
-                yield (*ids[:at], int(self.tokens[token]), *ids[at + 1 :])
+        at_random = self._shuffle(len(by_gradient))
+        for index in torch.stack([by_gradient, at_random], 1).flatten().tolist():
+            row, token = divmod(index, len(self.tokens))
+            position = first + row
+            yield (*ids[:position], int(self.tokens[token]), *ids[position + 1 :])
 
     def draw(self) -> Iterator[Ids]:
         """Yield random suffixes of all tokens, each of which the tokenizer reads as such."""
@@ -205,6 +213,7 @@ class _Search:
         failures = 0
         while failures < DRAWS:
             ids: Ids = ()
+            # Token by token: a token that the tokenizer would join with the others is left out.
             for _ in range(DRAWS * self.most):
                 longer = (*ids, self._draw_token())
                 if self.write(longer) is not None:
@@ -222,14 +231,17 @@ class _Search:
         for draft, lead in zip(drafts, leads, strict=True):
             assert draft.suffix is not None
             if lead < self.lead:
-                self.current, self.lead = draft.suffix.ids, lead
+                self.current = draft.suffix.ids
+                self.lead = lead
             if lead < self.lowest:
-                self.best, self.lowest = draft, lead
+                self.best = draft
+                self.lowest = lead
 
     def _draw_token(self) -> int:
         return int(self.tokens[self.rng.randrange(len(self.tokens))])
 
     def _shuffle(self, count: int) -> Tensor:
+        """Return the numbers below a count in random order."""
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return torch.randperm(count, generator=generator)
 
@@ -244,16 +256,16 @@ def search_suffix(
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     for _ in range(turn.attack.steps):
-        going = {i: search for i, search in searches.items() if search.is_going}
-        if not going:
+        positions = [i for i, search in searches.items() if search.is_open]
+        if not positions:
             break
-        grown = {i: search.grow() for i, search in going.items()}
-        slopes = oracle.slopes([draft.input_ids for draft in grown.values()], y[list(going)])
-        made = {}
-        for (i, search), slope in zip(going.items(), slopes, strict=True):
-            proposed = search.propose(grown[i], grown[i].align(slope))
-            made[i] = search.make_drafts(proposed, turn.attack.queries)
-        _try_suffixes(oracle, y, searches, made)
+        longer = [searches[i].grow() for i in positions]
+        slopes = oracle.slopes([draft.input_ids for draft in longer], y[positions])
+        changed = {}
+        for i, draft, slope in zip(positions, longer, slopes, strict=True):
+            proposed = searches[i].propose(draft, draft.align(slope))
+            changed[i] = searches[i].make_drafts(proposed, turn.attack.queries)
+        _try_suffixes(oracle, y, searches, changed)
     return _collect(drafts, searches)
 
 
@@ -267,11 +279,11 @@ def draw_suffix(
     searches = _begin(oracle, drafts, y, budget, turn)
     queries = turn.attack.queries + 3
     for _ in range(turn.attack.steps):
-        going = {i: search for i, search in searches.items() if search.is_going}
-        if not going:
-            break
-        made = {i: search.make_drafts(search.draw(), queries) for i, search in going.items()}
-        _try_suffixes(oracle, y, searches, made)
+        changed = {}
+        for i, search in searches.items():
+            if search.is_open:
+                changed[i] = search.make_drafts(search.draw(), queries)
+        _try_suffixes(oracle, y, searches, changed)
     return _collect(drafts, searches)
 
 
@@ -283,7 +295,8 @@ def _begin(
     reserved = reader.lexicon.reserved
     count = min(len(reader.lexicon.tokens), len(reader.table))
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
-    leads = oracle.measure_leads(oracle([reader.read(draft) for draft in drafts]), y).tolist()
+    logits = oracle([reader.read(draft) for draft in drafts])
+    leads = oracle.measure_leads(logits, y).tolist()
     seed = turn.generator.initial_seed()
     searches: dict[int, _Search] = {}
     for i, (draft, lead) in enumerate(zip(drafts, leads, strict=True)):
@@ -300,22 +313,28 @@ def _try_suffixes(
     oracle: TextOracle,
     y: Tensor,
     searches: dict[int, _Search],
-    made: dict[int, list[Draft]],
+    changed: dict[int, list[Draft]],
 ) -> None:
-    """Evaluate texts with suffixes together, and record their leads."""
+    """Evaluate texts with suffixes together, and record their leads.
+
+    Searches and changed texts are by the position of the unchanged text.
+    """
     texts: list[Ids] = []
     owners: list[int] = []
-    for i, drafts in made.items():
+    for i, drafts in changed.items():
         texts += (draft.input_ids for draft in drafts)
         owners += [i] * len(drafts)
     if not texts:
         return
     labels = y[torch.tensor(owners, device=y.device)]
     leads = iter(oracle.measure_leads(oracle(texts), labels).tolist())
-    for i, drafts in made.items():
+    for i, drafts in changed.items():
         searches[i].note_leads(drafts, list(islice(leads, len(drafts))))
 
 
 def _collect(drafts: Sequence[Draft], searches: dict[int, _Search]) -> list[Draft]:
     """Return the best text of each search; texts without room for a suffix stay."""
-    return [searches[i].count() if i in searches else draft for i, draft in enumerate(drafts)]
+    found = list(drafts)
+    for i, search in searches.items():
+        found[i] = search.finish()
+    return found

@@ -11,14 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.attacks.balls import blame_attack
 from lipaudit.attacks.oracle import Meter, Turn, list_pieces, margins, pull
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
 # word.
@@ -119,15 +122,14 @@ class Lexicon:
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Write token ids as a text, or as a pair of texts, which special ids divide."""
         pieces: list[list[int]] = []
-        inside = False
+        special_before = True
         for token in ids:
-            if token in self.special:
-                inside = False
-                continue
-            if not inside:
+            is_special = token in self.special
+            if special_before and not is_special:
                 pieces.append([])
-            pieces[-1].append(token)
-            inside = True
+            if not is_special:
+                pieces[-1].append(token)
+            special_before = is_special
         if len(pieces) != 2:
             return [self.text(ids)]
         return [self.text(piece) for piece in pieces]
@@ -148,25 +150,25 @@ class Lexicon:
         """
         if self.read is None:
             return Draft(self.words(ids))
-        written = texts or tuple(self.texts(ids))
+        texts = texts or tuple(self.texts(ids))
+        # The ids are those of the whole text, or of a text that was cut to this length.
         for limit in (most + 1, len(ids)):
-            tokens, spans = self.read(written, limit)
+            tokens, spans = self.read(texts, limit)
             if tokens != tuple(ids):
                 continue
             words = self.words(ids, spans)
-            remaining = iter(spans)
-            of_words = tuple(tuple(islice(remaining, len(word))) for word in words)
-            source = Source(written, of_words, limit)
-            return Draft(words, source=source)
+            unused_spans = iter(spans)
+            spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
+            return Draft(words, source=Source(texts, spans_of_words, limit))
         return Draft(self.words(ids))
 
     def name(self, token: int) -> str:
         """Write one token id for people: as text, or else in the vocabulary's spelling."""
-        spelled = ""
+        text = ""
         if self.spell is not None:
-            spelled = self.spell([token]).strip()
-        if spelled and "\ufffd" not in spelled:
-            return spelled
+            text = self.spell([token]).strip()
+        if text and "\ufffd" not in text:  # the sign for bytes that are no whole character
+            return text
         if token < len(self.tokens):
             return self.tokens[token]
         return str(token)
@@ -178,17 +180,21 @@ class Lexicon:
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()
+        # Without marks every token may go on a word, and only gaps between spans divide words.
         unmarked = bool(spans) and not self.marked
-        further = BEGINS if unmarked else GOES_ON
+        continuing = BEGINS if unmarked else GOES_ON
         spans = spans or [NOWHERE] * len(ids)
-        kind_before, piece_before, end_before = FIXED, 0, 0
+        kind_before = FIXED
+        piece_before = end_before = 0
         for token, kind, (piece, start, end) in zip(ids, kinds, spans, strict=True):
             adjacent = piece == piece_before and start <= end_before
-            if kind == further and kind_before != FIXED and adjacent:
+            if kind == continuing and kind_before != FIXED and adjacent:
                 words[-1].append(token)
             else:
                 words.append([token])
-            kind_before, piece_before, end_before = kind, piece, end
+            kind_before = kind
+            piece_before = piece
+            end_before = end
         return tuple(tuple(word) for word in words)
 
     def is_fixed(self, word: Sequence[int]) -> bool:
@@ -214,9 +220,10 @@ class Suffix:
 
     def insert(self, texts: tuple[str, ...]) -> tuple[str, ...]:
         """Return the texts with the characters of the suffix."""
-        piece, at = self.place
+        piece, character = self.place
         text = texts[piece]
-        return (*texts[:piece], text[:at] + self.text + text[at:], *texts[piece + 1 :])
+        longer = text[:character] + self.text + text[character:]
+        return (*texts[:piece], longer, *texts[piece + 1 :])
 
 
 @dataclass(frozen=True)
@@ -225,8 +232,8 @@ class Draft:
 
     Attributes:
         words: token ids of each word (or fixed piece), in order.
-        changed: the word of each change.
-        spelled: the changed words as characters.
+        changed: for each change, the number of its word.
+        spelled: number and characters of each changed word.
         source: the characters of the unchanged text, if known.
         tried: number of single changes that a search evaluated, over all its steps.
         possible: number of single changes that there were.
@@ -256,16 +263,17 @@ class Draft:
         ids = tuple(token for word in self.words for token in word)
         if self.suffix is None:
             return ids
-        at = self.suffix.token
-        return ids[:at] + self.suffix.ids + ids[at:]
+        before = self.suffix.token
+        return ids[:before] + self.suffix.ids + ids[before:]
 
     @property
     def input_ids(self) -> Ids:
         """Return the ids that the model reads: those of a prompt with its continuations."""
-        continued = self._continuations
-        if continued is None:
+        continuations = self._continuations
+        if continuations is None:
             return self.ids
-        return self.ids[-continued.room :] + continued.tail
+        # A long prompt loses its beginning.
+        return self.ids[-continuations.room :] + continuations.tail
 
     @property
     def changes(self) -> int:
@@ -283,22 +291,23 @@ class Draft:
 
         Tokens that the model does not read have gradient 0.
         """
-        continued = self._continuations
-        if continued is None:
+        continuations = self._continuations
+        if continuations is None:
             return slope
         tokens = len(self.ids)
-        read = min(tokens, continued.room)
-        zeros = slope.new_zeros(tokens - read, slope.shape[1])
-        return torch.cat([zeros, slope[:read]])
+        inputs = min(tokens, continuations.room)
+        zeros = slope.new_zeros(tokens - inputs, slope.shape[1])
+        return torch.cat([zeros, slope[:inputs]])
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
         """Return the text with one word replaced: one more change."""
         words = list(self.words)
         words[i] = word
-        characters = [pair for pair in self.spelled if pair[0] != i]
+        # A word that was changed before is spelled anew.
+        respelled = [(number, text) for number, text in self.spelled if number != i]
         if spelled is not None:
-            characters.append((i, spelled))
-        return Draft(tuple(words), (*self.changed, i), tuple(characters), self.source)
+            respelled.append((i, spelled))
+        return Draft(tuple(words), (*self.changed, i), tuple(respelled), self.source)
 
 
 @dataclass(frozen=True)
@@ -343,11 +352,12 @@ class Reader:
         ids, _ = self.lexicon.read(draft.texts, most)
         if not 0 < len(ids) <= self.most:
             return ()
-        known = max(ids) < len(self.lexicon.kinds)
-        return ids if known else ()
+        if max(ids) >= len(self.lexicon.kinds):  # a token that the model does not know
+            return ()
+        return ids
 
     def pad(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
-        """Return texts as one tensor of ids, with a mask if any is padded."""
+        """Return texts as one tensor of ids (texts, tokens), with a mask if any is padded."""
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         x = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
         x = x.to(self.table.device)
@@ -378,7 +388,7 @@ class TextOracle:
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
         """Return the logits of texts, from their token ids."""
         self.meter.pass_forward(len(texts))
-        logits: dict[int, Tensor] = {}
+        logits: dict[int, Tensor] = {}  # by the text's position
         for rows in self._pieces(texts):
             ids, mask = self.reader.pad([texts[i] for i in rows])
             output = self.reader.output(ids, mask)
@@ -388,9 +398,9 @@ class TextOracle:
     def measure_leads(
         self, logits: Float[Tensor, "texts classes"], y: Int[Tensor, " texts"]
     ) -> Float[Tensor, " texts"]:
-        """Return what attacks lower, negative exactly if they succeeded.
+        """Return the lead of each text: attacks lower it, and succeed once it is negative.
 
-        It is the margin of the label, or the lead of the best other class over the target.
+        It is the margin of the label, or with a target, the lead of the best other class over it.
         """
         if self.target is None:
             return margins(logits, y)
@@ -402,36 +412,39 @@ class TextOracle:
         """Return the gradient of each text's lead with respect to its token embeddings.
 
         Words tokenized alone may have more tokens than the model takes; tokens before the last one
-        are then left out, without gradient.
+        are then left out, and get gradient 0.
         """
         shortened = [self._shorten(ids) for ids in texts]
         self.meter.pass_forward(len(texts))
         self.meter.backwards += len(texts)
-        slopes: dict[int, Tensor] = {}
+        slopes: dict[int, Tensor] = {}  # by the text's position
         for rows in self._pieces(shortened):
             ids, mask = self.reader.pad([shortened[i] for i in rows])
             with torch.enable_grad():
-                z = self.reader.point(ids, mask).requires_grad_()
-                logits = self.reader.forward(z, ids, mask)
+                embeddings = self.reader.point(ids, mask).requires_grad_()
+                logits = self.reader.forward(embeddings, ids, mask)
                 total = self.measure_leads(logits, y[rows]).sum()
-            gradients = pull((z, total), torch.ones_like(total))
+            gradients = pull((embeddings, total), torch.ones_like(total))
             for i, gradient in zip(rows, gradients, strict=True):
-                slope = gradient[: len(shortened[i])]
+                slope = gradient[: len(shortened[i])]  # without padding
                 missing = len(texts[i]) - len(shortened[i])
                 zeros = slope.new_zeros(missing, slope.shape[1])
                 slopes[i] = torch.cat([slope[:-1], zeros, slope[-1:]])
         return [slopes[i] for i in range(len(texts))]
 
     def _shorten(self, ids: Ids) -> Ids:
-        """Leave out tokens before the last one until the model takes the text."""
+        """Return a text that the model takes: tokens before the last one are left out."""
         most = self.reader.most
         if len(ids) <= most:
             return ids
         return (*ids[: most - 1], ids[-1])
 
     def _pieces(self, texts: Sequence[Ids]) -> list[list[int]]:
-        """Group texts to evaluate together: those of one length if the model reads padding."""
-        groups: dict[int, list[int]] = defaultdict(list)
+        """Return the positions of the texts of each batch.
+
+        A model that reads padding gets texts of one length together.
+        """
+        groups: dict[int, list[int]] = defaultdict(list)  # by length
         for i, ids in enumerate(texts):
             length = len(ids) if self.reader.reads_padding else 0
             groups[length].append(i)
@@ -456,17 +469,17 @@ def check_drafts(
         EvaluationError: the result breaks these rules.
     """
     for new, old in zip(after, before, strict=True):
-        mixed = new.suffix is not None and (new.changed or new.words != old.words)
-        if mixed:
-            raise blame_attack(attack, "changed words beside the suffix")
-        if new.suffix is not None and not lexicon.reserved.isdisjoint(new.suffix.ids):
-            raise blame_attack(attack, "added a special token")
+        if new.suffix is not None:
+            if new.changed or new.words != old.words:
+                raise blame_attack(attack, "changed words beside the suffix")
+            if not lexicon.reserved.isdisjoint(new.suffix.ids):
+                raise blame_attack(attack, "added a special token")
         changed = set(new.changed)
-        wrong = len(new.words) != len(old.words)
+        unreported = len(new.words) != len(old.words)
         for i, (word, original) in enumerate(zip(new.words, old.words, strict=False)):
             if word != original and (i not in changed or lexicon.is_fixed(original)):
-                wrong = True
-        if wrong:
+                unreported = True
+        if unreported:
             text = "changed something that is not a word, or did not report the change"
             raise blame_attack(attack, text)
         respelled = {i for i, _ in new.spelled}

@@ -69,10 +69,10 @@ def encode_examples(
     longest = max(x.shape[2] for x in chunks)
     padded = []
     for x in chunks:
-        margins = [(0, 0)] * x.ndim
-        margins[2] = (0, longest - x.shape[2])
-        padded.append(np.pad(x, margins))
-    x_adv = np.concatenate(padded)
+        widths = [(0, 0)] * x.ndim
+        widths[2] = (0, longest - x.shape[2])
+        padded.append(np.pad(x, widths))
+    x_adv = np.concatenate(padded)  # (samples, trials, ...)
     tensors = {name: np.ascontiguousarray(x_adv[:, i]) for i, name in enumerate(trials)}
     first = x_adv[np.arange(len(labels)), find_first(broken)]
     tensors[FIRST] = np.ascontiguousarray(first)
@@ -106,27 +106,26 @@ def find_examples(
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tensors.pop(LABELS, None)
     first = tensors.pop(FIRST, None)
-    each = list(tensors.values()) or ([] if first is None else [first])
-    known = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    if not (known and each):
+    if not tensors and first is not None:  # a file without trials
+        tensors = {FIRST: first}
+    has_ids = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    if not (has_ids and tensors):
         raise InputError(f"{path} has no adversarial examples of samples", f"{SAVE}.")
-    places = {name: row for row, name in enumerate(names)}
-    lost = [name for name in ids if name not in places]
-    if lost:
+    row_of_id = {name: row for row, name in enumerate(names)}
+    missing = [name for name in ids if name not in row_of_id]
+    if missing:
         raise InputError(
-            f"{path} has no examples of {len(lost)} of the {len(ids)} samples, as of {lost[:1]}",
+            f"{path} has no examples of {len(missing)} of the {len(ids)} samples, as of "
+            f"{missing[:1]}",
             f"{SAVE} on the same samples: the same --data, --seed and --samples.",
         )
-    wrong = []
-    for t in each:
-        if t.shape != (len(names), *shape) or not t.is_floating_point():
-            wrong.append(t)
-    if wrong:
-        raise InputError(
-            f"the examples in {path} are not samples of shape {tuple(shape)}",
-            "Use examples of a model with inputs of the same size.",
-        )
-    return each, [places[name] for name in ids]
+    for tensor in tensors.values():
+        if tensor.shape != (len(names), *shape) or not tensor.is_floating_point():
+            raise InputError(
+                f"the examples in {path} are not samples of shape {tuple(shape)}",
+                "Use examples of a model with inputs of the same size.",
+            )
+    return list(tensors.values()), [row_of_id[name] for name in ids]
 
 
 def read_examples(
@@ -200,6 +199,7 @@ def try_examples(
     assert turn.saved is not None
     best = x
     lowest = x.new_full((len(x),), torch.inf)
+    # One example of every sample at a time: `saved` is (samples, examples, ...).
     for examples in turn.saved[turn.rows].unbind(1):
         z = project(examples, x, ball)
         margin = margins(f(z), y)

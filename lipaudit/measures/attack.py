@@ -306,7 +306,7 @@ class AttackOptions(MeasureOptions):
             restarts=self.restarts,
             queries=self.queries,
         )
-        plan = tuple(trial.put(self.suffix_place) for trial in plan)
+        plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         asked = any(each.name == TRANSFER for trial in plan for each in trial.attacks)
         wrong = bool(self.transfer) < asked or (self.transfer and not balls)

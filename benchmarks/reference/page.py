@@ -46,28 +46,26 @@ The first command fails on a crash or a wrong number. The second writes this pag
 """
 
 
-def page(rows: Sequence[Row], before: Mapping[str, Mapping[str, int]], facts: str) -> str:
+def page(rows: Sequence[Row], facts: str) -> str:
     """Return the whole page.
 
     Args:
         rows: outcomes, as plain values.
-        before: counts of outcomes by library, before the faults that were seen were mended.
         facts: versions, for the head of the tables.
     """
-    parts = [INTRODUCTION, f"## Counts\n\n{facts}\n", _counts(rows, before)]
+    parts = [INTRODUCTION, f"## Counts\n\n{facts}\n", _counts(rows)]
     for library in LIBRARIES:
         models = [row for row in rows if row["library"] == library]
         parts += [f"## {library}\n", _complete(models), _partial(models), _grouped(models)]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def _counts(rows: Sequence[Row], before: Mapping[str, Mapping[str, int]]) -> str:
-    head = " | ".join(f"{name} before | {name} now" for name in LIBRARIES)
-    lines = [f"| outcome | {head} | |", "|---|" + "--:|" * 2 * len(LIBRARIES) + "---|"]
-    now = {name: Counter(r["outcome"] for r in rows if r["library"] == name) for name in LIBRARIES}
+def _counts(rows: Sequence[Row]) -> str:
+    lines = [f"| outcome | {' | '.join(LIBRARIES)} | |", "|---|" + "--:|" * len(LIBRARIES) + "---|"]
+    counts = [Counter(r["outcome"] for r in rows if r["library"] == name) for name in LIBRARIES]
     for outcome, meaning in OUTCOMES.items():
-        pairs = [f"{before.get(n, {}).get(outcome, 0)} | {now[n][outcome]}" for n in LIBRARIES]
-        lines.append(f"| {outcome} | {' | '.join(pairs)} | {meaning} |")
+        numbers = " | ".join(str(count[outcome]) for count in counts)
+        lines.append(f"| {outcome} | {numbers} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -76,7 +74,7 @@ def _complete(rows: Iterable[Row]) -> str:
     models = [row for row in rows if row["layers"] and row["outcome"] == "ok"]
     names = ", ".join(row["name"] for row in models)
     checked = sum(row["checked"] for row in models)
-    return _fill(f"**ok** ({checked:,} numbers checked): {names}.") + "\n"
+    return fill(f"**ok** ({checked:,} numbers checked): {names}.") + "\n"
 
 
 def _partial(rows: Iterable[Row]) -> str:
@@ -102,10 +100,11 @@ def _grouped(rows: Iterable[Row]) -> str:
             why = generic(*row["reasons"][:1])
             reasons.setdefault(f"{row['outcome']}{why and ', '}{why}", []).append(row["name"])
     lines = [f"* {reason}: {', '.join(names)}" for reason, names in sorted(reasons.items())]
-    return "\n".join(_fill(line, "  ") for line in lines) + "\n"
+    return "\n".join(fill(line, "  ") for line in lines) + "\n"
 
 
-def _fill(text: str, indent: str = "") -> str:
+def fill(text: str, indent: str = "") -> str:
+    """Break a text into the lines of the page."""
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 

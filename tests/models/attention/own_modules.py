@@ -4,6 +4,7 @@ Run by hand, from the root: python -m tests.models.attention.own_modules
 """
 
 import importlib
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -313,19 +314,23 @@ def _same(rows, layer, x):
 
 PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
 HEADING = "## Attention that people write themselves"
-RULE = "| module | alone | behind a usual layer |\n|---|---|---|\n"
+LIST = "\nAlone in a model"
 
 
 def section(outcome):
-    """Return the section of the page with a new table: those that are read alike together."""
-    prose, table, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(RULE)
-    assert table, "docs/mechanisms.md has lost this section"
+    """Return the section of the page with a new list: modules that are read alike together."""
+    prose, modules, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(LIST)
+    assert modules, "docs/mechanisms.md has lost this section"
     groups: dict[tuple[str, str], list[str]] = {}
     for what in CASES:
         groups.setdefault((outcome(what, False), outcome(what, True)), []).append(what)
-    rows = ((what, *key) for key, modules in groups.items() for what in modules)
-    lines = [f"| {' | '.join(row)} |\n" for row in rows]
-    return "".join([HEADING, prose, RULE, *lines])
+    items = [f"{LIST}, or behind a usual layer too:\n\n"]
+    for (alone, beside), names in groups.items():
+        label = alone if alone == beside else f"{alone}; behind a usual layer {beside}"
+        text = f"* **{label}**: {'; '.join(names)}."
+        lines = textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
+        items.append("\n".join(lines) + "\n")
+    return "".join([HEADING, prose, *items])
 
 
 def expected(what, beside):

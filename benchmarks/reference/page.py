@@ -61,7 +61,7 @@ def page(rows: Sequence[Row], facts: str) -> str:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    lines = [f"| outcome | {' | '.join(LIBRARIES)} | |", "|---|" + "--:|" * len(LIBRARIES) + "---|"]
+    lines = [f"| outcome | {' | '.join(LIBRARIES)} | |", f"|---|{'--:|' * len(LIBRARIES)}---|"]
     counts = [Counter(r["outcome"] for r in rows if r["library"] == name) for name in LIBRARIES]
     for outcome, meaning in OUTCOMES.items():
         numbers = " | ".join(str(count[outcome]) for count in counts)

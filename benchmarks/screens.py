@@ -42,7 +42,8 @@ COMMANDS = {
     "gate": ("gate", AFTER, "--baseline", BEFORE, "-o", "gate.html"),
     "several": ("report", BEFORE, AFTER, "-o", "several.html"),
     "text": ("audit", "./reviews", "--data", "test.jsonl", "-n", "8", "--run-dir", "text"),
-    "language": ("audit", "./capitals", "--data", "questions.jsonl", "--run-dir", "language"),
+    "language": ("audit", "./capitals", "--data", "questions.jsonl", "--score", "sum",
+                 "--run-dir", "language"),
 }  # fmt: skip
 """The command that makes each kind of page; an audit writes it into its folder."""
 SCRIPTS = {"text": "reviews.py", "language": "capitals.py"}

@@ -56,7 +56,7 @@ def invoke(*args: object, code: int | None = 0, columns: int | None = None) -> R
 def refuse(code: int, says: str, *args: object) -> str:
     """Run a command that ends in one error and prints nothing else; return what it says."""
     done = invoke(*args, code=code)
-    assert len(re.findall("^error: |^Error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert says in " ".join(done.stderr.split()), done.stderr
     assert done.stdout == ""
     return done.stderr

@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -242,19 +242,15 @@ class Group(typer.core.TyperGroup):
         super().__init__(**settings)
         self.commands: Any = Commands(places or COMMANDS, open=places is None)
 
+    def make_context(self, *args: Any, **how: Any) -> Any:
+        """Read the words up to the command."""
+        with refuse_words():
+            return super().make_context(*args, **how)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; if there is no such command or option, say which wings are missing."""
-        try:
+        """Read the words behind the command, and run it."""
+        with refuse_words():
             return super().invoke(ctx)
-        except Exception as error:
-            # typer's own copy of click, or click itself, raises it.
-            message = getattr(error, "message", "")
-            missing = ""
-            if message.startswith("No such"):
-                missing = explain_missing()
-            if missing:
-                error.message = f"{message.rstrip('.')}. {missing}"  # type: ignore[attr-defined]
-            raise
 
     def main(self, *args: Any, **how: Any) -> Any:
         """Run the command line; a plug-in that cannot be used is one line and an exit code."""
@@ -281,6 +277,27 @@ class Group(typer.core.TyperGroup):
         if missing:
             formatter.write_paragraph()
             formatter.write_text(missing)
+
+
+@contextmanager
+def refuse_words() -> Iterator[None]:
+    """Turn errors of click into ours; of an unknown name, say which wings are missing.
+
+    Raises:
+        UsageError: the words on the command line cannot be read.
+    """
+    try:
+        yield
+    except Exception as error:
+        # typer's own copy of click, or click itself, raises it; without words it is the help.
+        if not hasattr(error, "ctx") or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        command = error.ctx.command_path if error.ctx else "lipaudit"
+        advice = f"{command} --help lists what can be typed."
+        if message.startswith("No such"):
+            advice = explain_missing() or advice
+        raise UsageError(message[0].lower() + message[1:], advice) from None
 
 
 def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) -> None:

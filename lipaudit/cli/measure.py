@@ -56,7 +56,7 @@ def make_measure(name: str) -> Callable[..., None]:
             return
         if model is None:
             others = " or ".join(map(flag, kind.alone))
-            raise UsageError("Missing argument 'MODEL'", f"Give a MODEL, or {others}.")
+            raise UsageError("missing argument 'MODEL'", f"Give a MODEL, or {others}.")
         from lipaudit.api import open_job
         from lipaudit.cli.progress import OnStderr
         from lipaudit.engine import execute, prepare

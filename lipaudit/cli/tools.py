@@ -69,20 +69,22 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
         return
     topics = find_topics(text, every)
     if not topics:
-        known: dict[str, None] = {}
-        for topic in every:
-            known |= dict.fromkeys(topic.names)
+        names = (name for topic in every for name in topic.names)
+        known = dict.fromkeys(name for name in names if name.isascii())  # what can be typed
         advice = suggestion(text, known, "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
     lines: list[str] = []
-    # Topics with equal texts share them.
-    titles = group_values(((topic.meaning, *topic.details), topic.title) for topic in topics)
-    for (meaning, *details), named in titles.items():
+    printed: set[str] = set()
+    # Topics with equal meanings are in one line; a paragraph of several is printed once.
+    for meaning, alike in group_values((topic.meaning, topic) for topic in topics).items():
         if lines:
             lines.append("")
-        lines += _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
-        for paragraph in details:
-            lines += _wrap(paragraph, "  ", "  ")
+        titles = ", ".join(topic.title for topic in alike)
+        lines += _wrap(f"{titles}: {meaning}", "", "  ")
+        for paragraph in dict.fromkeys(p for topic in alike for p in topic.details):
+            if paragraph not in printed:
+                printed.add(paragraph)
+                lines += _wrap(paragraph, "  ", "  ")
     if any(paragraph.startswith(FORMULA) for topic in topics for paragraph in topic.details):
         lines += ["", *_wrap(SYMBOLS)]
     emit_facts([asdict(topic) for topic in topics], output, lines)

@@ -103,13 +103,12 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
     if shares is not None:
         patterns = middle(list_unrepeated(shares, "patterns"))
     if patterns is not None and patterns < LITTLE:
-        text += f"; a penalty on them acts on {patterns:.0%} of the sensitivity"
+        text += f"; a penalty on them acts on {patterns:.1%} of the sensitivity"
     elif share >= FEW:
         side = "uniform" if uniform > categorical else "one-hot"
         text += f"; most others near {side}"
     text += count_measured(section, report)
-    column = replace(section.columns[headline.column], format=".0%")
-    yield headline.row(section, share, column, text=text)
+    yield headline.row(section, share, text=text)
 
 
 ATTENTION_TABLE = Layout(

@@ -6,7 +6,6 @@ Their computation and its proof are in `lipaudit.models.shares`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import LipauditError, few, first_line, of_machine
@@ -61,7 +60,7 @@ def read_sources(headline: Headline, section: Section, report: Report) -> Iterat
     known = [row for row in section.rows if finite([row.share])]
     if not known:
         return
-    column = replace(section.columns["share"], format=".0%")
+    column = section.columns["share"]
     attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
     first = largest(known, "share", 1)[0]
     texts = [f"head {first.layer}.{first.head} alone {format_value(first.share, column)}"]

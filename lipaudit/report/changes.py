@@ -130,6 +130,8 @@ def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> lis
     found: list[Block] = []
     for unit in sorted(units, key=lambda unit: ORDER.get(unit, len(ORDER))):
         group = units[unit]
+        if len(group) < 2:  # the table says as much
+            continue
         group.sort(key=lambda change: -abs(_read_size(change[1])))
         heading = title or TITLES.get(unit) or f"By how much did {group[0][0]} change?"
         if len(group) > MOST:

@@ -178,17 +178,14 @@ def write_answer(summary: Section) -> Paragraph | None:
 def _describe_attacked(
     clean: Sequence[Row], attacked: Sequence[Row], broken: Sequence[Row]
 ) -> str:
-    """Say how many samples survive every attack, in the first ball that breaks the model."""
+    """Say how many samples survive the attacks, in the first ball that breaks the model."""
     if broken:
         weakest = broken[0]
         verdict = "not robust there"
     else:
         weakest = attacked[-1]
         verdict = _count_broken(clean, weakest)
-    survivors = f"{weakest.value:.0%} survive every attack"
-    if weakest.low is None and weakest.high is not None:  # not all attacks ran
-        survivors = f"At most {survivors}"
-    return f"{survivors} at {weakest.ball}: {verdict}."
+    return f"{weakest.sentence}: {verdict}."
 
 
 def _count_broken(clean: Sequence[Row], attacked: Row) -> str:

@@ -117,8 +117,12 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_values((str(row.norm), row) for row in rows).items():
+        if len({row.eps for row in group}) < 2:  # the table says as much
+            continue
         series = []
         lines = group_values((str(row.model or row.attack), row) for row in group)
+        if len(lines) == 2:  # a single attack is the worst one
+            lines.pop(WORST, None)
         for name, line in lines.items():
             # No attack counts as a ball of radius 0.
             start = Row({"eps": 0.0, "robust": line[0].clean})

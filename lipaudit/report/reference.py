@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import fmean, median
@@ -43,12 +43,9 @@ class Yardstick:
 
     @property
     def column(self) -> Column:
-        """Return the column that formats the figure; shares have no decimals."""
+        """Return the column that formats the figure."""
         measure, _, name = self.metric.rpartition(".")
-        column = layouts()[measure].columns[name]
-        if column.format.endswith("%"):
-            return replace(column, format=".0%")
-        return column
+        return layouts()[measure].columns[name]
 
 
 def _list_cells(report: Report, measure: str, name: str) -> list[float]:

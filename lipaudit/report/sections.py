@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from statistics import median
 
-from lipaudit.measures import layouts
+from lipaudit.errors import UsageError
+from lipaudit.measures import layouts, load_measures
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Block, Paragraph, make_table
 from lipaudit.report.opening import SEED, format_setting
@@ -112,14 +113,28 @@ def list_settings(section: Section) -> list[str]:
     if "." in section.measure:  # a part of a measure has its settings, which are above
         return []
     settings = []
+    idle = _find_idle_settings(section)
     for name, value in section.settings.items():
-        if name == SEED or value is False or value in (None, [], ()):
+        if name == SEED or name in idle or value is False or value in (None, [], ()):
             continue
         if value is True:
             settings.append(name)
         else:
             settings.append(f"{name} {format_setting(value)}")
     return settings
+
+
+def _find_idle_settings(section: Section) -> set[str]:
+    """Return the settings without an effect, such as those of attacks that did not run."""
+    measure = load_measures().get(section.measure)
+    if measure is None:
+        return set()
+    try:
+        options = measure.options.parse(section.settings)
+    except UsageError:  # of another version
+        return set()
+    known = options.options().values()
+    return {each.name for each in known if each.need and not each.need.holds(options)}
 
 
 def show_sections(sections: Sections) -> Iterator[Block]:

@@ -6,7 +6,7 @@ declarations: nothing else names the columns of a measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from lipaudit.tables.report import Layout, Note, Report, Section
 from lipaudit.tables.trials import WORST, TrialKey, is_repeat, parse_radius
 from lipaudit.tables.weakest import contradictions
 
+# Largest number of attacks that a sentence names.
+FEW = 3
 # The place of figures that name none: behind all others.
 LAST = 100
 
@@ -240,8 +242,20 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
             if attacks == before:
                 remarks = ["same attacks"]
         for row in rows:
-            yield from read_row(headline, section, row, *remarks)
+            for found in read_row(headline, section, row, *remarks):
+                yield describe_survivors(found, attacks)
             before = attacks
+
+
+def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
+    """Return an accuracy under attacks with its sentence, which a verdict may follow."""
+    attackers = f"all {len(attacks)} attacks"
+    if len(attacks) <= FEW:
+        attackers = ", ".join(attacks)
+    sentence = f"{figure.value:.1%} survive {attackers} at {figure.ball}"
+    if figure.low is None and figure.high is not None:  # not all attacks ran
+        sentence = f"At most {sentence}"
+    return figure.replace(sentence=sentence)
 
 
 def read_clean(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -266,7 +280,7 @@ def declare_clean(place: int, rule: str = "") -> Headline:
         meaning="Share of samples right without attack. CI: 95% (Wilson 1927).",
         place=place,
         read=read_clean,
-        sentence="Clean accuracy {value:.0%}.",
+        sentence="Clean accuracy {value:.1%}.",
         rule=rule,
         labelled=True,
     )

@@ -128,6 +128,16 @@ def test_strict_fails_on_what_is_not_proven(folder):
     invoke("gate", "noisy.json", *args, code=6)
 
 
+def test_explain_prints_a_paragraph_once_and_suggests_what_can_be_typed():
+    lines = invoke("explain", "share", columns=80).stdout.splitlines()
+    assert any(line.startswith("jacobian.shares.share: ") for line in lines)
+    assert any(line.startswith("jacobian.paths.share: ") for line in lines)
+    assert sum("How to read it: Exact at the samples" in line for line in lines) == 1
+    said = refuse(2, "nothing is called 'steep'", "explain", "steep")
+    assert "'steepest attention head'" in said
+    assert said.isascii()
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -12,7 +12,7 @@ from tests.commands import invoke, refuse
 BALL = "--eps 0.1 --attack"
 CONVOLUTIONS = "timm:resnet18 --model-kwargs pretrained=false"
 COMMANDS = [
-    ("bounds", 2, "Missing argument"),
+    ("bounds", 2, "missing argument"),
     ("bounds no-such-model", 4, "no model"),
     ("bounds demo --samples 0", 2, "--samples"),
     (f"bounds demo --samples {'9' * 30}", 2, "too large a number"),
@@ -100,10 +100,10 @@ COMMANDS = [
     ("certify demo --eps 0.1 --attack nothing", 2, "unknown attack"),
     ("certify demo --eps 2words --attack fgsm", 2, "fgsm cannot change words"),
     ("certify demo --eps 1/255 --norm l3", 2, "--norm: 'l3'"),
-    ("certify demo --eps 1/255 --layers 0", 2, "No such option"),
+    ("certify demo --eps 1/255 --layers 0", 2, "no such option"),
     ("certify demo --eps 0.1 --norm l2 --export .", 2, "a ball of the norm l2 is none"),
     ("certify demo --eps 0.1 --export nowhere", 2, "there is no folder nowhere"),
-    ("certify", 2, "Missing argument 'MODEL'"),
+    ("certify", 2, "missing argument 'MODEL'"),
     ("certify demo --instances a.csv", 2, "--instances has models of its own"),
     ("certify --instances a.csv", 4, "a.csv is no list of instances"),
     ("certify --instances a.csv --eps 0.1", 2, "--eps has no meaning with --instances"),
@@ -165,7 +165,7 @@ COMMANDS = [
     ("weights demo --within 0.5", 2, "--within needs --at-samples"),
     ("weights demo --tol 0.1", 2, "--tol needs --at-samples"),
     (f"weights {CONVOLUTIONS}", 4, "no attention was found"),
-    ("weights demo --layers 0", 2, "No such option"),
+    ("weights demo --layers 0", 2, "no such option"),
     ("train demo --data random", 2, "labelled"),
     ("train demo --k 3", 2, "--k needs --penalty jasmin"),
     ("train demo --penalty l2", 2, "--penalty"),

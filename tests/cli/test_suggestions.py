@@ -91,7 +91,7 @@ def test_labels_of_another_order_are_named_first_and_no_baseline_is_advised(monk
 
 
 @pytest.mark.parametrize(
-    ("eps", "says"), [("0.03", "% survive every attack at linf 0.03: "), ("0", "0 of 4 correct")]
+    ("eps", "says"), [("0.03", "% survive fgsm, pgd at linf 0.03: "), ("0", "0 of 4 correct")]
 )
 def test_few_samples_are_counted_and_no_loss_is_called_chance(monkeypatch, eps, says):
     report = measure(

@@ -145,7 +145,7 @@ def test_a_limited_run_reports_upper_limits_and_goes_on_later(monkeypatch, clock
     assert "at most: not all attacks ran" in page
     share = section.rows[1].robust
     assert f"≤ {share:.1%}" in done.stdout
-    assert f"At most {share:.0%} survive every attack" in page
+    assert f"At most {share:.1%} survive all " in page
     again = invoke(*COMMAND, "--resume", "-o", "rest.json")
     assert "finished 0 of 66 samples of attack and began 66" in again.stderr
     assert "fgsm" not in again.stderr  # ran before

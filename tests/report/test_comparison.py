@@ -13,6 +13,7 @@ from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
+from lipaudit.report.changes import draw_changes
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, tabulate_ranking
 from lipaudit.tables import Column, Note
@@ -122,6 +123,13 @@ def test_changes_are_drawn_by_size_with_their_intervals_one_picture_for_a_unit(s
     assert sizes == sorted(sizes, reverse=True)
     assert "new / old" not in terminal.render(subject.page()).decode()  # its table has all
     assert not blocks(subject.page(short=True), "change", Forest)
+
+
+def test_a_change_alone_is_not_drawn(subject):
+    (pair,) = subject.record.pairs
+    (robust,) = [v for v in pair.verdicts if v.metric == "attack.robust:mean"]
+    assert draw_changes([("robust accuracy", robust)]) == []
+    assert len(draw_changes([("robust accuracy", robust), ("the same again", robust)])) == 1
 
 
 def test_a_forest_plot_has_each_interval_where_its_axis_says():

@@ -253,7 +253,7 @@ def test_several_reports_are_a_row_a_model(report, other):
     assert [line["model"] for line in lines] == [model.model for model in ranking.models]
     for line, model in zip(lines, ranking.models, strict=True):
         assert line["outcome"] == model.outcome
-        assert len(model.summary.rows) == 17
+        assert len(model.summary.rows) == 16
         for row in model.summary.rows:
             assert float(line[row.figure]) == row.value
 

@@ -134,6 +134,13 @@ def test_every_section_is_in_the_contents_and_links_to_itself(parsed):
     assert own == contents == [f"#{name}" for name in sections]
 
 
+def test_every_heading_has_the_name_of_the_contents(page):
+    contents = re.findall(r'^<a href="#([\w.-]+)">(.+?)</a>', page, re.MULTILINE)
+    headings = re.findall(r'<h2>.* <a class="anchor" href="#([\w.-]+)">(.+?)</a></h2>', page)
+    assert len(contents) > 5
+    assert headings == contents
+
+
 def scaled(row, layer: int, head: int):
     """Return a row as that of another head, with figures of its own."""
     factor = 1 + 0.003 * head + 0.04 * layer

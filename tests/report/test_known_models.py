@@ -44,7 +44,7 @@ def test_the_page_of_the_docs_has_every_stored_figure():
     rows = dict(re.findall(r"^\| \*\*(.+?)\*\*: (.*)$", text, re.MULTILINE))
     yardsticks = {yardstick.label: yardstick for yardstick in reference.YARDSTICKS}
     assert len(rows) == len(reference.list_known()) >= 7
-    assert "| 78% (linf 0.1) |" in rows["demo:robust"]
+    assert "| 78.1% (linf 0.1) |" in rows["demo:robust"]
     for model in reference.list_known():
         line = rows[model["name"]]
         assert model["data"] in line

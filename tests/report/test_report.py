@@ -138,6 +138,26 @@ def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):
     assert "Settings: k 0." in [getattr(block, "text", "") for block in show_section(section)]
 
 
+@pytest.mark.parametrize(
+    ("attack", "place"), [("fgsm,pgd", ""), ("suffix", "; suffix_place behind")]
+)
+def test_settings_of_attacks_that_did_not_run_are_not_listed(report, attack, place):
+    settings = {"eps": ["3" if place else "0.1"], "attack": attack, "suffix_place": "behind"}
+    section = report.section("attack").model_copy(update={"settings": settings})
+    texts = [getattr(block, "text", "") for block in show_section(section)]
+    assert f"Settings: eps {settings['eps'][0]}; attack {attack}{place}." in texts
+
+
+@pytest.mark.parametrize("radii", [1, 2])
+def test_accuracies_are_drawn_over_several_radii_only(report, radii):
+    section = report.section("attack")
+    balls = sorted({row.eps for row in section.rows})[:radii]
+    rows = tuple(row for row in section.rows if row.eps in balls)
+    few = section.model_copy(update={"rows": rows})
+    drawn = [block for block in show_section(few) if isinstance(block, Curve)]
+    assert len(drawn) == radii - 1
+
+
 P = np.array([[0.5, 0.25, 0.125, 0.125, 0.0], [0.2, 0.2, 0.2, 0.2, 0.2], *np.eye(5)[2:]])
 WORDS = ("[CLS]", "<b>good", "film", "##s", "[SEP]")
 TEXT = Attended(sample="ab" * 8, tokens=WORDS)

@@ -252,7 +252,7 @@ def test_a_measure_is_asked_for_in_an_audit_by_its_switch_and_says_how_many_samp
         assert options.counts(demo=True)["confidence"] == 8
         assert "confidence" not in options.counts(demo=False)
     assert AuditOptions().names == usual
-    refuse(2, "No such option", "audit", "demo", "--confidence")
+    refuse(2, "no such option", "audit", "demo", "--confidence")
 
 
 def test_a_headline_is_ranked_gated_and_kept_where_the_plugin_is_not_installed(tmp_path):

@@ -33,6 +33,7 @@ from lipaudit.tables.summary import (
     CLEAN_OF_BALLS,
     Headline,
     declare_clean,
+    describe_survivors,
     read_row,
 )
 from lipaudit.wings.certificates.options import MOST, CertifyOptions, plan_certificates
@@ -50,6 +51,14 @@ _found_column = partial(Column, better="higher", domain="ball", status="empirica
 TRIAL = 1.0
 # Differs from machine to machine, so no gate reads it.
 SECONDS = seconds_column("Wall time of the proofs.")
+
+
+def read_attacked(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
+    """Yield the share of every ball that the attack of the certificates does not break."""
+    attacks = str(section.settings.get("attack")).split(",")
+    for row in section.rows:
+        for found in read_row(headline, section, row):
+            yield describe_survivors(found, attacks)
 
 
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
@@ -72,6 +81,7 @@ CERTIFY_TABLE = Layout(
             column="robust",
             label="robust accuracy",
             place=21,
+            read=read_attacked,
             ranks=True,
         ),
         Headline(
@@ -81,7 +91,7 @@ CERTIFY_TABLE = Layout(
             meaning="Share of the samples proven correct for every input of the ball.",
             place=30,
             read=read_certified,
-            sentence="{value:.0%} are certified at {ball}.",
+            sentence="{value:.1%} are certified at {ball}.",
             rule="certify.certified >= -2pp",
             ranks=True,
         ),

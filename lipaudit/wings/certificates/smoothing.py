@@ -132,7 +132,11 @@ SMOOTHING_TABLE = Layout(
         # The predicted class is empty where the smoothed classifier abstains.
         **{name: OUTCOMES[name] for name in ("label", "predicted", "correct")},
         "votes": Column.count("votes", "Noisy copies, of N, with the class that N0 others chose."),
-        "share": Column("share", "Clopper-Pearson limit of their share.", status="estimate"),
+        "share": Column(
+            "share",
+            "Lower limit of the share of noisy copies with this class (Clopper-Pearson).",
+            status="estimate",
+        ),
         "radius": Column(
             "smoothed radius",
             "L2 radius in which the smoothed classifier keeps its class; 0 if it abstains.",

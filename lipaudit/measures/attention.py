@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pydantic import field_validator
+
 from lipaudit.errors import UsageError, few
-from lipaudit.measures import base
+from lipaudit.measures import attention_rows, base
+from lipaudit.measures.attention_rows import CSV, NPZ, ROWS
 from lipaudit.measures.base import AuditRole, Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
@@ -40,6 +44,7 @@ class AttentionOptions(MeasureOptions):
     Examples:
       lipaudit attention demo
       lipaudit attention demo --map 1.3 -o map.html
+      lipaudit attention demo --rows rows.csv
       lipaudit attention ./my-bert --data reviews.csv --map 3.1
     """
 
@@ -64,6 +69,23 @@ class AttentionOptions(MeasureOptions):
         "Draw the attention map of LAYER.HEAD for the first sample (on the HTML page).",
         exclude=True,
     )
+    rows: Path | None = option(
+        None,
+        "Also write the statistics of every attention row to FILE.csv or FILE.npz.",
+        exclude=True,
+    )
+
+    @field_validator("rows")
+    @classmethod
+    def _suits_rows(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix not in (CSV, NPZ):
+            raise ValueError(f"it must end in {CSV} or {NPZ}")
+        return path
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that the measure writes in addition to the report."""
+        return () if self.rows is None else (self.rows,)
 
     def draw_steepest(self, sections: Sequence[Section]) -> Self:
         """Return options that draw the map of the head with the largest norm."""
@@ -135,7 +157,7 @@ ATTENTION_TABLE = Layout(
         by="intermediate",
         maps=("intermediate",),
         titles={"intermediate": "How many rows of each head are fragile"},
-        drawings=("attention",),
+        drawings=("attention", "rows"),
     ),
     fixed={
         **HEAD,
@@ -297,12 +319,22 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     received = sum_windows(mass, heads.sample, samples)
     share = received / received.sum(-1, keepdim=True)
     largest = share.max(-1)
-    return _reduce_rows(by_row, heads.sample, samples) | {
-        "sink": torch.stack([share[..., 0], largest.values], -1),
-        "sink_token": largest.indices,
-        "p_norm": per_sample(p_norm, heads.sample),
-        "tokens": torch.full((samples, count), heads.k.shape[2]),
-    }
+    counts = attention_rows.count_rows(by_row, heads.sample, samples)
+    kept = {}
+    if options.rows is not None:
+        by_sample = attention_rows.keep_rows(by_row, heads.sample, samples)
+        kept = {f"{ROWS}{layer.site.index}": by_sample}
+    return (
+        _reduce_rows(by_row, heads.sample, samples)
+        | counts
+        | kept
+        | {
+            "sink": torch.stack([share[..., 0], largest.values], -1),
+            "sink_token": largest.indices,
+            "p_norm": per_sample(p_norm, heads.sample),
+            "tokens": torch.full((samples, count), heads.k.shape[2]),
+        }
+    )
 
 
 def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
@@ -357,8 +389,9 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     """Make the section `attention`: a row per head."""
     import numpy as np
 
-    # Arrays (samples, heads, statistics). Maps are left out: those of shards differ in size.
-    arrays = base.join_arrays(parts, besides=MAP)
+    # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
+    of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
+    arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
     total, count, largest = arrays["total"], arrays["count"], arrays["largest"].max(0)
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)
@@ -382,6 +415,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     reductions = [column.reduction for column in ATTENTION_TABLE.columns.values()]
     kept = {how.values: of_samples[..., MEANS.index(how.values)] for how in reductions if how}
     kept |= {name: each for name, each in counts.items() if (each != each[:1]).any()}
+    kept |= attention_rows.join_counts(arrays, [layer for layer, *_ in parts[0].facts["heads"]])
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
@@ -403,6 +437,12 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     return [section]
 
 
+def encode_files(parts: Sequence[Part], options: AttentionOptions) -> dict[Path, bytes]:
+    """Return the file of `--rows`."""
+    (path,) = options.files
+    return {path: attention_rows.encode_rows(parts, path.suffix)}
+
+
 ATTENTION = Measure(
     "attention",
     (ATTENTION_TABLE,),
@@ -410,6 +450,7 @@ ATTENTION = Measure(
     measure,
     summarise,
     batch=8,
+    encode_files=encode_files,
     place=20,
     audit=AuditRole(samples={"quick": 16, "full": 128}),
 )

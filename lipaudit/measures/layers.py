@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, find_first
@@ -95,16 +96,37 @@ def by_layer(
                 known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
                 queue.insert(0, (piece, known))
                 continue
-            pieces.append({n: torch.cat([layer[n].cpu() for layer in each], 1) for n in each[0]})
+            pieces.append(_join_heads(each))
         joined = {}
         for name in pieces[0]:
-            joined[name] = torch.cat([p[name] for p in pieces])
+            joined[name] = _join_samples([p[name] for p in pieces])
         # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
         values = {}
         for n, v in joined.items():
             values[n] = (v.float() if v.dtype in HALF else v).numpy()
         facts = {"heads": names} | describe(selected)
         yield Part(batch.ids, values, facts, remarks + tuple(changes))
+
+
+def _join_heads(layers: Sequence[Reduced]) -> Reduced:
+    """Join the arrays of layers along the heads; those with one name belong together."""
+    by_name: dict[str, list[Tensor]] = {}
+    for layer in layers:
+        for name, values in layer.items():
+            by_name.setdefault(name, []).append(values.cpu())
+    return {name: torch.cat(each, 1) for name, each in by_name.items()}
+
+
+def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
+    """Join arrays along the samples; shorter ones (of shorter texts) are padded with NaN."""
+    longest = torch.tensor([piece.shape[1:] for piece in pieces]).amax(0).tolist()
+    joined = []
+    for piece in pieces:
+        padding = []
+        for size, length in zip(piece.shape[:0:-1], reversed(longest), strict=True):
+            padding += [0, length - size]
+        joined.append(F.pad(piece, padding, value=torch.nan) if any(padding) else piece)
+    return torch.cat(joined)
 
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:

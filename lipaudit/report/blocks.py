@@ -152,6 +152,7 @@ class Heatmap:
         rows: names of the rows.
         columns: names of the columns.
         column: the column that formats a value.
+        axes: what rows and columns are.
         centre: neutral value of a scale with two sides, such as 0 for differences.
         square: whether this is an attention map of queries and keys: its cells are square, and
             shown in pictures only. Other maps are of layers and heads.
@@ -163,6 +164,7 @@ class Heatmap:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     column: Column
+    axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
     square: bool = False
     scale: Scale | None = None
@@ -417,7 +419,7 @@ def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
         return Grid("", (), rows, align, [block.note] if block.note else [], keys=len(align))
     if isinstance(block, Heatmap):
         heads = (
-            Column("layer\\head", "", format=""),
+            Column("\\".join(block.axes), "", format=""),
             *(replace(block.column, label=name) for name in block.columns),
         )
         rows_of_map = zip(block.rows, block.values, strict=True)

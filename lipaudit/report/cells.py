@@ -84,6 +84,7 @@ HEADINGS: Mapping[str, Column] = {
         # attention maps
         Column("P", "The attention map: a row per query, a column per key, rows adding up to 1."),
         Column("mean P", "The attention that a key receives: mean over the queries."),
+        Column("rows", "Share of the attention rows of a layer.", format=".0%"),
         Column(
             "share of the gradient",
             "||grad_t m||^2 / sum_s ||grad_s m||^2 of token t, for the gradient of the margin "

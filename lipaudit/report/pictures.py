@@ -10,6 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from lipaudit.measures.attention_rows import CLASSES
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Block, Cells, Curve, Table, make_table
 from lipaudit.report.rows import Sections, add_model, find_columns, map_heads, read_rows
@@ -277,7 +278,9 @@ def _draw_map(
         columns = tuple(str(block * i) for i in range(values.shape[1]))
     matrix = tuple(map(tuple, values.tolist()))
     column = cells.HEADINGS["P"]
-    yield blocks.Heatmap(add_model(label, title), matrix, rows, columns, column, square=True)
+    axes = ("query", "key")
+    title = add_model(label, title)
+    yield blocks.Heatmap(title, matrix, rows, columns, column, axes=axes, square=True)
     if sample:
         title = f"How much attention each token receives from head {head} (mean), {where}"
         received = tuple(map(float, values.mean(0)))
@@ -285,9 +288,32 @@ def _draw_map(
         yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
 
 
+def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
+    """Draw how the rows of each layer are distributed over classes of two statistics."""
+    titles = {
+        "top_two": ("p(1) + p(2)", "How much of a row do its two largest entries hold?"),
+        "tightness": ("g1/||M||", "How close is the bound g1, row by row?"),
+    }
+    for label, section in sections.items():
+        layers = tuple(dict.fromkeys(str(row.layer) for row in section.rows))
+        for name, (statistic, title) in titles.items():
+            if f"{name}@layers" not in section.arrays:
+                continue
+            shares = section.arrays[f"{name}@layers"].numpy()  # (layers, classes)
+            yield blocks.Heatmap(
+                add_model(label, title),
+                tuple(map(tuple, shares.tolist())),
+                layers,
+                tuple(f"{lower:.3g}" for lower in CLASSES[name]),
+                cells.HEADINGS["rows"],
+                axes=("layer", f"{statistic} from"),
+            )
+
+
 DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
     "tightness": draw_bounds,
     "attention": draw_attention,
+    "rows": draw_rows,
     "accuracies": draw_accuracies,
     "classes": list_classes,
     "depth": draw_depth,

@@ -53,7 +53,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": values.size > MANY}
     mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
     _draw_colours(axes, mesh, block.column, log=scale.log)
-    ylabel, xlabel = ("query", "key") if block.square else ("layer", "head")
+    ylabel, xlabel = block.axes
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
     most = 16
     if block.square:

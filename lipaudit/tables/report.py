@@ -267,6 +267,7 @@ class Section(Frozen):
 Drawing = Literal[
     "tightness",
     "attention",
+    "rows",
     "accuracies",
     "classes",
     "depth",

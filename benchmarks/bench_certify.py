@@ -115,7 +115,9 @@ def bare(case: Case) -> float:
     model, x, _, _, norm, order = case
     first = torch.zeros_like(x, dtype=torch.bool)
     first.view(-1)[0] = True
-    form = ball(x, 0.0, norm=norm, order=order, moving=first, dtype=torch.float32, settle=math.inf)
+    form = ball(
+        x, 0.0, norm=norm, order=order, moving=first, dtype=torch.float32, slack_share=math.inf
+    )
     return cpu_seconds(lambda: passed(model, form))
 
 

@@ -35,7 +35,7 @@ from benchmarks.shared import planted
 from benchmarks.shared.balls import draw_symbols, excess, inputs_at
 from benchmarks.shared.hostile import MAKERS, Draw, Layer, fit
 from lipaudit.wings.certificates.branch import decide
-from lipaudit.wings.certificates.form import Form, UnboundedError, name_of
+from lipaudit.wings.certificates.form import Form, UnboundedError, find_name
 from lipaudit.wings.certificates.prove import RULES, ball, hull, margins
 from lipaudit.wings.certificates.prove import run as passed
 from tests.wings.certificates.operations import OPERATIONS, TOKENS, WIDTH
@@ -155,7 +155,7 @@ class Watch(TorchFunctionMode):
         self.names: set[str] = set()
 
     def __torch_function__(self, func: Any, _t: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(name_of(func).removesuffix("_"))
+        self.names.add(find_name(func).removesuffix("_"))
         return func(*args, **(kwargs or {}))
 
 

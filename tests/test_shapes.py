@@ -10,7 +10,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from lipaudit.theory.ingredients import rounding
-from lipaudit.wings.certificates.symbols import up
+from lipaudit.wings.certificates.symbols import round_up
 from tests.shapes import checked
 
 
@@ -37,7 +37,7 @@ class Pair:
         lambda: twice(torch.ones(2, 3), how="other"),
         lambda: twice(torch.ones(2, 3), 1),
         lambda: Pair(torch.ones(2), torch.ones(3)),
-        lambda: up(np.ones(1)),
+        lambda: round_up(np.ones(1)),
         lambda: rounding(torch.ones(2)),
     ],
     ids=["dimensions", "dtype", "type", "literal", "result", "dataclass", "room", "theory"],

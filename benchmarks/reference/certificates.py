@@ -90,7 +90,7 @@ def _outcome(net: Net, sample: Batch) -> tuple[str, str]:
 
 def _ranges(net: Net, sample: Batch, moving: Tensor) -> tuple[Tensor, Tensor]:
     """Run the model on a ball; slack stays slack, for few forwards and wider ranges."""
-    start = ball(net.point(sample), RADIUS, norm="l2", moving=moving, settle=math.inf)
+    start = ball(net.point(sample), RADIUS, norm="l2", moving=moving, slack_share=math.inf)
     ends: tuple[Tensor, Tensor] = run(
         lambda z: net.forward(z, sample), start, module=net.module
     ).range()

@@ -1,7 +1,7 @@
 """Affine operations: the same operation on every row of coefficients, without its constant.
 
 y = W x + b of x = c + g . e +- s is (W c + b) + (W g) . e +- |W| s, and all but s is computed with
-rounding: `Form.uncertain` is what W sees of that, so that |W| times it is the slack of y.
+rounding: `Form.bound_input_error` is what W sees of that, so that |W| times it is the slack of y.
 Moving data about rounds nothing.
 """
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from lipaudit.wings.certificates.form import REARRANGEMENTS, Form, NoRuleError, Quotient
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
-    Sizes,
+    PartRadii,
     gamma,
     join_blocks,
     move_stack,
+    round_up,
     tiny,
-    up,
 )
 
 Linear = Callable[..., Tensor]
@@ -39,46 +39,49 @@ def linear_map(
     bound: Linear | None = None,
     within: Literal["entries", "rows", "all"] = "all",
 ) -> Form:
-    """Return op(x, *weights) + constant, op linear in both and with a leading axis for the rows.
+    """Return op(x, *weights) + constant; op is linear in x and in the weights.
+
+    y = W x + b of x = c + sum g_i e_i +- s is (W c + b) + sum (W g_i) e_i +- |W| s.
 
     Args:
-        x: the form; settled before, if the map mixes its entries.
+        x: the form; its slack is in symbols already if the map mixes its entries.
         op: takes a stack (rows, *shape).
         weights: weights as stored, or with a number of roundings.
         roundings: roundings of an entry of the result: terms of its sum, and those of its weights.
         constant: constant to add, as stored.
-        bound: op on absolute values, if that differs from op itself.
+        bound: op with |W| in place of W, if weights do not hold the signs.
         within: the entries that op mixes: none, rows of the last axis, or all.
     """
     if within == "rows":
-        x = x.by_row()
+        x = x.split_by_row()
     elif within == "all":
-        x = x.whole()
+        x = x.make_dense()
     symbols = x.symbols
     if bound is None:
         bound = op
-    # The centre runs in float64 with the weights as stored; coefficients in their own dtype.
+    # W c, in float64 with the weights as stored.
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     centre = op(x.centre[None], *exact)[0]
+    # W g_i, in the dtype of the coefficients.
     rounded = [weight.detach().to(symbols.dtype) for weight in weights]
-    dense, blocks = x.map_rows(lambda t: op(t, *rounded))
-    # |W| times what W sees of slack and rounding.
+    dense, blocks = x.map_coefficients(lambda t: op(t, *rounded))
+    # |W| s, where s also covers the rounding of W c and W g_i.
     sizes = [weight.abs() for weight in exact]
-    uncertain = x.uncertain(roundings)
-    slack = up(bound(uncertain[None], *sizes)[0], roundings)
+    error = x.bound_input_error(roundings)
+    slack = round_up(bound(error[None], *sizes)[0], roundings)
     slack = slack + x.count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
-        # |W c| <= |W| |c| has had its rounding above, that of the sum is another one of each.
+        # s covers the rounding of W c, but not that of W c + b.
         size = constant.abs() + bound(x.centre.abs()[None], *sizes)[0]
-        still = gamma(4, DOUBLE) * size
-        slack = up(slack + still.nan_to_num(posinf=0.0))
+        rounding = gamma(4, DOUBLE) * size
+        slack = round_up(slack + rounding.nan_to_num(posinf=0.0))
         centre = centre + constant
     return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
 def same(x: Form, *targets: Any, **options: Any) -> Form:
-    """The rule of casts to floating point: the real value does not change.
+    """Return a copy for a cast to floating point: the real value does not change.
 
     Some casts copy and some do not, so a write to either form makes the other stale.
     """
@@ -105,7 +108,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 def neg(x: Form) -> Form:
     """-x."""
-    dense, blocks = x.map_rows(torch.neg)
+    dense, blocks = x.map_coefficients(torch.neg)
     return Form(-x.centre, dense, x.slack, x.symbols, blocks=blocks)
 
 
@@ -124,32 +127,34 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
         form = y
         constant = as_constant(x, y)
     constant = constant.to(DOUBLE)
-    parts = form.waits
-    if parts and shape_of(form.shape, constant.shape) == form.shape:
-        return Form.from_quotient(replace(parts, constant=add(parts.constant, constant)))
+    quotient = form.pending_quotient
+    if quotient and broadcast_shapes(form.shape, constant.shape) == form.shape:
+        total = add(quotient.constant, constant)
+        return Form.from_quotient(replace(quotient, constant=total))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
-    rounded = centre.abs()
+    size = centre.abs()
     if alpha != 1:  # the product with alpha was rounded, too
-        rounded = rounded + constant.abs()
-    loss = gamma(1, DOUBLE) * rounded
-    slack = up(form.slack + loss.nan_to_num(posinf=0.0))
-    total = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
-    total.sizes = form.sizes
-    return total
+        size = size + constant.abs()
+    rounding = gamma(1, DOUBLE) * size
+    slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))
+    result = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
+    result.radii = form.radii
+    return result
 
 
 def _add_forms(x: Form, y: Form) -> Form:
+    """Return x + y: coefficients of the same symbol add up, slack adds in absolute value."""
     x = broadcast(x, y.shape)
     y = broadcast(y, x.shape)
-    align(x, y)
+    align_blocks(x, y)
     centre = x.centre + y.centre
-    slack = up(x.slack + y.slack)
-    dense = stack_sum(x.dense, y.dense)
+    slack = round_up(x.slack + y.slack)
+    dense = add_stacks(x.dense, y.dense)
     blocks = join_blocks(x.blocks, y.blocks, torch.add)
     total = Form(centre, dense, slack, x.symbols, blocks=blocks)
-    # The sum of each coefficient is rounded once: `uncertain` adds that to the slack.
-    total.slack = total.uncertain(0)
+    # The sums of centres and of coefficients are rounded once.
+    total.slack = total.bound_input_error(0)
     return total
 
 
@@ -161,8 +166,8 @@ def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     return add(x, -as_constant(y, x), alpha=alpha)
 
 
-def stack_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Add two stacks, the shorter of which goes on with zeros."""
+def add_stacks(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of two stacks (rows, *shape); missing rows of the shorter one are zero."""
     if len(x) < len(y):
         x, y = y, x
     if not len(y):
@@ -173,34 +178,36 @@ def stack_sum(x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def align(x: Form, y: Form) -> None:
-    """Dissolve blocks of errors that both forms have but that cannot be added layer by layer."""
+def align_blocks(x: Form, y: Form) -> None:
+    """Make blocks of errors dense, in place, if both forms have them but their layers differ."""
     x_blocks = {block.key: block for block in x.blocks}
     for block in y.blocks:
         shared = x_blocks.get(block.key)
-        if shared is not None and not block.like(shared):
-            x.whole()
+        if shared is not None and not block.has_layers_of(shared):
+            x.make_dense()
             break
-    for _ in range(2):  # dissolving one may remove a block of the other
+    # Errors that are dense in one form must be dense in the other. Making one form dense may add
+    # to the errors that are: hence twice.
+    for _ in range(2):
         for form in (x, y):
-            if any(block.key in form.symbols.dissolved for block in form.blocks):
-                form.whole()
+            if any(block.key in form.symbols.dense_keys for block in form.blocks):
+                form.make_dense()
 
 
-def shape_of(*shapes: Sequence[int]) -> torch.Size:
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """Return the broadcast shape; torch's own function loads a computer algebra system."""
     return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
 
 
 def broadcast(x: Form, other: Sequence[int]) -> Form:
-    """Return a form of the common shape; the slack of a repeated entry becomes a symbol."""
-    shape = shape_of(x.shape, other)
+    """Return the form in the common shape; slack of repeated entries becomes symbols."""
+    shape = broadcast_shapes(x.shape, other)
     if x.shape == shape:
         return x
     if x.centre.numel() < shape.numel():
         # One error acts on all copies: as slack each copy would have its own.
-        x = x.settle()
-    x.quadratic_range  # noqa: B018 - computed once, before it is repeated
+        x = x.symbolize_slack()
+    x.quadratic_range  # noqa: B018 - computed and cached once, before it is repeated
     return cast("Form", rearrange(x, lambda t: t.expand(shape)))
 
 
@@ -212,13 +219,13 @@ def expand(x: Any, *shape: Any) -> Any:
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
-    """Return x times a constant, entry by entry."""
+    """Return x times a constant, entry by entry; `roundings` is how often weights were rounded."""
     weight = as_constant(weight, x)
-    parts = x.waits
-    if parts and shape_of(x.shape, weight.shape) == x.shape:
-        numerator = scale(parts.numerator, weight, roundings=roundings)
-        constant = scale(parts.constant, weight, roundings=roundings)
-        return Form.from_quotient(replace(parts, numerator=numerator, constant=constant))
+    quotient = x.pending_quotient
+    if quotient and broadcast_shapes(x.shape, weight.shape) == x.shape:
+        numerator = scale(quotient.numerator, weight, roundings=roundings)
+        constant = scale(quotient.constant, weight, roundings=roundings)
+        return Form.from_quotient(replace(quotient, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
     return linear_map(x, torch.mul, weight, roundings=roundings + 1, within="entries")
 
@@ -235,33 +242,33 @@ def as_constant(value: Any, x: Form) -> Tensor:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Return weights times the last axis; a quotient stays postponed."""
+    """Return weights times the last axis plus bias; a pending quotient stays pending."""
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         return t @ w.mT
 
     roundings = weight.shape[-1] + 1
-    parts = input.waits
-    # With one root per row weights act on the numerator alone.
-    if parts is None or not is_row(parts.inverse) or not is_row(parts.square):
-        x = input.settle()
+    quotient = input.pending_quotient
+    # With one root per row weights act on the numerator alone: W (n / root) = (W n) / root.
+    if quotient is None or not is_row(quotient.inverse) or not is_row(quotient.square):
+        x = input.symbolize_slack()
         return linear_map(x, op, weight, roundings=roundings, constant=bias, within="rows")
     # One entry per row of the inverse suffices.
-    inverse = cast("Form", parts.inverse[..., :1])
-    square = cast("Form", parts.square[..., :1])
-    x = parts.numerator.settle()
-    constant = linear(parts.constant, weight, bias)
+    inverse = cast("Form", quotient.inverse[..., :1])
+    square = cast("Form", quotient.square[..., :1])
+    x = quotient.numerator.symbolize_slack()
+    constant = linear(quotient.constant, weight, bias)
     numerator = linear_map(x, op, weight, roundings=roundings, within="rows")
     return Form.from_quotient(Quotient(numerator, inverse, square, constant))
 
 
 def is_row(x: Form) -> bool:
-    """Return whether the entries of a row are one number in memory."""
+    """Return whether each row of the last axis is one number that is repeated without memory."""
     if x.shape[-1] == 1:
         return True
     tensors = [x.centre, x.dense, x.slack]
     for block in x.blocks:
-        tensors += [block.rows, block.group]
+        tensors += [block.coefficients, block.group]
     return all(tensor.stride(-1) == 0 for tensor in tensors)
 
 
@@ -282,39 +289,39 @@ def convolve(
             padding = (0, as_pair(padding)[1])
         stride = (1, as_pair(stride)[1])
         dilation = (1, as_pair(dilation)[1])
-        wide: Any = input.unsqueeze(-2)
-        wide = convolve(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
-        return cast("Form", wide.squeeze(-2))
-    gaps = as_pair(dilation)
-    steps = as_pair(stride)
+        image: Any = input.unsqueeze(-2)
+        result = convolve(image, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
+        return cast("Form", result.squeeze(-2))
+    dilations = as_pair(dilation)
+    strides = as_pair(stride)
+    pads = (0, 0)
     x: Any = input
     if padding == "same":
-        rows = gaps[0] * (weight.shape[-2] - 1)
-        columns = gaps[1] * (weight.shape[-1] - 1)
+        rows = dilations[0] * (weight.shape[-2] - 1)
+        columns = dilations[1] * (weight.shape[-1] - 1)
         x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    if isinstance(padding, str):
-        pads = (0, 0)
-    else:
+    elif not isinstance(padding, str):
         pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
-        images = t.flatten(0, 1)
+        images = t.flatten(0, 1)  # (symbols x batch, channels, height, width)
         if any(pads):
             images = F.pad(images, (pads[1], pads[1], pads[0], pads[0]))
         height, width = w.shape[-2:]
-        windows = images.unfold(2, gaps[0] * (height - 1) + 1, steps[0])
-        windows = windows.unfold(3, gaps[1] * (width - 1) + 1, steps[1])
-        windows = windows[..., :: gaps[0], :: gaps[1]]
-        windows = torch.unflatten(windows, 1, (groups, -1))
+        patches = images.unfold(2, dilations[0] * (height - 1) + 1, strides[0])
+        patches = patches.unfold(3, dilations[1] * (width - 1) + 1, strides[1])
+        patches = patches[..., :: dilations[0], :: dilations[1]]
+        patches = torch.unflatten(patches, 1, (groups, -1))
         kernels = torch.unflatten(w, 0, (groups, -1))
-        out = torch.einsum("rgchwij,gocij->rgohw", windows, kernels)
+        # r images, g groups, c input and o output channels, h x w places, i x j kernel entries.
+        out = torch.einsum("rgchwij,gocij->rgohw", patches, kernels)
         return torch.unflatten(out.flatten(1, 2), 0, t.shape[:2])
 
     constant = None
     if bias is not None:
         constant = bias.view(-1, 1, 1)
     roundings = weight[0].numel() + 1
-    return linear_map(x.settle(), op, weight, roundings=roundings, constant=constant)
+    return linear_map(x.symbolize_slack(), op, weight, roundings=roundings, constant=constant)
 
 
 def as_pair(value: Any) -> tuple[int, int]:
@@ -340,37 +347,38 @@ def reduce_axes(
     dtype: Any = None,
     mean: bool = False,
 ) -> Form:
-    """Return the sum or the mean over axes; numpy's name of axes works, too."""
+    """Return the sum or the mean over axes; numpy's name `axis` works, too."""
     require_real(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
     count = torch.Size(input.shape[axis] for axis in axes).numel()
-    behind = [axis + 1 for axis in axes]  # the rows of a stack come first
+    stack_axes = [axis + 1 for axis in axes]  # axis 0 of a stack is that of the symbols
 
     def op(t: Tensor) -> Tensor:
         total = t
-        if behind:
-            total = t.sum(behind, keepdim=keepdim)
+        if stack_axes:
+            total = t.sum(stack_axes, keepdim=keepdim)
         if mean:
             return total / count
         return total
 
-    return linear_map(input.settle(), op, roundings=count + 1)
+    return linear_map(input.symbolize_slack(), op, roundings=count + 1)
 
 
-def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
-    """Return the rule of a function that averages over windows of the last axes."""
+def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
+    """Return the rule of a function that averages over windows of the last `axes` axes."""
 
     def rule(input: Form, *args: Any, **kwargs: Any) -> Form:
         if input.ndim != axes + 2:
             raise NoRuleError("a mean over windows of one sample without a batch axis")
 
         def op(t: Tensor) -> Tensor:
-            means = mean(t.flatten(0, 1), *args, **kwargs)
+            # The axis of the symbols becomes part of the batch.
+            means = average(t.flatten(0, 1), *args, **kwargs)
             return torch.unflatten(means, 0, t.shape[:2])
 
         # A window has no more entries than the axes; its sum is divided once.
         terms = input.shape[-axes:].numel()
-        return linear_map(input.settle(), op, roundings=terms + 2)
+        return linear_map(input.symbolize_slack(), op, roundings=terms + 2)
 
     return rule
 
@@ -393,26 +401,32 @@ def variance(
     return scale(total, 1 / freedom, roundings=2)
 
 
-def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of a function of tensors, or of a method by name.
+def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a function of tensors, or of a method by name, that moves entries.
 
-    The function only rearranges or copies entries, and may add zeros.
+    The function may also repeat entries and add zeros.
     """
     if not isinstance(function, str):
-        return lambda x, *args, **kwargs: rearrange(
-            x.whole(), lambda t: function(t, *args, **kwargs)
-        )
+
+        def rule_of_function(x: Form, *args: Any, **kwargs: Any) -> Any:
+            return rearrange(x.make_dense(), lambda t: function(t, *args, **kwargs))
+
+        return rule_of_function
     method = getattr(Tensor, function)
 
     def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
-        parts = x.waits
-        if parts is None:
+        quotient = x.pending_quotient
+        if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
-        wide = [broadcast(part, x.shape) for part in vars(parts).values()]
-        moved = [rule(part, *args, **kwargs) for part in wide]
+        # Rearrange the four parts of the quotient; it stays pending.
+        moved = []
+        for part in vars(quotient).values():
+            moved.append(rule(broadcast(part, x.shape), *args, **kwargs))
         if isinstance(moved[0], Form):
             return Form.from_quotient(Quotient(*moved))
-        return tuple(Form.from_quotient(Quotient(*each)) for each in zip(*moved, strict=True))
+        # The method has several results, such as those of chunk.
+        results = zip(*moved, strict=True)
+        return tuple(Form.from_quotient(Quotient(*parts)) for parts in results)
 
     return rule
 
@@ -421,65 +435,69 @@ def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
     """Return the form with rearranged entries, or a tuple where `move` has several results."""
     stacks = move_stack(move, x.dense)
     if isinstance(stacks, Tensor):
-        (form,) = _rearrange(x, lambda t: (move(t),), (stacks,))
+        (form,) = _rearrange_all(x, lambda t: (move(t),), (stacks,))
         return form
-    return tuple(_rearrange(x, move, stacks))
+    return tuple(_rearrange_all(x, move, stacks))
 
 
-def _rearrange(
+def _rearrange_all(
     x: Form, move: Callable[[Tensor], Sequence[Tensor]], stacks: Sequence[Tensor]
 ) -> list[Form]:
-    """Return a form for every stack; `move` has as many results."""
+    """Return a form for each result of `move`; `stacks` are its results on the coefficients."""
     centres = move(x.centre)
     slacks = move(x.slack)
-    # Sizes move with the entries: taking them anew would cost a pass over all coefficients.
-    linear = move(x.sizes.linear)
-    quadratic = move(x.sizes.quadratic)
-    errors = move(x.sizes.errors)
-    ends = [move(end) for end in x.__dict__.get("quadratic_range", ())]
-    blocks = [block.move(move) for block in x.blocks]
+    # Cached radii and ranges move with the entries: computing them anew takes all coefficients.
+    linear = move(x.radii.linear)
+    quadratic = move(x.radii.quadratic)
+    errors = move(x.radii.errors)
+    range_ends = [move(end) for end in x.__dict__.get("quadratic_range", ())]
+    blocks = [block.rearrange(move) for block in x.blocks]
     forms = []
     for i, dense in enumerate(stacks):
-        parts = [block[i] for block in blocks]
-        form = Form(centres[i], dense, slacks[i], x.symbols, blocks=parts)
-        form.sizes = Sizes(linear[i], quadratic[i], errors[i])
-        if ends:
-            form.quadratic_range = ends[0][i], ends[1][i]
+        form_blocks = [block[i] for block in blocks]
+        form = Form(centres[i], dense, slacks[i], x.symbols, blocks=form_blocks)
+        form.radii = PartRadii(linear[i], quadratic[i], errors[i])
+        if range_ends:
+            low, high = range_ends
+            form.quadratic_range = low[i], high[i]
         forms.append(form)
     return forms
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
     """Concatenate forms and constants; an empty one counts as absent, as in torch."""
-    tensors = [each for each in tensors if each.shape != (0,)]
-    like = next(each for each in tensors if isinstance(each, Form))
+    tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
+    first_form = next(tensor for tensor in tensors if isinstance(tensor, Form))
     forms = []
-    for each in tensors:
-        forms.append(each if isinstance(each, Form) else lift(each, like))
+    for tensor in tensors:
+        if not isinstance(tensor, Form):
+            tensor = lift(tensor, first_form)
+        forms.append(tensor)
     rows = max(len(form.generators) for form in forms)
     stacks = []
     for form in forms:
+        # Zeros for symbols that are younger than the form.
         missing = rows - len(form.generators)
         stacks.append(F.pad(form.generators, (*[0, 0] * form.ndim, 0, missing)))
-    axis = dim % like.ndim
+    axis = dim % first_form.ndim
     centre = torch.cat([form.centre for form in forms], axis)
     slack = torch.cat([form.slack for form in forms], axis)
-    return Form(centre, torch.cat(stacks, axis + 1), slack, like.symbols)
+    return Form(centre, torch.cat(stacks, axis + 1), slack, first_form.symbols)
 
 
 def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
     """Stack forms and constants along a new axis."""
-    return cat([each.unsqueeze(dim) for each in tensors], dim)
+    return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Put a constant into some entries."""
+    """Put a constant into the entries where a mask holds."""
     mask = mask.bool()
-    keep = ~mask
+    unchanged = ~mask
     input = broadcast(input, mask.shape)
     centre = input.centre.masked_fill(mask, float(value))
-    dense, blocks = input.map_rows(lambda t: t * keep)
-    return Form(centre, dense, input.slack * keep, input.symbols, blocks=blocks)
+    dense, blocks = input.map_coefficients(lambda t: t * unchanged)
+    return Form(centre, dense, input.slack * unchanged, input.symbols, blocks=blocks)
 
 
 MOVES = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
@@ -487,44 +505,43 @@ MOVES = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 
 
 def lift(value: Any, like: Form) -> Form:
-    """Return a constant as a form."""
+    """Return a constant as a form of the same symbols as `like`, with coefficients of zero."""
     centre = as_constant(value, like).to(DOUBLE)
     rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
     return Form(centre, rows, torch.zeros_like(centre), like.symbols)
 
 
-def make_moving(like: Any, *constants: Any) -> tuple[Any, ...]:
+def lift_first(like: Any, *constants: Any) -> tuple[Any, ...]:
     """Return constants that are multiplied with each other, the first as a form.
 
     Their product then has slack for its rounding. If one of them is a form, they are returned as
     they are.
     """
-    if not isinstance(like, Form) or any(isinstance(each, Form) for each in constants):
+    if not isinstance(like, Form) or any(isinstance(value, Form) for value in constants):
         return constants
     return (lift(constants[0], like), *constants[1:])
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
-    """Return entries of one where the condition (a constant) holds, else of the other."""
+    """Return entries of `input` where the condition (a constant) holds, else of `other`."""
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
     condition = condition.bool()  # of uint8, too, as in old causal masks
-    like = input if isinstance(input, Form) else other
+    form = input if isinstance(input, Form) else other
 
-    def select(value: Any, mask: Tensor) -> Any:
-        """Return the value where the mask holds, else 0."""
+    def zero_outside(value: Any, mask: Tensor) -> Any:
         if isinstance(value, Form):
             return masked_fill(value, ~mask, 0.0)
-        return torch.where(mask, as_constant(value, like), 0.0)
+        return torch.where(mask, as_constant(value, form), 0.0)
 
-    return add(select(input, condition), select(other, ~condition))
+    return add(zero_outside(input, condition), zero_outside(other, ~condition))
 
 
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
     """Add entries at the ends of axes: constants, or copies."""
     pad = tuple(pad)
     if mode != "constant":
-        return make_move(F.pad)(input, pad, mode)
+        return make_rearrangement(F.pad)(input, pad, mode)
     centre = F.pad(input.centre, pad, value=float(value or 0.0))
     generators = F.pad(input.generators, pad)
     return Form(centre, generators, F.pad(input.slack, pad), input.symbols)
@@ -532,7 +549,7 @@ def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None
 
 def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
     """Return patches as columns (F.unfold, called by keyword), or windows of an axis."""
-    rule = make_move(F.unfold if "stride" in kwargs else "unfold")
+    rule = make_rearrangement(F.unfold if "stride" in kwargs else "unfold")
     return rule(input, *args, **kwargs)
 
 

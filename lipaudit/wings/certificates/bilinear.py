@@ -3,11 +3,11 @@
 What is off beside the first three terms is dx dy and slack. With dx = L_x + R_x, L linear in the
 input, order 2 puts L_x L_y into the quadratic part; what is left are L_x R_y, R_x L_y and R_x R_y.
 Each is bounded by the product of the radii, summed over what is contracted, or by that of the
-lengths of the contracted vectors (Cauchy-Schwarz, `lengths`), whichever is less: where many
+lengths of the contracted vectors (Cauchy-Schwarz, `bound_lengths`), whichever is less: where many
 errors add up, entries of a vector are not at their largest all at once. At order 2, c_x and c_y
-are the `middle` of the forms, about which the R reach least. Where the rest is a share of what
-moves, products of entries (of a normalisation's numerator, often mostly errors, and its inverse)
-are polarised.
+are the shifted centres of the forms, about which the R reach least. Where the rest is a share of
+what moves, products of entries (of a normalisation's numerator, often mostly errors, and its
+inverse) are polarised.
 
 Polarisation, also of matrices at order 1: with u = dx / a and v = dy / b for any a, b > 0,
 
@@ -23,16 +23,16 @@ channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as 
 logarithm, acts on nothing at all; what an entry is off by acts on v_j - k. (The median of the v_j,
 weighted by the errors of the entries, knows nothing of the row.)
 
-What a weight is off by moves all channels of a value alike (`_share`). A symbol for each channel
-forgets that, and weights behind attention mix many channels: their sizes add up. The largest
-products get a symbol, as many as there is room for, the others are slack.
+What a weight is off by moves all channels of a value alike (`_share_products`). A symbol for each
+channel forgets that, and weights behind attention mix many channels: their sizes add up. The
+largest products get a symbol, as many as there is room for, the others are slack.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from torch import Tensor
 from lipaudit.wings.certificates import affine
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.form import Form, NoRuleError
-from lipaudit.wings.certificates.lengths import lengths
+from lipaudit.wings.certificates.lengths import bound_lengths
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
     ErrorBlock,
@@ -49,8 +49,8 @@ from lipaudit.wings.certificates.symbols import (
     cast_up,
     gamma,
     join_blocks,
+    round_up,
     tiny,
-    up,
 )
 
 _WORTH = 0.02
@@ -74,24 +74,26 @@ def matmul(x: Any, y: Any) -> Form:
     if y.ndim == 1:
         column: Any = matmul(x, y[:, None])
         return column.squeeze(-1)
-    lead = affine.shape_of(x.shape[:-2], y.shape[:-2])
-    x = x.expand(*lead, *x.shape[-2:])
-    y = y.expand(*lead, *y.shape[-2:])
+    batch_shape = affine.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    x = x.expand(*batch_shape, *x.shape[-2:])
+    y = y.expand(*batch_shape, *y.shape[-2:])
     roundings = x.shape[-1] + 1
     if not isinstance(y, Form):
-        return affine.linear_map(x.settle(), torch.matmul, y, roundings=roundings)
+        return affine.linear_map(x.symbolize_slack(), torch.matmul, y, roundings=roundings)
     if not isinstance(x, Form):
-        return affine.linear_map(y.settle(), lambda t, w: w @ t, x, roundings=roundings)
-    x = x.settle()
-    if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
-        y = y.settle()
+        y = y.symbolize_slack()
+        return affine.linear_map(y, lambda t, w: w @ t, x, roundings=roundings)
+    x = x.symbolize_slack()
+    if x.symbols.order == 2:  # at order 1 symbols for the slack of y cost more than they gain
+        y = y.symbolize_slack()
     if not x.weights:
-        return _product(x, y, torch.matmul)
+        return _multiply_forms(x, y, torch.matmul)
+    # x holds attention weights, y values.
     product = None
     if x.symbols.order == 1:
-        product = _average(x, y)
+        product = _average_values(x, y)
     if product is None:
-        product = _product(x, y, torch.matmul)
+        product = _multiply_forms(x, y, torch.matmul)
     # Not product.centre, which the remainder may have shifted.
     return _shift_values(product, x, x.centre @ y.centre)
 
@@ -104,7 +106,7 @@ def mul(x: Any, y: Any) -> Form:
         return affine.scale(x, y)
     x = affine.broadcast(x, y.shape)
     y = affine.broadcast(y, x.shape)
-    return _product(x, y, torch.mul)
+    return _multiply_forms(x, y, torch.mul)
 
 
 def div(x: Any, y: Any) -> Form:
@@ -116,64 +118,67 @@ def div(x: Any, y: Any) -> Form:
     return affine.scale(x, constant.reciprocal(), roundings=2)
 
 
-def _product(x: Form, y: Form, f: Bilinear) -> Form:
-    """Return f(x, y) of two forms, f being torch.matmul or torch.mul."""
+def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
+    """Return f(x, y) of two forms, f being torch.matmul or torch.mul.
+
+    x y = c_x c_y + dx c_y + c_x dy + dx dy around shifted centres c. dx dy, at order 2 without
+    the product of the linear parts, is shift + shared symbols +- remainder.
+    """
     symbols = x.symbols
     n = symbols.n
     dtype = symbols.dtype
-    matrices = f is torch.matmul
-    if matrices:
+    is_matmul = f is torch.matmul
+    if is_matmul:
         dense, blocks = _multiply_matrices(x, y)
     else:
         dense, blocks = _multiply_entries(x, y)
-    x_moves = up(x.mass + x.slack)
-    y_moves = up(y.mass + y.slack)
-    x_size = x.middle.abs()
-    y_size = y.middle.abs()
-    moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
+    x_radius = round_up(x.symbol_radius + x.slack)
+    y_radius = round_up(y.symbol_radius + y.slack)
+    x_size = x.shifted_centre.abs()
+    y_size = y.shifted_centre.abs()
+    radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)
 
-    # dx dy, without the product of the linear parts at order 2, is shift + shared +- remainder.
-    worth = _WORTH * moving.sum()
-    kept = shared = None
-    if matrices and symbols.order == 2 and x.weights:
-        shared = _share_rest(x, y, worth)
+    worthwhile = _WORTH * radius.sum()
+    keeps_product = shared = None
+    if is_matmul and symbols.order == 2 and x.weights:
+        shared = _share_rest(x, y, worthwhile)
     if shared is None:
-        shift, remainder, kept = _remainder(x, y, f, worth)
+        shift, remainder, keeps_product = _bound_remainder(x, y, f, worthwhile)
     else:
         block, remainder = shared
         shift = torch.zeros_like(remainder)
         blocks = [*blocks, block]
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         x_linear = x.dense[:n]
-        if kept is not None:
-            x_linear = x_linear * kept
-        symbols.add_products(dense, x_linear, y.dense[:n], _rows_matmul if matrices else f)
+        if keeps_product is not None:
+            x_linear = x_linear * keeps_product
+        symbols.add_products(dense, x_linear, y.dense[:n], _multiply_stacks if is_matmul else f)
 
     # What rounding and underflow take from sums of so many products.
     terms = 1
-    if matrices:
+    if is_matmul:
         terms = x.shape[-1]
-    lost = gamma((2 * terms + 8) * symbols.order, dtype) * moving
-    lost = lost + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
-    # Underflow: every product of every generator may lose the smallest normal number.
+    rounding = gamma((2 * terms + 8) * symbols.order, dtype) * radius
+    rounding = rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
+    # Underflow: every product of every coefficient may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
-    under = 8 * count * terms * tiny(dtype) * sizes
+    underflow = 8 * count * terms * tiny(dtype) * sizes
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    slack = slack + lost + under + gamma(4, DOUBLE) * shift.abs()
-    slack = up(slack, terms + 16)
-    centre = f(x.centre, y.centre) - f(x.aside, y.aside)
+    slack = slack + rounding + underflow + gamma(4, DOUBLE) * shift.abs()
+    slack = round_up(slack, terms + 16)
+    centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx c_y + c_x dy, a product of matrices."""
-    x_centre = x.middle.to(x.symbols.dtype)
-    y_centre = y.middle.to(x.symbols.dtype)
-    y.whole()
-    affine.align(x, y)
-    x_rows, blocks = x.by_row().map_rows(lambda t: _rows_times(t, y_centre))
-    y_rows = _times_rows(x_centre, y.dense)
+    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones and blocks."""
+    x_centre = x.shifted_centre.to(x.symbols.dtype)
+    y_centre = y.shifted_centre.to(x.symbols.dtype)
+    y.make_dense()
+    affine.align_blocks(x, y)
+    x_rows, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
+    y_rows = _times_stack(x_centre, y.dense)
     if len(x_rows) < len(y_rows):
         x_rows, y_rows = y_rows, x_rows
     x_rows[: len(y_rows)] += y_rows
@@ -181,12 +186,12 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 
 
 def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx c_y + c_x dy, entry by entry."""
-    x_centre = x.middle.to(x.symbols.dtype)
-    y_centre = y.middle.to(x.symbols.dtype)
-    affine.align(x, y)
-    x_blocks = [block.map_rows(lambda t: t * y_centre) for block in x.blocks]
-    y_blocks = [block.map_rows(lambda t: t * x_centre) for block in y.blocks]
+    """Return the coefficients of dx c_y + c_x dy, entry by entry: dense ones and blocks."""
+    x_centre = x.shifted_centre.to(x.symbols.dtype)
+    y_centre = y.shifted_centre.to(x.symbols.dtype)
+    affine.align_blocks(x, y)
+    x_blocks = [block.map_coefficients(lambda t: t * y_centre) for block in x.blocks]
+    y_blocks = [block.map_coefficients(lambda t: t * x_centre) for block in y.blocks]
     if len(x.dense) >= len(y.dense):
         dense = x.dense * y_centre
         dense[: len(y.dense)].addcmul_(y.dense, x_centre)
@@ -196,127 +201,149 @@ def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     return dense, join_blocks(x_blocks, y_blocks, torch.add)
 
 
-def _remainder(
-    x: Form, y: Form, f: Bilinear, worth: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bound dx dy around the middles, at order 2 without the product of the linear parts.
+class Remainder(NamedTuple):
+    """dx dy, at order 2 without the product of the linear parts: shift +- radius.
 
-    Returns the middle and the radius of its range, and a mask of the entries whose product of the
-    linear parts was left out (None for all). Radii below `worth` in sum get no further work.
+    Attributes:
+        shift, radius: (*shape).
+        keeps_product: mask of the entries for which coefficients hold the product of the linear
+            parts; for the others the radius has it. None for all.
+    """
+
+    shift: Tensor
+    radius: Tensor
+    keeps_product: Tensor | None
+
+
+def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
+    """Bound dx dy around shifted centres; radii below `worthwhile` in sum get no further work.
+
+    With dx = L_x + R_x and dy = L_y + R_y, L linear in the input: the sum of the bounds of L_x L_y
+    (at order 1), L_x R_y, R_x L_y and R_x R_y, or by polarisation where that is less.
     """
     order = x.symbols.order
-    matrices = f is torch.matmul
-    x_sizes = (x.sizes.linear, x.rest)
-    y_sizes = (y.sizes.linear, y.rest)
-    if matrices:
-        x_lengths = lengths(x, -1, around=x.aside)
-        y_lengths = lengths(y, -2, around=y.aside)
-    # L_x L_y (at order 1), L_x R_y, R_x L_y and R_x R_y.
+    is_matmul = f is torch.matmul
+    x_radii = (x.radii.linear, x.rest_radius)
+    y_radii = (y.radii.linear, y.rest_radius)
+    if is_matmul:
+        x_lengths = bound_lengths(x, -1, around=x.centre_shift)
+        y_lengths = bound_lengths(y, -2, around=y.centre_shift)
     none = torch.zeros((), dtype=DOUBLE, device=x.device)
     radius = none
+    # (0, 0) is L_x L_y, (0, 1) is L_x R_y and so on; order 2 begins with the second.
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
-        part = f(x_sizes[i], y_sizes[j])
-        if matrices:
+        part = f(x_radii[i], y_radii[j])
+        if is_matmul:
             part = torch.minimum(part, x_lengths[i] * y_lengths[j])
         radius = radius + part
-    # Products of matrices at order 2 gain too little from more work.
-    if not radius.sum() > worth or matrices == (order == 2):
-        return none, radius, None
-    if matrices:
-        least, most = _polarise_matrices(x, y)
+    # Products of matrices at order 2 gain too little from more work, those of entries at order 1.
+    if not radius.sum() > worthwhile or is_matmul == (order == 2):
+        return Remainder(none, radius, None)
+    if is_matmul:
+        below, above = _polarise_matrices(x, y)
     else:
-        least, most = _polarise_entries(x, y)
-    better = least + most < 2 * radius
-    radius = torch.where(better, up((most + least) / 2), radius)
-    middle = torch.where(better, (most - least) / 2, 0.0)
-    return middle, radius, ~better
+        below, above = _polarise_entries(x, y)
+    is_better = below + above < 2 * radius
+    radius = torch.where(is_better, round_up((above + below) / 2), radius)
+    shift = torch.where(is_better, (above - below) / 2, 0.0)
+    return Remainder(shift, radius, ~is_better)
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0: dx dy around the middles lies in [-l, m], entry by entry; order 2."""
-    s = (x.sizes.linear + x.rest).clamp_min(_STILL).reciprocal()
-    t = (y.sizes.linear + y.rest).clamp_min(_STILL).reciprocal()
-    u = affine.scale(_subtract_middle(x), s)
-    v = affine.scale(_subtract_middle(y), t)
-    # 4 s t dx dy = (u + v)^2 - (u - v)^2
-    total = _reach(affine.add(u, v))
-    difference = _reach(affine.sub(u, v))
-    most = up(total.square() / (4 * s * t))
-    least = up(difference.square() / (4 * s * t))
-    return least, most
+    """Return l, m >= 0: dx dy around shifted centres lies in [-l, m], entry by entry; order 2.
+
+    With u = s dx and v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t).
+    """
+    # The reciprocals of the radii, so that u and v are of one size.
+    s = (x.radii.linear + x.rest_radius).clamp_min(_STILL).reciprocal()
+    t = (y.radii.linear + y.rest_radius).clamp_min(_STILL).reciprocal()
+    u = affine.scale(_subtract_centre(x), s)
+    v = affine.scale(_subtract_centre(y), t)
+    of_sum = _bound_size(affine.add(u, v))
+    of_difference = _bound_size(affine.sub(u, v))
+    above = round_up(of_sum.square() / (4 * s * t))
+    below = round_up(of_difference.square() / (4 * s * t))
+    return below, above
 
 
-def _subtract_middle(x: Form) -> Form:
-    slack = x.slack + gamma(4, DOUBLE) * x.aside.abs()
-    return Form(-x.aside, x.dense, slack, x.symbols, blocks=x.blocks)
+def _subtract_centre(x: Form) -> Form:
+    """Return x minus its shifted centre."""
+    slack = x.slack + gamma(4, DOUBLE) * x.centre_shift.abs()
+    return Form(-x.centre_shift, x.dense, slack, x.symbols, blocks=x.blocks)
 
 
-def _reach(x: Form) -> Tensor:
+def _bound_size(x: Form) -> Tensor:
+    """Return the largest absolute value of every entry."""
     low, high = x.range()
     return torch.maximum(-low, high)
 
 
 def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1."""
+    """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1.
+
+    With u = s dx and v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t), so that l is the sum
+    over j of max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m that of u + v.
+    """
     symbols = x.symbols
     n = symbols.n
     dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
-    # Any scales are valid: those that are the radii, of what moves at all, leave least.
-    s = (x.mass + x.slack).clamp_min(_STILL)
+    # Any scales are valid: the reciprocals of the radii leave least.
+    s = (x.symbol_radius + x.slack).clamp_min(_STILL)
     s = s.to(dtype).reciprocal()
-    t = (y.mass + y.slack).clamp_min(_STILL)
+    t = (y.symbol_radius + y.slack).clamp_min(_STILL)
     t = t.to(dtype).reciprocal()
-    u = _scale_rows(x.dense, s, rows).transpose(-3, -2)
+    u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
     u = u.flatten(0, -3)  # (b j, i, rows)
-    v = _scale_rows(y.dense, t, rows).flatten(0, -3)  # (b j, d, rows)
+    v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, rows)
     shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])  # (*b, j, i, d)
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
-    # Slack, and errors that only x has: they act on both in the same way.
-    errors = symbols.sizes(x.dense[:0], x.blocks).errors + x.slack
-    alone = errors.mT[..., :, None] * s
-    alone = alone + y.slack[..., None, :] * t
+    # Slack, and errors that only x has, are independent: their sizes add up for both signs.
+    errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
+    independent = errors.mT[..., :, None] * s
+    independent = independent + y.slack[..., None, :] * t
 
-    def bound_square(v: Tensor) -> Tensor:
-        """Bound the sum over j of a b (u - v)^2 / 4."""
-        reach = _distance(symbols, u[..., :n], v[..., :n])
-        reach = reach + _one_norm_distance(u[..., n:], v[..., n:])
+    def bound_squares(v: Tensor) -> Tensor:
+        """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d)."""
+        size = _bound_differences(symbols, u[..., :n], v[..., :n])
+        size = size + _one_norm_distance(u[..., n:], v[..., n:])
         # The roundings of a sum, and of u and v, each of which is about 1 in all.
-        under = 4 * (rows * tiny(dtype)) ** 0.5
-        reach = reach * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + under
-        reach = up(reach.view(shape) + alone)
-        squares = reach.square() / (4 * s * t)
-        return up(squares.sum(-3), shape[-3] + 32)
+        underflow = 4 * (rows * tiny(dtype)) ** 0.5
+        size = size * (1 + gamma(rows + 8, dtype)) + gamma(16, dtype) + underflow
+        size = round_up(size.view(shape) + independent)
+        squares = size.square() / (4 * s * t)
+        return round_up(squares.sum(-3), shape[-3] + 32)
 
-    return bound_square(v), bound_square(-v)
+    return bound_squares(v), bound_squares(-v)
 
 
-def _scale_rows(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
-    """Return scaled coefficients with the rows last, and as many as `rows`."""
+def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
+    """Return coefficients times scale, (*shape, rows), with zeros up to so many rows."""
     scaled = dense.movedim(0, -1) * scale[..., None]
     return F.pad(scaled, (0, rows - len(dense)))
 
 
-def _distance(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
-    """Return how far the linear parts u - v of all pairs of rows can move."""
+def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
+    """Return max |(u_i - v_d) . e| over the inputs e of the ball, (b, i, d); u is (b, i, n)."""
     if symbols.norm == "linf":
         return _one_norm_distance(u, v)
     if symbols.norm == "l2":
         return torch.cdist(u, v, 2.0, "donot_use_mm_for_euclid_dist").to(DOUBLE)
-    distances = []
-    for some, others in zip(u, v, strict=True):  # one matrix at a time: they are large
-        gap = some[:, None] - others
-        distances.append(symbols.sum_groups(gap.abs().movedim(-1, 0)))
-    return torch.stack(distances)
+    sizes = []
+    for u_matrix, v_matrix in zip(u, v, strict=True):  # one matrix at a time: they are large
+        difference = u_matrix[:, None] - v_matrix  # (i, d, n)
+        sizes.append(symbols.maximise_over_words(difference.abs().movedim(-1, 0)))
+    return torch.stack(sizes)
 
 
 def _one_norm_distance(u: Tensor, v: Tensor) -> Tensor:
+    """Return ||u_i - v_d||_1 of all pairs of rows, (b, i, d)."""
     return torch.cdist(u, v, 1.0).to(DOUBLE)
 
 
-def _average(x: Form, y: Form) -> Form | None:
-    """Return x @ y for weights x in [0, 1] at order 1; None, for `_product`, as `_share` says.
+def _average_values(x: Form, y: Form) -> Form | None:
+    """Return x @ y for weights x in [0, 1] at order 1; None where `_share_products` is None.
 
     With m -+ r the range of x and c the centre of y, x y = m y + (x - m) c + (x - m) (y - c). With
     y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, the last term is the sum of r_ij g_sj
@@ -324,187 +351,205 @@ def _average(x: Form, y: Form) -> Form | None:
     """
     keys = x.shape[-1]
     low, high = x.range()
-    middle = (low + high) / 2
-    radius = up(torch.maximum(high - middle, middle - low))
-    moving = up(radius @ (y.mass + y.slack), keys)
-    worth = _WORTH * (middle @ y.centre.abs()).sum()
-    shared = _share(x.symbols, [(radius, y.whole().dense)], moving, worth)
+    m = (low + high) / 2
+    r = round_up(torch.maximum(high - m, m - low))
+    radius = round_up(r @ (y.symbol_radius + y.slack), keys)
+    worthwhile = _WORTH * (m @ y.centre.abs()).sum()
+    shared = _share_products(x.symbols, [(r, y.make_dense().dense)], radius, worthwhile)
     if shared is None:
         return None
     block, slack = shared
-    # m y + (x - m) c.
-    of_values = affine.linear_map(y, lambda t, w: w @ t, middle, roundings=keys + 1)
+    # m y and (x - m) c.
+    of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
-        affine.sub(x, middle), torch.matmul, y.centre, roundings=keys + 1, within="rows"
+        affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, within="rows"
     )
     total = affine.add(of_values, of_weights)
     blocks = (*total.blocks, block)
-    return Form(total.centre, total.dense, up(total.slack + slack), x.symbols, blocks=blocks)
+    slack = round_up(total.slack + slack)
+    return Form(total.centre, total.dense, slack, x.symbols, blocks=blocks)
 
 
-def _share_rest(x: Form, y: Form, worth: Tensor) -> tuple[ErrorBlock, Tensor] | None:
-    """Return symbols and slack of R_x L_y + (L_x + R_x) R_y for weights x; None as in `_share`."""
+def _share_rest(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
+    """Return symbols and slack of R_x L_y + (L_x + R_x) R_y for weights x, order 2.
+
+    None as in `_share_products`.
+    """
     symbols = x.symbols
-    whole = up(x.sizes.linear + x.rest)
-    pairs = [(x.rest, y.dense[: symbols.n]), (whole, y.dense[symbols.first_error :])]
-    moving = up(x.rest @ y.sizes.linear + whole @ y.rest, x.shape[-1])
-    return _share(symbols, pairs, moving, worth)
+    x_radius = round_up(x.radii.linear + x.rest_radius)
+    y_linear = y.dense[: symbols.n]
+    y_errors = y.dense[symbols.first_error :]
+    pairs = [(x.rest_radius, y_linear), (x_radius, y_errors)]
+    radius = x.rest_radius @ y.radii.linear + x_radius @ y.rest_radius
+    return _share_products(symbols, pairs, round_up(radius, x.shape[-1]), worthwhile)
 
 
-def _share(
-    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], moving: Tensor, worth: Tensor
+def _share_products(
+    symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], radius: Tensor, worthwhile: Tensor
 ) -> tuple[ErrorBlock, Tensor] | None:
-    """Return symbols for the largest products r_ij g_sj, which act on all channels, and slack.
+    """Return symbols for the largest products r_ij g_sj, and slack for the others.
 
-    None where they are few, less than `worth` in sum, or the pass is to spare symbols. The
-    coordinates of balls other than boxes are not all at their largest at once, which such symbols
-    forget: they make passes over these balls looser.
+    A symbol acts on all channels d of a row i: r_ij is the radius of an attention weight, and
+    g_sjd how symbol s moves the value of key j. None where there is room for few, where all are
+    less than `worthwhile` in sum, or where the pass is to add few symbols. Balls other than boxes
+    get none: their coordinates are not all at their largest at once, which such symbols forget.
 
     Args:
         symbols: of the pass.
         pairs: one or two of radii r, (*b, i, j), and coefficients g, (rows, *b, j, d).
-        moving: (*b, i, d), no less than the sum of all sizes, and of what else becomes slack.
-        worth: of the sum of `moving`.
+        radius: (*b, i, d), no less than the sum of all products, and of what else becomes slack.
+        worthwhile: of the sum of `radius`.
     """
     dtype = symbols.dtype
     queries, keys = pairs[0][0].shape[-2:]
-    width = moving.shape[-1]
-    heads = moving.shape[:-2].numel()
+    width = radius.shape[-1]
+    heads = radius.shape[:-2].numel()
     # Every row of every head gets so many symbols: few where there are many rows to mix later.
     room = _ROOM // (heads * queries * heads * keys * width)
     layers = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
-    if symbols.norm != "linf" or layers <= width or not worth < moving.sum() < math.inf:
+    if symbols.norm != "linf" or layers <= width or not worthwhile < radius.sum() < math.inf:
         return None
-    if symbols.order == 1 and not symbols.rich:  # at order 2 there are many without these
-        symbols.spared = True
+    if symbols.order == 1 and not symbols.many_symbols:  # at order 2 there are many without these
+        symbols.skipped_symbols = True
         return None
 
     radii = []
     stacks = []
     sizes = []
-    for radius, coefficients in pairs:
-        r = cast_up(radius, dtype).reshape(heads, queries, keys)
+    for radius_of_weight, coefficients in pairs:
+        r = cast_up(radius_of_weight, dtype).reshape(heads, queries, keys)
         g = coefficients.movedim(0, -3).reshape(heads, len(coefficients), keys, width)
         # |r_ij| sum_d |g_sjd|, (heads, queries, rows, keys).
         size = torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r)
         radii.append(r)
         stacks.append(g)
         sizes.append(size)
-    by_query = torch.cat(sizes, 2).flatten(2)
-    largest = by_query.topk(layers, sorted=False).indices
-    # The rows g_sj of the largest products, and their radii: those of the second pair come last.
-    places = largest.flatten(1)[..., None].expand(-1, -1, width)
-    rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, places)
+    # Products (s, j) of both pairs, one after the other.
+    size_of_product = torch.cat(sizes, 2).flatten(2)
+    largest = size_of_product.topk(layers, sorted=False).indices  # (heads, queries, layers)
+    # Their g_sj, (heads, queries, layers, width).
+    index = largest.flatten(1)[..., None].expand(-1, -1, width)
+    rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, index)
     rows = rows.view(*largest.shape, width)
-    of_second_pair = largest >= keys * stacks[0].shape[1]
-    columns = largest % keys + keys * of_second_pair
-    radius_of_row = torch.cat(radii, -1).gather(-1, columns)
+    # Their r_ij: the radii of the second pair come behind those of the first.
+    is_of_second_pair = largest >= keys * stacks[0].shape[1]
+    column = largest % keys + keys * is_of_second_pair
+    radius_of_row = torch.cat(radii, -1).gather(-1, column)
     products = rows * radius_of_row[..., None]
     products = products.movedim(-2, 0)
-    block = symbols.birth_shared(products.reshape(layers, *moving.shape))
+    block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
 
-    moved = block.rows.to(DOUBLE).abs().sum(0)
-    slack = (moving - moved).clamp_min(0.0)
-    # The radii, and their products with the rows, were rounded: by a share of all that moves.
+    of_block = block.coefficients.to(DOUBLE).abs().sum(0)
+    slack = (radius - of_block).clamp_min(0.0)
+    # The radii, and their products with the rows, were rounded: by a share of the whole radius.
     rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
-    return block, slack + rounding * moving + 4 * layers * tiny(dtype)
+    return block, slack + rounding * radius + 4 * layers * tiny(dtype)
 
 
-def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply two stacks, one of which has one row."""
+def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:
+    """Return the products of the matrices of two stacks, one of which has one matrix."""
     if len(y) == 1:
-        return _rows_times(x, y[0])
-    return _times_rows(x[0], y)
+        return _stack_times(x, y[0])
+    return _times_stack(x[0], y)
 
 
-def _rows_times(rows: Tensor, y: Tensor) -> Tensor:
-    """Return rows (r, *b, i, k) @ y (*b, k, j), as products of tall matrices."""
-    tall = rows.movedim(0, -3)
+def _stack_times(stack: Tensor, y: Tensor) -> Tensor:
+    """Return stack (rows, *b, i, k) @ y (*b, k, j), as products of tall matrices: faster."""
+    tall = stack.movedim(0, -3)
     product = tall.flatten(-3, -2) @ y
     return torch.unflatten(product, -2, tall.shape[-3:-1]).movedim(-3, 0)
 
 
-def _times_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x (*b, i, k) @ rows (r, *b, k, j), as products with wide matrices."""
-    wide = rows.movedim(0, -2)
+def _times_stack(x: Tensor, stack: Tensor) -> Tensor:
+    """Return x (*b, i, k) @ stack (rows, *b, k, j), as products with wide matrices: faster."""
+    wide = stack.movedim(0, -2)
     product = x @ wide.flatten(-2)
     return torch.unflatten(product, -1, wide.shape[-2:]).movedim(-2, 0)
 
 
-def _shift_values(product: Form, x: Form, kappa: Tensor) -> Form:
-    """Add (1 - sum_k x_k) kappa, which is zero: the errors are then those of V - kappa."""
+def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
+    """Add (1 - sum_k x_k) constant, which is zero for weights x: rows sum to one.
+
+    P V = P (V - constant) + constant: errors of P then act on V - constant, which is smaller.
+
+    Args:
+        product: P V; its coefficients are changed in place.
+        x: P, (*b, i, k).
+        constant: (*b, i, d), about the mean of V in each row.
+    """
     dtype = product.symbols.dtype
     keys = x.shape[-1]
-    rounded = kappa.to(dtype)  # any constant is valid
-    kappa = rounded.to(DOUBLE)
-    row_sums, of_blocks = x.map_rows(lambda t: t.sum(-1, keepdim=True))
+    rounded = constant.to(dtype)  # any constant is valid
+    constant = rounded.to(DOUBLE)
+    row_sums, block_sums = x.map_coefficients(lambda t: t.sum(-1, keepdim=True))
     product.dense[: len(row_sums)] -= row_sums * rounded
-    removed = [block.map_rows(lambda t: -t * rounded) for block in of_blocks]
+    removed = [block.map_coefficients(lambda t: -t * rounded) for block in block_sums]
     blocks = join_blocks(product.blocks, removed, torch.add)
     total = x.centre.sum(-1, keepdim=True)
-    centre = product.centre + (1 - total) * kappa
-    kappa = kappa.abs()
-    moving = x.mass.sum(-1, keepdim=True) * kappa
+    centre = product.centre + (1 - total) * constant
+    constant = constant.abs()
+    # Rounding is a share of the radius of what was added, in the coefficients' dtype, and of the
+    # size of centres, in float64.
+    radius = x.symbol_radius.sum(-1, keepdim=True) * constant
     size = 1 + x.centre.abs().sum(-1, keepdim=True)
-    still = size * kappa + product.centre.abs()
-    slack = product.slack + x.slack.sum(-1, keepdim=True) * kappa
-    slack = slack + gamma(keys + 4, dtype) * moving + gamma(keys + 8, DOUBLE) * still
-    slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + kappa)
-    return Form(centre, product.dense, up(slack, keys + 8), product.symbols, blocks=blocks)
+    size = size * constant + product.centre.abs()
+    slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
+    slack = slack + gamma(keys + 4, dtype) * radius + gamma(keys + 8, DOUBLE) * size
+    slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + constant)
+    return Form(centre, product.dense, round_up(slack, keys + 8), product.symbols, blocks=blocks)
 
 
 def einsum(equation: str, *operands: Any) -> Any:
     """Return sums of products of two operands by names of axes, as one matmul."""
     if isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    inputs, arrow, wanted = equation.replace(" ", "").partition("->")
-    a, comma, b = inputs.partition(",")
-    once = all(len(set(axes)) == len(axes) for axes in (a, b, wanted))
-    complete = arrow and comma and once
-    if len(operands) != 2 or not complete or set(wanted) - set(a + b):
+    inputs, arrow, result_axes = equation.replace(" ", "").partition("->")
+    x_axes, comma, y_axes = inputs.partition(",")
+    is_complete = bool(arrow and comma) and len(operands) == 2
+    has_no_repeats = all(len(set(axes)) == len(axes) for axes in (x_axes, y_axes, result_axes))
+    if not is_complete or not has_no_repeats or set(result_axes) - set(x_axes + y_axes):
         raise NoRuleError(f"einsum of {equation}")
     # Axes that nothing else has are summed first: what is left is a batch of matrices.
-    x, a = _sum_out(operands[0], a, b + wanted)
-    y, b = _sum_out(operands[1], b, a + wanted)
-    batch = [axis for axis in a if axis in b and axis in wanted]
-    inner = [axis for axis in a if axis in b and axis not in wanted]
-    rows = [axis for axis in a if axis not in b]
-    columns = [axis for axis in b if axis not in a]
-    left = _fold(x, a, batch, rows, inner)
-    right = _fold(y, b, batch, inner, columns)
+    x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes)
+    y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes)
+    shared = [axis for axis in x_axes if axis in y_axes]
+    batch = [axis for axis in shared if axis in result_axes]
+    contracted = [axis for axis in shared if axis not in result_axes]
+    rows = [axis for axis in x_axes if axis not in y_axes]
+    columns = [axis for axis in y_axes if axis not in x_axes]
+    left = _fold_axes(x, x_axes, batch, rows, contracted)
+    right = _fold_axes(y, y_axes, batch, contracted, columns)
     product = left @ right
 
-    sizes = dict(zip(a, x.shape, strict=True))
-    sizes |= zip(b, y.shape, strict=True)
+    sizes = dict(zip(x_axes, x.shape, strict=True))
+    sizes |= zip(y_axes, y.shape, strict=True)
     order = batch + rows + columns
     product = product.reshape([sizes[axis] for axis in order])
-    return product.permute([order.index(axis) for axis in wanted])
+    return product.permute([order.index(axis) for axis in result_axes])
 
 
 def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
-    """Sum over the axes that `others` does not have; return the axes that are left."""
+    """Sum over the axes that `others` does not have; return the result and its axes."""
     summed = [place for place, axis in enumerate(axes) if axis not in others]
     if not summed:
         return t, axes
     return t.sum(summed), "".join(axis for axis in axes if axis in others)
 
 
-def _fold(t: Any, axes: str, batch: list[str], *groups: list[str]) -> Any:
-    """Move the axes of the batch to the front, and make one axis of each of the groups."""
-    t = t.permute([axes.index(axis) for axis in (*batch, *groups[0], *groups[1])])
-    shape = list(t.shape[: len(batch)])
-    place = len(batch)
-    for group in groups:
-        shape.append(t.shape[place : place + len(group)].numel())
-        place += len(group)
-    return t.reshape(shape)
+def _fold_axes(t: Any, axes: str, batch: list[str], rows: list[str], columns: list[str]) -> Any:
+    """Return matrices (*batch, rows, columns), with one axis for all rows and all columns."""
+    t = t.permute([axes.index(axis) for axis in (*batch, *rows, *columns)])
+    first_column = len(batch) + len(rows)
+    batch_shape = t.shape[: len(batch)]
+    row_count = t.shape[len(batch) : first_column].numel()
+    return t.reshape(*batch_shape, row_count, t.shape[first_column:].numel())
 
 
 def addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
     """Return beta input + alpha mat1 @ mat2."""
-    mat1, mat2 = affine.make_moving(input, mat1, mat2)
+    mat1, mat2 = affine.lift_first(input, mat1, mat2)
     product: Any = mat1 @ mat2
     if alpha != 1:
         product = product * alpha

@@ -23,15 +23,15 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipaudit.theory import NODES
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.problem import Problem, problem_of, restrict_to_face
-from lipaudit.wings.certificates.symbols import DOUBLE, gamma, tiny, up
+from lipaudit.wings.certificates.problem import Problem, make_problem, restrict_to_face
+from lipaudit.wings.certificates.symbols import DOUBLE, gamma, round_up, tiny
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -62,186 +62,220 @@ class Nodes:
         return Nodes(self.which[index], self.state[index], self.y[:, index])
 
     def prove(self, problem: Problem, margins: Tensor) -> bool:
-        """Say whether the parts, at their multipliers, prove margins on the whole ball.
+        """Return whether the parts, at their multipliers, prove margins on the whole ball.
 
         Args:
             problem: the problem in float64.
             margins: indices of the margins.
         """
-        known = self[torch.isin(self.which, margins)]
-        proven = [known[:0]]
-        for i in range(0, len(known), BATCH):
-            some = known[i : i + BATCH]
-            proven.append(some[prove_bounds(problem, some) > 0])
+        nodes = self[torch.isin(self.which, margins)]
+        proven = [nodes[:0]]
+        for i in range(0, len(nodes), BATCH):
+            batch = nodes[i : i + BATCH]
+            proven.append(batch[prove_bounds(problem, batch) > 0])
         parts = join_nodes(proven)
         for margin in margins.tolist():
-            of_margin = parts.state[parts.which == margin]
-            if not _cover(of_margin):
+            states = parts.state[parts.which == margin]
+            if not _covers_ball(states):
                 return False
         return True
 
     def floor(self) -> Tensor:
         """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
-        free = torch.stack([self.state == -1, self.state == 1])
-        return torch.zeros_like(self.y).masked_fill_(free, -torch.inf)
+        # Where z <= 0 is known, h = 0 is an equation; where z >= 0 is known, z - h = 0 is one.
+        is_equation = torch.stack([self.state == -1, self.state == 1])
+        return torch.zeros_like(self.y).masked_fill_(is_equation, -torch.inf)
 
     def feasible(self) -> Tensor:
-        """Return the multipliers with those of inequalities >= 0."""
+        """Return the nearest allowed multipliers: those of inequalities are >= 0."""
         return torch.maximum(self.y, self.floor())
 
 
-def _cover(state: Int[Tensor, "b k"]) -> bool:
-    """Say whether parts cover the ball: one is all of it, or both sides of a ReLU are covered."""
+def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
+    """Return whether parts with these signs of ReLUs cover the ball.
+
+    They do if one is the whole ball, or if all split a ReLU and cover both sides.
+    """
     if (state == 0).all(1).any():
         return True
     is_split = (state != 0).all(0)
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
         return False
-    unit = split[0]
-    signs = state[:, unit]
-    others = torch.arange(state.shape[1], device=state.device) != unit
-    rest = state[:, others]
-    return _cover(rest[signs == 1]) and _cover(rest[signs == -1])
+    relu = split[0]
+    signs = state[:, relu]
+    is_other = torch.arange(state.shape[1], device=state.device) != relu
+    others = state[:, is_other]
+    return _covers_ball(others[signs == 1]) and _covers_ball(others[signs == -1])
 
 
-def join_nodes(nodes: list[Nodes]) -> Nodes:
+def join_nodes(groups: list[Nodes]) -> Nodes:
     """Return the nodes of several groups as one group."""
     return Nodes(
-        torch.cat([each.which for each in nodes]),
-        torch.cat([each.state for each in nodes]),
-        torch.cat([each.y for each in nodes], 1),
+        torch.cat([nodes.which for nodes in groups]),
+        torch.cat([nodes.state for nodes in groups]),
+        torch.cat([nodes.y for nodes in groups], 1),
     )
 
 
-def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
+def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     """Return the lower bound of every node, up to rounding, and the coefficients (b, columns)."""
-    table = _table(problem, nodes.state)
-    value, t, _ = _evaluate(problem, nodes.which, nodes.feasible(), table)
-    return value, t
+    evaluation = _evaluate(
+        problem, nodes.which, nodes.feasible(), _find_effects(problem, nodes.state)
+    )
+    return evaluation.bounds, evaluation.coefficients
 
 
 def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     """Return lower bounds that rounding cannot raise above the true minimum (problem in float64).
 
-    The sum of the sizes of all that is added up, times gamma of the longest chain of roundings, is
-    taken off. w and v are rounded themselves: by few units of what is multiplied.
+    A sum of n terms is off by gamma_n of the sum of their absolute values: that is taken off.
     """
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
-    value, _ = bound(problem, nodes)
-    margins, units = problem.sizes
+    bounds, _ = bound_nodes(problem, nodes)
     multipliers = nodes.feasible().abs().sum(0)
-    size = margins[nodes.which] + multipliers @ units
-    roundings = sum(problem.units.slopes.shape) + 64
-    return value - up(gamma(roundings, DOUBLE) * size, roundings)
+    size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
+    # The longest sums are over ReLUs and over columns; the coefficients themselves are rounded.
+    roundings = sum(problem.relus.slopes.shape) + 64
+    return bounds - round_up(gamma(roundings, DOUBLE) * size, roundings)
 
 
-def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
-    """Return whole balls: for every ReLU the closer of its lower lines, last layer first.
+def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
+    """Return whole balls with the multipliers of one pass backwards, last layer first.
 
-    A positive coefficient of eps_k means that the lower side of the ReLU is used: a multiplier of
-    the line h >= 0 or h >= z that has the smaller area below cancels it.
+    A positive coefficient of eps_k means that the lower side of the ReLU is used: a multiplier
+    cancels it, of the line h >= 0 or h >= z that has the smaller area below.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
     state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
     for depth in sorted(set(problem.depth.tolist()), reverse=True):
         layer = (problem.depth == depth).nonzero()[:, 0]
-        _, t = bound(problem, Nodes(which, state, y))
-        coefficients = t[:, problem.columns[layer]]
-        cancel = coefficients.clamp_min(0) / problem.offset[layer]
-        flat = problem.slope[layer] < 0.5
-        y[0, :, layer] = torch.where(flat, cancel, 0.0)
-        y[1, :, layer] = torch.where(flat, 0.0, cancel)
+        _, coefficients = bound_nodes(problem, Nodes(which, state, y))
+        of_errors = coefficients[:, problem.columns[layer]]
+        # Each multiplier adds -m to the coefficient of eps.
+        multiplier = of_errors.clamp_min(0) / problem.offset[layer]
+        is_flat = problem.slope[layer] < 0.5
+        y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
+        y[1, :, layer] = torch.where(is_flat, 0.0, multiplier)
     return Nodes(which, state, y)
 
 
 def ascend(
     problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = float("inf")
 ) -> tuple[Float[Tensor, " b"], Nodes]:
-    """Move the multipliers up the bound, and return the best of each node.
+    """Raise the bounds by moving the multipliers; return the best bound and multipliers of each.
 
     Adam along the supergradient, back to what is allowed after every step, with a rate that falls
     to a tenth. Ends early where all bounds are positive, or at a time of `time.monotonic`.
     """
-    units = problem.units
-    table = _table(problem, nodes.state)
+    relus = problem.relus
+    effects = _find_effects(problem, nodes.state)
     floor = nodes.floor()
     y = nodes.feasible()
     best = y.new_full(y.shape[1:2], -torch.inf)
     best_y = y
-    first = torch.zeros_like(y)
-    second = torch.zeros_like(y)
+    mean_gradient = torch.zeros_like(y)
+    mean_square = torch.zeros_like(y)
     for step in range(steps + 1):
-        value, t, w = _evaluate(problem, nodes.which, y, table)
-        better = value > best
-        best = torch.where(better, value, best)
-        best_y = torch.where(better[:, None], y, best_y)
+        bounds, coefficients, on_z = _evaluate(problem, nodes.which, y, effects)
+        is_better = bounds > best
+        best = torch.where(is_better, bounds, best)
+        best_y = torch.where(is_better[:, None], y, best_y)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
         # A supergradient: what the multipliers add at the symbols -e that attain the minimum.
-        e = _find_maximum(problem, t)
-        of_z = units.centre - w.sign() * units.spread - e @ units.slopes.mT
-        of_error = 1 - e[:, problem.columns]
-        slope = table[0] * of_z + table[1] * of_error
-        first.lerp_(slope, 1 - _DECAY[0])
-        second.lerp_(slope.square_(), 1 - _DECAY[1])
+        e = _find_maximum(problem, coefficients)
+        z = relus.centre - on_z.sign() * relus.spread - e @ relus.slopes.mT
+        error = 1 - e[:, problem.columns]
+        gradient = effects.on_z * z + effects.on_error * error
+        mean_gradient.lerp_(gradient, 1 - _DECAY[0])
+        mean_square.lerp_(gradient.square_(), 1 - _DECAY[1])
         # Both means begin at zero: Adam divides by what they lack.
-        missing_first = 1 - _DECAY[0] ** (step + 1)
-        missing_second = 1 - _DECAY[1] ** (step + 1)
-        size = (second / missing_second).sqrt_().add_(1e-8)
-        pace = rate * (1 - 0.9 * step / steps) / missing_first
-        y = torch.addcdiv(y, first, size, value=pace)
+        correction = 1 - _DECAY[0] ** (step + 1)
+        square_correction = 1 - _DECAY[1] ** (step + 1)
+        size = (mean_square / square_correction).sqrt_().add_(1e-8)
+        step_size = rate * (1 - 0.9 * step / steps) / correction
+        y = torch.addcdiv(y, mean_gradient, size, value=step_size)
         y = torch.maximum(y, floor)
     return best, replace(nodes, y=best_y)
 
 
-def _find_maximum(problem: Problem, t: Tensor) -> Tensor:
-    """Return e, where -e are the symbols at which rows of coefficients t are least."""
+def _find_maximum(problem: Problem, coefficients: Tensor) -> Tensor:
+    """Return e (b, columns): -e are the symbols at which coefficients . symbols is least."""
     symbols = problem.symbols
-    e = t.sign()
-    of_inputs = t[:, : problem.inputs]
+    e = coefficients.sign()
+    of_inputs = coefficients[:, : problem.inputs]
     if symbols.norm == "l2":
         size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
-        e[:, : problem.inputs] = of_inputs / size.clamp_min(tiny(t.dtype))
+        e[:, : problem.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
     elif symbols.norm == "words":
-        # `find_ends` maximises: the words at which -t is largest are those at which t is least.
-        least = symbols.find_ends(-of_inputs.mT).mT
+        # The words at which -coefficients are largest are those at which coefficients are least.
+        least = symbols.find_best_words(-of_inputs.mT).mT
         e[:, : problem.inputs] = -least
     return e
 
 
-def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the multipliers add to z and to 1 + eps (table above), (2, b, k) each."""
+class Effects(NamedTuple):
+    """What a unit of each multiplier adds (table above), (2, b, k) each.
+
+    Attributes:
+        on_z: to the coefficient of z.
+        on_error: to the coefficient of 1 + eps.
+    """
+
+    on_z: Tensor
+    on_error: Tensor
+
+
+def _find_effects(problem: Problem, state: Tensor) -> Effects:
+    """Return what the multipliers add where ReLUs have these signs (table above)."""
     a = problem.slope
-    first = torch.where(state == 1, -1.0, -a)
-    second = torch.where(state == -1, 1.0, 1 - a)
-    unknown = torch.stack([state != 1, state != -1])
-    return torch.stack([first, second]), unknown * -problem.offset
+    first_on_z = torch.where(state == 1, -1.0, -a)
+    second_on_z = torch.where(state == -1, 1.0, 1 - a)
+    # The constraint of a known sign has no h, and so no eps.
+    has_h = torch.stack([state != 1, state != -1])
+    return Effects(torch.stack([first_on_z, second_on_z]), has_h * -problem.offset)
 
 
-def _evaluate(
-    problem: Problem, which: Tensor, y: Tensor, table: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bounds, the coefficients of the symbols, (b, columns), and w, those of every z."""
-    units = problem.units
+class Evaluation(NamedTuple):
+    """Margins plus multipliers times constraints, which are affine in the symbols.
+
+    Attributes:
+        bounds: (b,), their minima over all symbols.
+        coefficients: (b, columns), those of the symbols.
+        on_z: (b, k), those of the input z of each ReLU.
+    """
+
+    bounds: Tensor
+    coefficients: Tensor
+    on_z: Tensor
+
+
+def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> Evaluation:
+    """Bound margins `which` (b,) from below by multipliers y (2, b, k)."""
+    relus = problem.relus
     margins = problem.margins
     n = problem.inputs
-    w = (y * table[0]).sum(0)
-    v = (y * table[1]).sum(0)
-    t = torch.addmm(margins.slopes[which], w, units.slopes)
-    t.index_add_(1, problem.columns, v)
-    value = margins.centre[which] + w @ units.centre + v.sum(1)
-    spread = margins.spread[which] + w.abs() @ units.spread
-    value = value - spread
-    # Less the dual norm of the coefficients.
+    # margin + sum y constraint = margin + on_z . z + on_error . (1 + eps), z and eps in symbols.
+    on_z = (y * effects.on_z).sum(0)
+    on_error = (y * effects.on_error).sum(0)
+    coefficients = torch.addmm(margins.slopes[which], on_z, relus.slopes)
+    coefficients.index_add_(1, problem.columns, on_error)
+    constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
+    spread = margins.spread[which] + on_z.abs() @ relus.spread
+    bounds = constant - spread
+    # The minimum over the symbols: less the dual norm of the coefficients.
     if problem.symbols.norm == "linf":
-        return value - torch.linalg.vector_norm(t, 1, dim=1), t, w
+        bounds = bounds - torch.linalg.vector_norm(coefficients, 1, dim=1)
+        return Evaluation(bounds, coefficients, on_z)
+    of_inputs = coefficients[:, :n]
     if problem.symbols.norm == "words":
-        value = value - problem.symbols.sum_groups(-t[:, :n].mT).to(t)
+        bounds = bounds - problem.symbols.maximise_over_words(-of_inputs.mT).to(coefficients)
     else:
-        value = value - torch.linalg.vector_norm(t[:, :n], dim=1)
-    return value - torch.linalg.vector_norm(t[:, n:], 1, dim=1), t, w
+        bounds = bounds - torch.linalg.vector_norm(of_inputs, dim=1)
+    bounds = bounds - torch.linalg.vector_norm(coefficients[:, n:], 1, dim=1)
+    return Evaluation(bounds, coefficients, on_z)
 
 
 BATCH = 48
@@ -259,8 +293,8 @@ RATE = 0.2
 """Learning rate, as a share of the multipliers that the search begins with."""
 SHARE = 0.02
 """Share of the symbols that are searched over beside those in doubt (`restrict_to_face`)."""
-_LAST = (10.0, 3.0, 1.0, 0.3)
-"""Learning-rate factors used if every ReLU sign is fixed, when only a linear program remains."""
+_LAST_RATE_FACTORS = (10.0, 3.0, 1.0, 0.3)
+"""Factors of the learning rate that are tried in turn on parts in which every sign is known."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +306,7 @@ class Decision:
         bound: smallest margin over all parts: proven if certified; otherwise 0 or less, in single
             precision for open parts.
         nodes: number of examined parts.
-        units: number of ReLUs of unknown sign.
+        relus: number of ReLUs of unknown sign.
         limit: the reason for the end of the search: none, "nodes", "seconds" or "signs" (all signs
             are fixed).
         leaves: if certified, the parts with their multipliers; `decide` takes them again.
@@ -281,7 +315,7 @@ class Decision:
     certified: bool
     bound: float
     nodes: int
-    units: int
+    relus: int
     limit: str = ""
     leaves: Nodes | None = None
 
@@ -308,129 +342,156 @@ def decide(
     deadline = time.monotonic() + seconds
     low, _ = margins.range()
     low = low.nan_to_num(nan=-torch.inf)
-    whole = float(low.min())
-    if whole > 0:
-        return Decision(certified=True, bound=whole, nodes=0, units=0)
-    if not margins.symbols.units or whole == -float("inf"):
-        return Decision(certified=False, bound=whole, nodes=0, units=0, limit="signs")
-    # Margins that the forms prove need no search: only the open ones are branched on.
-    is_open = (low <= 0).nonzero()[:, 0]
-    exact = problem_of(margins)
-    units = len(exact.slope)
+    smallest = float(low.min())
+    if smallest > 0:
+        return Decision(certified=True, bound=smallest, nodes=0, relus=0)
+    if not margins.symbols.relu_calls or smallest == -float("inf"):
+        return Decision(certified=False, bound=smallest, nodes=0, relus=0, limit="signs")
+    problem = make_problem(margins)
+    relus = len(problem.slope)
     if leaves is not None:
-        covered = leaves.state.shape[1] == units and leaves.prove(exact, is_open)
-        return Decision(covered, whole, len(leaves), units, "" if covered else "nodes")
-    rough = exact.to(torch.float32)
-    roots = start(rough, is_open)
+        open_margins = (low <= 0).nonzero()[:, 0]
+        proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
+        limit = "" if proven else "nodes"
+        return Decision(proven, smallest, len(leaves), relus, limit)
+    return _branch(problem, low, nodes, deadline)
+
+
+def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decision:
+    """Search multipliers, then split the ball, until all margins are proven or at a limit.
+
+    Args:
+        problem: the problem in float64.
+        low: lower ends of the ranges of the margins; those above 0 need no search.
+        nodes: largest number of parts of the ball.
+        deadline: time (of `time.monotonic`) at which the search ends.
+    """
+    open_margins = (low <= 0).nonzero()[:, 0]
+    rough = problem.to(torch.float32)
+    roots = start_nodes(rough, open_margins)
     # Multipliers differ in size between models: the rate is relative to those of the start.
     used = (roots.y > 0).sum().clamp_min(1)
     rate = RATE * float(roots.y.sum() / used)
-    roots = _climb(rough, roots, rate, deadline)
-    bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
-    search = _Search(exact, rough, rate, nodes, deadline)
-    limit, worst = search.run(roots, bounds)
-    worst = min([worst, *low[low > 0].tolist()])
+    roots = _ascend_on_faces(rough, roots, rate, deadline)
+    bounds = torch.maximum(prove_bounds(problem, roots), low[open_margins])
+    search = BranchAndBound(problem, rough, rate, nodes, deadline)
+    limit, smallest = search.run(roots, bounds)
+    smallest = min([smallest, *low[low > 0].tolist()])
+    relus = len(problem.slope)
     if limit:
-        return Decision(False, worst, search.nodes, units, limit)
-    return Decision(True, worst, search.nodes, units, leaves=join_nodes(search.proven))
+        return Decision(False, smallest, search.nodes, relus, limit)
+    return Decision(True, smallest, search.nodes, relus, leaves=join_nodes(search.proven))
 
 
-def _climb(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:
-    """Move the multipliers of the whole ball, on one face after the other."""
-    climbed = []
-    # Few margins have faces of their own: in one of all few symbols would keep their signs.
-    some = math.ceil(len(roots) / GROUPS)
-    for i in range(0, len(roots), some):
-        group = roots[i : i + some]
+def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:
+    """Return whole balls with better multipliers, searched on one face after the other."""
+    improved = []
+    # Few margins share a face: with all of them few symbols would keep their signs.
+    size = math.ceil(len(roots) / GROUPS)
+    for i in range(0, len(roots), size):
+        group = roots[i : i + size]
         for _ in range(FACES):
-            _, t = bound(problem, group)
-            face = restrict_to_face(problem, t, SHARE)
+            _, coefficients = bound_nodes(problem, group)
+            face = restrict_to_face(problem, coefficients, SHARE)
             _, group = ascend(face, group, steps=ROOT_STEPS, rate=rate, until=deadline)
-        climbed.append(group)
-    return join_nodes(climbed)
+        improved.append(group)
+    return join_nodes(improved)
 
 
 @dataclass
-class _Search:
-    """The open parts of a ball, worst first; `exact` proves what `rough` finds."""
+class BranchAndBound:
+    """A search over the open parts of a ball, worst first.
+
+    Attributes:
+        exact: the problem in float64, which proves bounds.
+        rough: the problem in single precision, for the search.
+        rate: learning rate of the multipliers.
+        most_nodes: limit of `nodes`.
+        deadline: time (of `time.monotonic`) at which the search ends.
+        nodes: number of parts examined so far.
+        smallest: smallest bound of a proven part.
+        proven: the proven parts.
+    """
 
     exact: Problem
     rough: Problem
     rate: float
-    most: int
+    most_nodes: int
     deadline: float
     nodes: int = 0
-    least: float = float("inf")
+    smallest: float = float("inf")
     proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
         """Return the reason for the end of the search, and the smallest bound of a part."""
         self.nodes = len(roots)
-        queue, worth = self._set_aside(roots, bounds)
+        queue, queue_bounds = self._remove_proven(roots, bounds)
         while len(queue):
-            if self.nodes >= self.most:
-                return "nodes", float(worth.min())
+            if self.nodes >= self.most_nodes:
+                return "nodes", float(queue_bounds.min())
             if time.monotonic() > self.deadline:
-                return "seconds", float(worth.min())
-            # Worst first: so the least bound of all parts, which is reported, rises fastest.
-            order = worth.argsort()
+                return "seconds", float(queue_bounds.min())
+            # Worst first: so the least bound of all parts, which is reported, rises fastest. All
+            # of a batch are of one margin: then one face suffices.
+            order = queue_bounds.argsort()
             margins = queue.which[order]
-            alike = margins == margins[0]  # one margin: one face suffices
-            of_margin = order[alike]
-            later = torch.cat([of_margin[BATCH:], order[~alike]])
+            is_first_margin = margins == margins[0]
+            of_margin = order[is_first_margin]
             batch = queue[of_margin[:BATCH]]
-            known = (batch.state != 0).all(1)
-            if self._leave_open(batch[known]):
-                return "signs", float(worth.min())
+            later = torch.cat([of_margin[BATCH:], order[~is_first_margin]])
+            has_all_signs = (batch.state != 0).all(1)
+            if self._stays_open(batch[has_all_signs]):
+                return "signs", float(queue_bounds.min())
             queue = queue[later]
-            worth = worth[later]
-            unknown = batch[~known]
-            if len(unknown):
-                parts, bounds = self._split(unknown)
+            queue_bounds = queue_bounds[later]
+            unsplit = batch[~has_all_signs]
+            if len(unsplit):
+                parts, bounds = self._split(unsplit)
                 queue = join_nodes([queue, parts])
-                worth = torch.cat([worth, bounds])
-        return "", self.least
+                queue_bounds = torch.cat([queue_bounds, bounds])
+        return "", self.smallest
 
-    def _leave_open(self, last: Nodes) -> bool:
-        """Say whether parts in which every sign is known stay open, after many steps."""
-        for haste in _LAST:
-            if not len(last):
+    def _stays_open(self, parts: Nodes) -> bool:
+        """Return whether a part in which every sign is known is unproven after many steps."""
+        for factor in _LAST_RATE_FACTORS:
+            if not len(parts):
                 return False
-            _, t = bound(self.rough, last)
-            last, _ = self._bound_parts(t, last, LAST_STEPS, haste)
-        return len(last) > 0
+            _, coefficients = bound_nodes(self.rough, parts)
+            parts, _ = self._bound_parts(coefficients, parts, LAST_STEPS, factor * self.rate)
+        return len(parts) > 0
 
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
         """Split every part at the most promising ReLU; return the open halves with bounds.
 
-        That is the slack that the coefficient of eps costs, and what the multipliers use. Trials
-        of the best few with some steps cost more than they save.
+        A ReLU promises what the coefficient of eps costs, and what its multipliers use. Trials of
+        the best few with some steps cost more than they save.
         """
-        _, t = bound(self.rough, batch)
+        _, coefficients = bound_nodes(self.rough, batch)
         used = batch.y.clamp_min(0).sum(0) * self.rough.offset
-        score = 2 * t[:, self.rough.columns].abs() + used
+        score = 2 * coefficients[:, self.rough.columns].abs() + used
         score = score.masked_fill(batch.state != 0, -1.0)
-        unit = score.argmax(1, keepdim=True)
-        positive = replace(batch, state=batch.state.scatter(1, unit, 1))
-        negative = replace(batch, state=batch.state.scatter(1, unit, -1))
-        return self._bound_parts(t, join_nodes([positive, negative]), STEPS)
+        relu = score.argmax(1, keepdim=True)
+        positive = replace(batch, state=batch.state.scatter(1, relu, 1))
+        negative = replace(batch, state=batch.state.scatter(1, relu, -1))
+        halves = join_nodes([positive, negative])
+        return self._bound_parts(coefficients, halves, STEPS, self.rate)
 
     def _bound_parts(
-        self, t: Tensor, parts: Nodes, steps: int, haste: float = 1.0
+        self, coefficients: Tensor, parts: Nodes, steps: int, rate: float
     ) -> tuple[Nodes, Tensor]:
-        """Bound parts on a face near coefficients t, and return the open ones with bounds."""
+        """Take steps on the face of these coefficients; return the open parts with bounds."""
         self.nodes += len(parts)
-        face = restrict_to_face(self.rough, t, SHARE)
-        rate = haste * self.rate
+        face = restrict_to_face(self.rough, coefficients, SHARE)
         bounds, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         bounds = bounds.to(self.exact.slope)
+        # Only what may be proven is evaluated in float64, on the whole box.
         hopeful = (bounds > 0).nonzero()[:, 0]
         bounds[hopeful] = prove_bounds(self.exact, parts[hopeful])
-        return self._set_aside(parts, bounds)
+        return self._remove_proven(parts, bounds)
 
-    def _set_aside(self, parts: Nodes, bounds: Tensor) -> tuple[Nodes, Tensor]:
-        """Keep the proven parts, and return the open ones with bounds."""
-        positive = bounds > 0
-        self.least = min([self.least, *bounds[positive].tolist()])
-        self.proven.append(parts[positive])
-        return parts[~positive], bounds[~positive]
+    def _remove_proven(self, parts: Nodes, bounds: Tensor) -> tuple[Nodes, Tensor]:
+        """Record the proven parts, and return the open ones with their bounds."""
+        is_proven = bounds > 0
+        self.smallest = min([self.smallest, *bounds[is_proven].tolist()])
+        self.proven.append(parts[is_proven])
+        return parts[~is_proven], bounds[~is_proven]

@@ -153,7 +153,7 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]
-    if why == "signs" and not verdict.units:  # a model without ReLU has no signs to decide
+    if why == "signs" and not verdict.relus:  # a model without ReLU has no signs to decide
         why = "bound"
     leaves = verdict.leaves
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes, leaves=leaves)
@@ -336,7 +336,7 @@ def require_rules(net: Net, sample: Batch) -> None:
     point = net.point(sample)
     first = torch.zeros(point.shape, dtype=torch.bool, device=point.device)
     first.view(-1)[0] = True
-    start = ball(point, 0.0, moving=first, dtype=net.dtype, settle=math.inf)
+    start = ball(point, 0.0, moving=first, dtype=net.dtype, slack_share=math.inf)
     try:
         output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
@@ -418,7 +418,7 @@ class Bracket:
         """Return the class to prove: the label, or without one the prediction."""
         return self.label if self.label >= 0 else self.predicted
 
-    def settle(self, radii: Sequence[Radius]) -> Iterator[None]:
+    def decide_balls(self, radii: Sequence[Radius]) -> Iterator[None]:
         """Decide some balls, and yield after the attacks and after each ball.
 
         Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with

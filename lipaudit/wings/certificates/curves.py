@@ -1,10 +1,10 @@
 """Smooth functions entry by entry: a parabola plus a bounded remainder.
 
 On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
-the `middle` of the form, about which the rest R of x - c = L + R reaches least. d is evaluated at
-`NODES` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|, and d leaves its
-chord by at most h^2 s / 8: so all d lie between the least and the largest at the nodes, widened by
-that.
+the shifted centre of the form, about which the rest R of x - c = L + R reaches least. d is
+evaluated at `NODES` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|, and
+d leaves its chord by at most h^2 s / 8: so all d lie between the least and the largest at the
+nodes, widened by that.
 
 Order 1: b = 0 and a is the slope of the chord, best for a function that bends one way. Order 2:
 with w = (u - l) / 2, the best b for powers up to the fourth is the second difference (f(u) - 2
@@ -39,15 +39,31 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.wings.certificates.affine import add, as_pair, make_move, neg, read_axes, scale, sub
+from lipaudit.wings.certificates.affine import (
+    add,
+    as_pair,
+    make_rearrangement,
+    neg,
+    read_axes,
+    scale,
+    sub,
+)
 from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
-from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY, Unit, cast_up, gamma, tiny, up
+from lipaudit.wings.certificates.symbols import (
+    DOUBLE,
+    LIBRARY_ULPS,
+    ReluCall,
+    cast_up,
+    gamma,
+    round_up,
+    tiny,
+)
 
 NODES = 65
 
@@ -55,7 +71,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Smooth:
+class SmoothFunction:
     """A function of one real number, with bounds of its second and third derivatives.
 
     Attributes:
@@ -83,12 +99,12 @@ class Smooth:
 
 def relax(
     z: Form,
-    f: Smooth,
+    f: SmoothFunction,
     *,
     within: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
     positive: bool = False,
 ) -> Form:
-    """Return f of a form.
+    """Return f(z), entry by entry: a parabola in z plus a bounded difference d.
 
     Args:
         z: the argument.
@@ -106,59 +122,72 @@ def relax(
         raise UnboundedError
     if positive and not (low > 0).all():
         raise UnboundedError
-    slopes = f.slopes((low + high) / 2)
-    a, b = _choose_parabola(z, f, low, high, slopes)
-    if not (torch.isfinite(a) & torch.isfinite(b)).all():
+    middle = (low + high) / 2
+    slope, bend = f.slopes(middle)
+    parabola = _choose_parabola(z, f, low, high, slope, bend)
+    if not (torch.isfinite(parabola.a) & torch.isfinite(parabola.b)).all():
         raise UnboundedError
 
-    least, largest = _bound_nodes(z.middle, f, low, high, (a, b))
-    # Between the nodes: d has a second derivative of at most that of f and 2 |b|, and of at most
-    # its own at m and the third derivative of f times the distance from m.
-    most = f.second(low, high)
-    own = (slopes[1] - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * most
-    own = own + f.third(low, high) * (high - low) * 0.51
-    bend = torch.minimum(most + 2 * b.abs(), own)
+    least, largest = _bound_at_nodes(z.shifted_centre, f, low, high, parabola)
+    # |d''| = |f'' - 2 b| is at most sup |f''| + 2 |b|, and at most |f''(m) - 2 b| at the middle m
+    # plus sup |f'''| times the distance from m.
+    bend_bound = f.second(low, high)
+    at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
+    nearby = at_middle + f.third(low, high) * (high - low) * 0.51
+    bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
+    # Between nodes h apart, d leaves its chord by at most h^2 / 8 sup |d''|.
     rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
-    h = up((high - low) / (NODES - 1) + rounding)
-    widening = up(h.square() / 8 * bend)
+    h = round_up((high - low) / (NODES - 1) + rounding)
+    widening = round_up(h.square() / 8 * bend_bound)
     least = least - widening
     largest = largest + widening
-    middle = (least + largest) / 2
-    radius = up(torch.maximum(largest - middle, middle - least))
-    return _assemble(z, (a, b), middle, radius)
+    offset = (least + largest) / 2
+    radius = round_up(torch.maximum(largest - offset, offset - least))
+    return _apply_parabola(z, parabola, offset, radius)
+
+
+class Parabola(NamedTuple):
+    """a (z - c) + b (z - c)^2 of every entry of a form z with the shifted centre c; float64."""
+
+    a: Tensor
+    b: Tensor
 
 
 def _choose_parabola(
-    z: Form, f: Smooth, low: Tensor, high: Tensor, slopes: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return a and b, rounded to the precision of the generators; `slopes` are f' and f'' at m."""
+    z: Form, f: SmoothFunction, low: Tensor, high: Tensor, slope: Tensor, bend: Tensor
+) -> Parabola:
+    """Return the parabola that is close to f on [low, high]; slope and bend are f', f'' at m.
+
+    Order 1: a is the slope of the chord. Order 2: b = (f(u) - 2 f(m) + f(l)) / 2 w^2 and
+    a = f'(m) + 3/4 (chord - f'(m)), with m the middle and w half the width. Both are rounded
+    to the precision of the coefficients that they multiply.
+    """
     dtype = z.symbols.dtype
-    slope, curve = slopes
-    c = z.middle
+    c = z.shifted_centre
     m = (low + high) / 2
     w = (high - low) / 2
     at_low = f.value(low)
     at_high = f.value(high)
-    wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
-    chord = torch.where(wide, (at_high - at_low) / (2 * w), slope)
+    is_wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
+    chord = torch.where(is_wide, (at_high - at_low) / (2 * w), slope)
     if z.symbols.order == 1:
         a = chord.to(dtype).to(DOUBLE)
-        return a, torch.zeros_like(a)
-    second = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
-    wide = w > 1e-4 * m.abs() + 1e-6
-    b = torch.where(wide, second, curve / 2) * worth_squaring(z)
+        return Parabola(a, torch.zeros_like(a))
+    second_difference = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
+    is_wide = w > 1e-4 * m.abs() + 1e-6
+    b = torch.where(is_wide, second_difference, bend / 2) * is_worth_squaring(z)
     # 3/4 of the way from f'(m) to the chord, and all of it without a square.
     part = torch.where(b == 0, 1.0, 0.75)
     a = slope + part * (chord - slope)
-    a = a - 2 * b * (m - c)  # at c, as b is
-    return a.to(dtype).to(DOUBLE), b.to(dtype).to(DOUBLE)
+    # So far a is the slope at m; the parabola has it at c.
+    a = a - 2 * b * (m - c)
+    return Parabola(a.to(dtype).to(DOUBLE), b.to(dtype).to(DOUBLE))
 
 
-def _bound_nodes(
-    c: Tensor, f: Smooth, low: Tensor, high: Tensor, parabola: tuple[Tensor, Tensor]
+def _bound_at_nodes(
+    c: Tensor, f: SmoothFunction, low: Tensor, high: Tensor, parabola: Parabola
 ) -> tuple[Tensor, Tensor]:
-    """Return the extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, outwards."""
-    a, b = parabola
+    """Return the least and the largest f(x) - a (x - c) - b (x - c)^2 at nodes, outwards."""
     least = torch.full_like(low, torch.inf)
     largest = torch.full_like(low, -torch.inf)
     # One node at a time: 65 tensors at once would leave the cache.
@@ -168,54 +197,57 @@ def _bound_nodes(
             x = torch.lerp(low, high, share).clamp(low, high)
         value = f.value(x)
         step = x - c
-        linear = a * step
-        square = b * step.square()
+        linear = parabola.a * step
+        square = parabola.b * step.square()
         d = value - linear - square
         size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
-        loss = gamma(4 * LIBRARY, DOUBLE) * size
-        least = torch.minimum(least, d - loss)
-        largest = torch.maximum(largest, d + loss)
+        rounding = gamma(4 * LIBRARY_ULPS, DOUBLE) * size
+        least = torch.minimum(least, d - rounding)
+        largest = torch.maximum(largest, d + rounding)
     return least, largest
 
 
-def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
-    """Return a (z - c) + b (z - c)^2 + middle +- radius, c being the middle of z."""
+def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor) -> Form:
+    """Return a (z - c) + b (z - c)^2 + offset +- radius, c being the shifted centre of z."""
     a, b = parabola
     symbols = z.symbols
     dtype = symbols.dtype
     slope = a.abs()
-    dense, blocks = z.map_rows(lambda t: t * a.to(dtype))
-    slack = slope * z.slack + gamma(2, dtype) * slope * z.mass
+    dense, blocks = z.map_coefficients(lambda t: t * a.to(dtype))
+    slack = slope * z.slack + gamma(2, dtype) * slope * z.symbol_radius
     slack = radius + slack + z.count * tiny(dtype)
     if symbols.order == 2:
+        # z - c = L + R, L linear in the input: b L^2 becomes coefficients.
         symbols.add_squares(dense, z.dense[: symbols.n], b.to(dtype))
-        # b (2 L R + R^2).
-        first, second = square_remainder(z.sizes.linear, z.rest)
-        aside = a * z.aside  # what the linear part, which is around the centre, has too much
-        middle = middle + b * second / 2 - aside
+        # b (2 L R + R^2) lies in b [-first, first + second].
+        first, second = bound_square_rest(z.radii.linear, z.rest_radius)
+        shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
+        offset = offset + b * second / 2 - shift
         slack = slack + b.abs() * (first + second / 2)
         # What rounding and underflow take from all of these.
-        slack = slack + gamma(8, DOUBLE) * (middle.abs() + aside.abs())
-        slack = slack + gamma(8, dtype) * b.abs() * z.sizes.linear.square()
-        slack = slack + gamma(1, dtype) * slope * z.sizes.quadratic
+        slack = slack + gamma(8, DOUBLE) * (offset.abs() + shift.abs())
+        slack = slack + gamma(8, dtype) * b.abs() * z.radii.linear.square()
+        slack = slack + gamma(1, dtype) * slope * z.radii.quadratic
         slack = slack + 4 * symbols.first_error * tiny(dtype) * (1 + b.abs())
-    return Form(middle, dense, up(slack, 16), symbols, blocks=blocks)
+    return Form(offset, dense, round_up(slack, 16), symbols, blocks=blocks)
 
 
-def worth_squaring(z: Form) -> Tensor:
-    """Say where keeping the square of the linear part gives a smaller error.
+def is_worth_squaring(z: Form) -> Tensor:
+    """Return a mask of entries for which the square of the linear part is kept as coefficients.
 
-    Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
+    With z - c = L + R, the error of (z - c)^2 is then 2 |L| |R| + R^2 / 2 in place of
+    (|L| + |R|)^2 / 2, which is larger where |L| > 2 |R|.
     """
-    return z.sizes.linear > 2 * z.rest
+    return z.radii.linear > 2 * z.rest_radius
 
 
-def square_remainder(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= lin and |R| <= rest."""
-    return up(2 * lin * rest), up(rest.square())
+def bound_square_rest(linear: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= linear and |R| <= rest."""
+    return round_up(2 * linear * rest), round_up(rest.square())
 
 
 def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a bound of a derivative that is the same on every range."""
     return lambda low, high: torch.full_like(low, value)
 
 
@@ -224,29 +256,32 @@ def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
 # those of the sigmoid's first two derivatives, of mish at -0.088 and 0.716; those of exp, of the
 # logarithm and of powers at an end.
 # Tested on a grid with mpmath.
-GELU = Smooth(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
-TANH_GELU = Smooth(
+GELU = SmoothFunction(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
+TANH_GELU = SmoothFunction(
     partial(F.gelu, approximate="tanh"), _constant(0.7979), _constant(0.7768), torch.abs
 )
-SILU = Smooth(F.silu, _constant(0.5), _constant(0.3083), torch.abs)
-TANH = Smooth(torch.tanh, _constant(0.7699), _constant(2.0))
-SIGMOID = Smooth(torch.sigmoid, _constant(0.0963), _constant(0.125))
-EXP = Smooth(torch.exp, lambda low, high: up(high.exp()), lambda low, high: up(high.exp()))
+SILU = SmoothFunction(F.silu, _constant(0.5), _constant(0.3083), torch.abs)
+TANH = SmoothFunction(torch.tanh, _constant(0.7699), _constant(2.0))
+SIGMOID = SmoothFunction(torch.sigmoid, _constant(0.0963), _constant(0.125))
+EXP = SmoothFunction(
+    torch.exp, lambda low, high: round_up(high.exp()), lambda low, high: round_up(high.exp())
+)
 
 
-def _make_falling(value: Function, p: float, factor: float) -> Smooth:
-    """Return a function of x > 0 with a second derivative of size factor x^(p - 2), p < 1."""
-    return Smooth(
+def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
+    """Return a function of x > 0, such as x^p with p < 1, whose |f''| is factor x^(p - 2)."""
+    return SmoothFunction(
         value,
-        lambda low, high: up(factor * low ** (p - 2), 32),
-        lambda low, high: up(factor * (2 - p) * low ** (p - 3), 32),
+        # Both derivatives are largest at the lower end of the range.
+        lambda low, high: round_up(factor * low ** (p - 2), 32),
+        lambda low, high: round_up(factor * (2 - p) * low ** (p - 3), 32),
     )
 
 
-RSQRT = _make_falling(torch.rsqrt, -0.5, 0.75)
-SQRT = _make_falling(torch.sqrt, 0.5, 0.25)
-RECIPROCAL = _make_falling(torch.reciprocal, -1.0, 2.0)
-LOG = _make_falling(torch.log, 0.0, 1.0)
+RSQRT = _make_power(torch.rsqrt, -0.5, 0.75)
+SQRT = _make_power(torch.sqrt, 0.5, 0.25)
+RECIPROCAL = _make_power(torch.reciprocal, -1.0, 2.0)
+LOG = _make_power(torch.log, 0.0, 1.0)
 
 
 def gelu(input: Form, *, approximate: str = "none") -> Form:
@@ -260,56 +295,57 @@ def silu(input: Form, inplace: bool = False) -> Form:
 
 
 def square(input: Form) -> Form:
-    """x^2 = c^2 + 2 c (x - c) + (x - c)^2, the last of which order 2 keeps."""
+    """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2; the last is kept at order 2, else bounded."""
     symbols = input.symbols
-    c = input.middle
+    c = input.shifted_centre
     a = (2 * c).to(symbols.dtype).to(DOUBLE)
-    move = up(input.mass + input.slack)
+    reach = round_up(input.symbol_radius + input.slack)
     if symbols.order == 2:
         b = torch.ones_like(c)
-        middle = c.square()
+        offset = c.square()
         radius = torch.zeros_like(c)
-    else:  # (x - c)^2 lies in [0, move^2]
+    else:  # (x - c)^2 lies in [0, reach^2]
         b = torch.zeros_like(c)
-        middle = c.square() + move.square() / 2
-        radius = up(move.square() / 2)
-    # a is 2c up to its rounding, which acts on x - c.
-    lost = (2 * c - a).abs() * (move + input.aside.abs())
-    lost = lost + gamma(4, DOUBLE) * (middle.abs() + c.square())
-    return _assemble(input, (a, b), middle, up(radius + lost))
+        offset = c.square() + reach.square() / 2
+        radius = round_up(reach.square() / 2)
+    # a is 2 c up to its rounding, which acts on x - c.
+    rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
+    rounding = rounding + gamma(4, DOUBLE) * (offset.abs() + c.square())
+    return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
 
 
-def make_unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
-    """Return the rule of a function."""
-    return lambda input: relax(input, f, **known)
+def make_unary(f: SmoothFunction, *, positive: bool = False) -> Callable[[Form], Form]:
+    """Return the rule of a smooth function, which may need numbers > 0."""
+    return lambda input: relax(input, f, positive=positive)
 
 
-ERF = Smooth(torch.erf, _constant(0.9679), _constant(2.2568))
+ERF = SmoothFunction(torch.erf, _constant(0.9679), _constant(2.2568))
 
 
-SOFTPLUS = Smooth(
+SOFTPLUS = SmoothFunction(
     lambda x: torch.logaddexp(x, torch.zeros_like(x)), _constant(0.25), _constant(0.0963)
 )
-MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
+MISH = SmoothFunction(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
 # The second derivative of ELU jumps at 0: its third one has no bound.
-ELU = Smooth(F.elu, _constant(1.0), _constant(1e300), torch.ones_like)
-SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
-COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
+ELU = SmoothFunction(F.elu, _constant(1.0), _constant(1e300), torch.ones_like)
+SIN = SmoothFunction(torch.sin, _constant(1.0), _constant(1.0))
+COS = SmoothFunction(torch.cos, _constant(1.0), _constant(1.0))
 
 
-def monomial(n: int) -> Smooth:
+def make_monomial(n: int) -> SmoothFunction:
     """Return x^n for n > 2."""
 
-    def derivative(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def bound_derivative(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+        # The k-th derivative is n (n - 1) ... (n - k + 1) x^(n - k).
         factor = float(math.perm(n, k))
 
         def bound(low: Tensor, high: Tensor) -> Tensor:
             largest = torch.maximum(low.abs(), high.abs())
-            return up(factor * largest ** (n - k), 2 * n + 8)
+            return round_up(factor * largest ** (n - k), 2 * n + 8)
 
         return bound
 
-    return Smooth(lambda x: x**n, derivative(2), derivative(3))
+    return SmoothFunction(lambda x: x**n, bound_derivative(2), bound_derivative(3))
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
@@ -321,21 +357,21 @@ def raise_power(input: Any, exponent: Any) -> Form:
     if exponent == 2:
         return square(input)
     if exponent > 2 and exponent == int(exponent):
-        return relax(input, monomial(int(exponent)))
-    known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
-    if exponent not in known:
+        return relax(input, make_monomial(int(exponent)))
+    functions = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
+    if exponent not in functions:
         raise NoRuleError(f"pow with exponent {exponent}")
-    return relax(input, known[exponent], positive=True)
+    return relax(input, functions[exponent], positive=True)
 
 
 def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
-    """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
+    """Return log(1 + e^(beta x)) / beta; like torch, x where beta x is above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
-    # There log(1 + e^x) is x to within e^-threshold.
-    off = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
+    # Above the threshold log(1 + e^z) is z to within e^-threshold.
+    error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
     _, high = z.range()
-    result.slack = up(result.slack + off * (high > threshold))
+    result.slack = round_up(result.slack + error * (high > threshold))
     if beta == 1:
         return result
     return scale(result, 1 / beta, roundings=2)
@@ -356,41 +392,46 @@ def glu(input: Form, dim: int = -1) -> Form:
 
 
 def relu(input: Form, inplace: bool = False) -> Form:
-    """max(x, 0), with one symbol for every entry that may have both signs."""
+    """Return h = a z + m (1 + eps) for max(z, 0), with a symbol eps where z may have both signs.
+
+    On l < 0 < u, a = u / (u - l) and 2 m = max(-a l, (1 - a) u): relu(z) lies between a z and
+    a z + 2 m. Elsewhere a is 0 or 1 and m = 0.
+    """
     symbols = input.symbols
     dtype = symbols.dtype
     low, high = input.range()
     if not (torch.isfinite(low) & torch.isfinite(high)).all():
         raise UnboundedError
-    mixed = (low < 0) & (high > 0)
-    # a = u / (u - l), or 0 or 1; 2 m = max(-a l, (1 - a) u).
+    is_mixed = (low < 0) & (high > 0)
     chord = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
-    a = torch.where(mixed, chord, (low >= 0).to(DOUBLE))
-    m = up(torch.maximum(-a * low, (1 - a) * high) / 2)
-    m = cast_up(m * mixed, dtype)
-    mixed = m > 0
+    a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
+    m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
+    m = cast_up(m * is_mixed, dtype)
+    is_mixed = m > 0
     slope = a.to(dtype)
-    dense, blocks = input.map_rows(lambda t: t * slope)
-    if mixed.any():  # an empty block of errors would share its key with the next one
-        errors = symbols.birth(m)
+    dense, blocks = input.map_coefficients(lambda t: t * slope)
+    if is_mixed.any():  # an empty block of errors would share its key with the next one
+        errors = symbols.add_errors(m)
         blocks = [*blocks, errors]
-        unit = Unit(
-            centre=input.centre[mixed],
-            generators=input.columns(mixed),
-            slack=input.slack[mixed],
-            slope=a[mixed],
-            offset=m[mixed].to(DOUBLE),
+        # For branching: what the ReLU's input is in symbols.
+        call = ReluCall(
+            centre=input.centre[is_mixed],
+            generators=input.select_entries(is_mixed),
+            slack=input.slack[is_mixed],
+            slope=a[is_mixed],
+            offset=m[is_mixed].to(DOUBLE),
             first=errors.key,
         )
-        symbols.units.append(unit)
+        symbols.relu_calls.append(call)
     centre = a * input.centre + m
-    lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
-    slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
+    rounding = gamma(2, DOUBLE) * (centre.abs() + m)
+    rounding = rounding + gamma(1, dtype) * a * input.symbol_radius * is_mixed
+    slack = round_up(a * input.slack + rounding + symbols.count * tiny(dtype) * is_mixed)
     return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
 def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
-    """Return x where x > 0, else s x; the slope s may be a tensor of constants."""
+    """Return x where x > 0, else s x: s x + (1 - s) relu(x); s may be a tensor of constants."""
     # In float64, so that 1 - s has the smallest possible rounding error.
     s = torch.as_tensor(negative_slope, dtype=DOUBLE, device=input.device)
     return add(scale(input, s), scale(relu(input), 1 - s, roundings=2))
@@ -398,19 +439,19 @@ def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -
 
 def prelu(input: Form, weight: Tensor) -> Form:
     """Return a leaky ReLU with a slope per channel (axis 1)."""
-    behind = 0
+    trailing_axes = 0
     if weight.numel() > 1:
-        behind = input.ndim - 2
-    return leaky_relu(input, weight.view(-1, *[1] * behind))
+        trailing_axes = input.ndim - 2
+    return leaky_relu(input, weight.view(-1, *[1] * trailing_axes))
 
 
 def maximum(input: Any, other: Any) -> Form:
-    """Return the larger of two, entry by entry."""
+    """Return the larger of two, entry by entry: y + relu(x - y)."""
     return add(other, relu(sub(input, other)))
 
 
 def minimum(input: Any, other: Any) -> Form:
-    """Return the smaller of two, entry by entry."""
+    """Return the smaller of two, entry by entry: x - relu(x - y)."""
     return sub(input, relu(sub(input, other)))
 
 
@@ -459,30 +500,35 @@ Extreme = namedtuple("Extreme", ("values", "indices"))
 """What torch.max returns of an axis; the indices depend on the input, and are None."""
 
 
-def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callable[..., Any]:
+def make_extreme(
+    of_two: Callable[..., Form], over_axes: Callable[..., Form]
+) -> Callable[..., Any]:
     """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
 
     def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
         if isinstance(dim, Tensor):
-            return pair(input, dim)
+            return of_two(input, dim)
         if dim is None:
-            return over(input)
-        return Extreme(over(input, dim, keepdim), None)
+            return over_axes(input)
+        return Extreme(over_axes(input, dim, keepdim), None)
 
     return rule
 
 
 def largest(x: Form) -> Form:
-    """Return the largest value over the last axis."""
-    # x_i + [0, h], i the largest at the centre: exact where i stays the largest on the ball.
+    """Return the largest value over the last axis, as x_i + [0, h].
+
+    i is the largest entry at the centre, and h the largest x_j - x_i on the ball: 0 if i stays the
+    largest.
+    """
     top = x.centre.argmax(-1, keepdim=True)
-    chosen = make_move("gather")(x, -1, top)
+    chosen = make_rearrangement("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
-    never = (x.centre == -torch.inf).scatter(-1, top, True)
-    half = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
-    chosen = make_move("select")(chosen, -1, 0)
-    # x_i + [0, h].
-    slack = up(chosen.slack + half)
+    is_out = (x.centre == -torch.inf).scatter(-1, top, True)
+    half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
+    chosen = make_rearrangement("select")(chosen, -1, 0)
+    # [0, h] is h / 2 +- h / 2.
+    slack = round_up(chosen.slack + half)
     wide = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
     return add(wide, half)
 
@@ -499,10 +545,6 @@ def max_pool2d(
     """Return the largest value of every window; padding is never the largest."""
     if input.ndim != 4 or ceil_mode or return_indices:
         raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
-    # The places of every window, counted from 1: padding is 0, and becomes another place.
-    height, width = input.shape[-2:]
-    places = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
-    places = places.view(1, 1, height, width)
     size = as_pair(kernel_size)
     if stride in (None, []):
         step = size
@@ -510,9 +552,14 @@ def max_pool2d(
         step = as_pair(stride)
     pad = as_pair(padding)
     gap = as_pair(dilation)
-    windows = F.unfold(places, size, gap, pad, step)[0].mT.long()
+    # The pixels of every window by number, from 1 on. Padding has the number 0: it is replaced by
+    # a pixel of the same window, which changes no maximum.
+    height, width = input.shape[-2:]
+    numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
+    numbers = numbers.view(1, 1, height, width)
+    windows = F.unfold(numbers, size, gap, pad, step)[0].mT.long()  # (windows, size)
     another = windows.amax(-1, keepdim=True)
-    windows = torch.where(windows > 0, windows, another) - 1
+    pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
-    pooled: Any = largest(flat[..., windows])
-    return pooled.unflatten(-1, F.max_pool2d(places, size, step, pad, gap).shape[-2:])
+    pooled: Any = largest(flat[..., pixels])
+    return pooled.unflatten(-1, F.max_pool2d(numbers, size, step, pad, gap).shape[-2:])

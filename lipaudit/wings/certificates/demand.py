@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lipaudit.errors import of_machine
 from lipaudit.wings.certificates.affine import MOVES, rearrange
-from lipaudit.wings.certificates.form import Form, forms_of
+from lipaudit.wings.certificates.form import Form, list_forms
 from lipaudit.wings.certificates.symbols import Symbols
 
 ENTRIES = frozenset(
@@ -79,15 +79,17 @@ class TrialRun:
 
     def __init__(self, like: Symbols) -> None:
         # A pass without inputs that move: only the calls of the model matter.
-        shown = like.shown
-        self.symbols = Symbols(0, "linf", order=1, dtype=shown, rules=like.rules, shown=shown)
+        model_dtype = like.model_dtype
+        self.symbols = Symbols(
+            0, "linf", order=1, dtype=model_dtype, rules=like.rules, model_dtype=model_dtype
+        )
         # Every call on a form of these symbols comes here in place of its rule.
         self.symbols.intercept = self.call
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
         """Return the form on which the model runs."""
-        centre = centre.to(self.symbols.shown)
+        centre = centre.to(self.symbols.model_dtype)
         no_rows = centre.new_empty(0, *centre.shape)
         form = Form(centre, no_rows, centre, self.symbols)
         unread = centre.new_zeros(centre.shape, dtype=torch.bool)
@@ -106,7 +108,7 @@ class TrialRun:
         if not is_constant:
             result = tree_map_only(Tensor, self.start, result)
         nodes, options = tree_map_only(Form, lambda form: form.node, (args, kwargs))
-        results = [form.node for form in forms_of(result)]
+        results = [form.node for form in list_forms(result)]
         self.calls.append(Call(func, name, nodes, options, results))
         if name == "iter":
             return iter(result)
@@ -164,7 +166,7 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     trial = TrialRun(x.symbols)
     try:
         start = trial.start(x.centre.clone())
-        results = forms_of(model(start))
+        results = list_forms(model(start))
         for form in results:
             form.node.read[...] = True
         # From the results backwards: a call is read where later ones read its results.
@@ -280,8 +282,8 @@ def _size(value: Any, axis: int) -> int:
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     """Repeat a form along the axis, and mark the entries that are not read."""
-    if form.waits:
-        parts = form.waits.move(lambda part: _repeat_form(part, cut, size))
+    if form.pending_quotient:
+        parts = form.pending_quotient.move(lambda part: _repeat_form(part, cut, size))
         result = Form.from_quotient(parts)
         result.__dict__["parts"] = {cut: form}
         return result

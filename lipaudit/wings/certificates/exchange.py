@@ -75,7 +75,7 @@ def decide_instances(
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=run.seed)
-            for _ in bracket.settle(options.eps):
+            for _ in bracket.decide_balls(options.eps):
                 pass
             example = None
             if bracket.nearest <= 1 or not bracket.correct:

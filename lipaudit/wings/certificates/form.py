@@ -16,12 +16,12 @@ from lipaudit.errors import EvaluationError, InputError
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
     ErrorBlock,
-    Sizes,
+    PartRadii,
     Symbols,
     cast_up,
     gamma,
+    round_up,
     tiny,
-    up,
 )
 
 PARTS = ("centre", "dense", "blocks", "slack")
@@ -56,14 +56,14 @@ VIEWS = frozenset(
 """Operations whose result may share memory with their argument."""
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def find_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, operator, method or attribute of tensors."""
-    name = func.__name__
+    name = function.__name__
     if name == "__get__":
-        return str(func.__self__.__name__)  # type: ignore[attr-defined]
+        return str(function.__self__.__name__)  # type: ignore[attr-defined]
     if name == "__set__":
-        return f"assignment to {func.__self__.__name__}"  # type: ignore[attr-defined]
-    # float(x) reads the number of a tensor, x.float() casts it.
+        return f"assignment to {function.__self__.__name__}"  # type: ignore[attr-defined]
+    # Not of __float__: float(x) reads the number of a tensor, x.float() casts it.
     if name.startswith("__") and name != "__float__":
         return name[2:-2]
     return name
@@ -152,7 +152,7 @@ class Form(Tensor):
         cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
     ) -> Form:
         shell: Form = Tensor._make_wrapper_subclass(
-            cls, centre.shape, dtype=symbols.shown, device=centre.device
+            cls, centre.shape, dtype=symbols.model_dtype, device=centre.device
         )
         shell.memory = Memory()
         shell.seen = 0
@@ -187,20 +187,23 @@ class Form(Tensor):
         return form
 
     @property
-    def waits(self) -> Quotient | None:
-        """Return its quotient, if that is not multiplied out."""
+    def pending_quotient(self) -> Quotient | None:
+        """Return the quotient that this form is, as long as it is not multiplied out."""
         if "dense" in self.__dict__:
             return None
         return self.quotient
 
     def __getattr__(self, name: str) -> Any:
-        """Multiply out the quotient."""
-        if name not in PARTS or self.__dict__.get("quotient") is None:
+        """Multiply out the pending quotient when its centre or coefficients are first read.
+
+        Python calls this for attributes that do not exist yet.
+        """
+        quotient: Quotient | None = self.__dict__.get("quotient")
+        if name not in PARTS or quotient is None:
             raise AttributeError(name)
-        parts: Quotient = self.__dict__["quotient"]
-        rules = parts.numerator.symbols.rules
-        product = rules["mul"](parts.numerator, parts.inverse)
-        product = rules["add"](product, parts.constant)
+        rules = quotient.numerator.symbols.rules
+        product = rules["mul"](quotient.numerator, quotient.inverse)
+        product = rules["add"](product, quotient.constant)
         self.__dict__.update({part: product.__dict__[part] for part in PARTS})
         return self.__dict__[name]
 
@@ -209,12 +212,12 @@ class Form(Tensor):
 
     @property
     def count(self) -> int:
-        """Return the number of symbols it may depend on: their numbers are below this."""
+        """Return the number of symbols that it may depend on: those with smaller numbers."""
         return max(len(self.dense), *(block.end for block in self.blocks), 0)
 
     @property
     def generators(self) -> Tensor:
-        """Return all coefficients, (rows, *shape); dissolves the blocks."""
+        """Return all coefficients as one dense stack (rows, *shape); blocks become part of it."""
         if self.blocks:
             stack = self.dense.new_empty(self.count, *self.shape)
             stack[: len(self.dense)] = self.dense
@@ -222,48 +225,51 @@ class Form(Tensor):
             stack[len(self.dense) :] = 0
             for block in self.blocks:
                 block.add_to(stack)
-                self.symbols.dissolved.add(block.key)
+                self.symbols.dense_keys.add(block.key)
             self.dense = stack
             self.blocks = ()
         return self.dense
 
-    def whole(self) -> Form:
-        """Dissolve the blocks, in place."""
-        self.generators  # noqa: B018 - dissolves them
+    def make_dense(self) -> Form:
+        """Turn the blocks into dense rows, in place."""
+        self.generators  # noqa: B018 - reading it does so
         return self
 
-    def by_row(self) -> Form:
-        """Let every block act in rows of the last axis, in place; dissolve those that cannot."""
+    def split_by_row(self) -> Form:
+        """Let every block act in rows of the last axis, in place, or make all dense."""
         blocks = []
         for block in self.blocks:
-            by_row = block.by_row()
+            by_row = block.split_by_row()
             if by_row is None:
-                return self.whole()
+                return self.make_dense()
             blocks.append(by_row)
         self.blocks = tuple(blocks)
         return self
 
-    def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
-        """Apply an operation to all coefficients, entry by entry, or row by row after `by_row`."""
-        return op(self.dense), [block.map_rows(op) for block in self.blocks]
+    def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
+        """Return dense coefficients and blocks after an operation on each entry.
 
-    def columns(self, mask: Tensor) -> Tensor:
-        """Return the coefficients of the entries of a mask, (rows, entries)."""
+        After `split_by_row` the operation may also mix the entries of a row of the last axis.
+        """
+        return op(self.dense), [block.map_coefficients(op) for block in self.blocks]
+
+    def select_entries(self, mask: Tensor) -> Tensor:
+        """Return the coefficients of the entries where a mask (*shape) holds, (rows, entries)."""
         stack = self.dense.new_zeros(self.count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
         for block in self.blocks:
-            block.columns(mask).add_to(stack)
+            block.select_entries(mask).add_to(stack)
         return stack
 
     @cached_property
-    def sizes(self) -> Sizes:
-        """Return how far the parts of the generators can move."""
-        return self.symbols.sizes(self.dense, self.blocks)
+    def radii(self) -> PartRadii:
+        """Return how far each part (linear, quadratic, errors) can move the entries."""
+        return self.symbols.bound_parts(self.dense, self.blocks)
 
     @property
-    def mass(self) -> Tensor:
-        """Return a radius of everything but the slack, for any signs of coefficients; float64."""
-        return self.sizes.mass
+    def symbol_radius(self) -> Tensor:
+        """Return how far all symbols together can move the entries, without slack; float64."""
+        return self.radii.total
 
     @cached_property
     def quadratic_range(self) -> tuple[Tensor, Tensor]:
@@ -271,48 +277,49 @@ class Form(Tensor):
         return self.symbols.quadratic_range(self.dense)
 
     @property
-    def nonlinear(self) -> Tensor:
-        """Return a radius of everything not linear in the input, with slack; float64."""
+    def nonlinear_radius(self) -> Tensor:
+        """Return how far all but the linear part moves the entries, with slack; float64."""
         low, high = self.quadratic_range
         quadratic = torch.maximum(-low, high)
-        return up(quadratic + self.sizes.errors + self.slack)
+        return round_up(quadratic + self.radii.errors + self.slack)
 
     @property
-    def middle(self) -> Tensor:
-        """Return the centre plus the middle of the quadratic part's range."""
+    def shifted_centre(self) -> Tensor:
+        """Return the centre plus the middle of the quadratic part's range (0 at order 1)."""
         low, high = self.quadratic_range
         return self.centre + (low + high) / 2
 
     @property
-    def aside(self) -> Tensor:
-        """Return the middle minus the centre: 0 at order 1."""
-        return self.middle - self.centre
+    def centre_shift(self) -> Tensor:
+        """Return the shifted centre minus the centre: 0 at order 1."""
+        return self.shifted_centre - self.centre
 
     @property
-    def rest(self) -> Tensor:
-        """Return a radius of everything not linear in the input, around the middle; float64."""
+    def rest_radius(self) -> Tensor:
+        """Return how far all but the linear part moves the entries from the shifted centre."""
         low, high = self.quadratic_range
-        aside = self.aside
-        quadratic = torch.maximum(high - aside, aside - low)
-        return up(quadratic + self.sizes.errors + self.slack)
+        shift = self.centre_shift
+        quadratic = torch.maximum(high - shift, shift - low)
+        return round_up(quadratic + self.radii.errors + self.slack)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of a range that holds every value, (*shape) each, float64."""
-        # The linear and the quadratic part share e, but their ranges add up to a valid one.
+        # The linear and the quadratic part share symbols, but their ranges add up to a valid one.
         symbols = self.symbols
-        sizes = self.sizes
-        if symbols.norm == "words":  # coordinates are positive: the two ends differ
+        radii = self.radii
+        if symbols.norm == "words":  # symbols are in [0, 1], so the two ends differ
             linear = self.dense[: symbols.n]
-            low = -symbols.sum_groups(-linear)
-            high = symbols.sum_groups(linear)
-            radius = up(sizes.errors + self.slack)
+            low = -symbols.maximise_over_words(-linear)
+            high = symbols.maximise_over_words(linear)
+            radius = round_up(radii.errors + self.slack)
         else:
             low, high = self.quadratic_range
-            radius = up(sizes.linear + sizes.errors + self.slack)
+            radius = round_up(radii.linear + radii.errors + self.slack)
         # The rounding of a few float64 sums of terms that are no larger than this size.
-        loss = up(gamma(16, DOUBLE) * (self.centre.abs() + radius + high - low))
-        low = self.centre - radius + low - loss
-        high = self.centre + radius + high + loss
+        size = self.centre.abs() + radius + high - low
+        rounding = round_up(gamma(16, DOUBLE) * size)
+        low = self.centre - radius + low - rounding
+        high = self.centre + radius + high + rounding
         if self.weights is None:
             return low, high
         least, most = self.weights
@@ -338,36 +345,37 @@ class Form(Tensor):
         self.memory = memory
         self.seen = memory.writes
 
-    def uncertain(self, roundings: int) -> Tensor:
-        """Return by how much entries are off, seen by a map with weights of so many roundings.
+    def bound_input_error(self, roundings: int) -> Tensor:
+        """Return s >= 0 such that |W| s is the slack of the form W x.
 
-        Slack, and the roundings of a sum of products over the generators, over the centre, and
-        for coefficients that a device may take for zero.
+        s is the slack of x, and the rounding of W times the coefficients and the centre, if each
+        entry of W x takes so many roundings.
         """
         dtype = self.symbols.dtype
-        lost = self.count * tiny(dtype)
-        moving = gamma(roundings + 1, dtype) * self.mass
-        still = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
-        return up(self.slack + moving + still + lost)
+        of_symbols = gamma(roundings + 1, dtype) * self.symbol_radius
+        of_centre = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
+        # A device may take tiny coefficients for zero.
+        underflow = self.count * tiny(dtype)
+        return round_up(self.slack + of_symbols + of_centre + underflow)
 
-    def settle(self) -> Form:
-        """Turn slack into symbols, in place, where it is a share of what the entry moves.
+    def symbolize_slack(self) -> Form:
+        """Turn slack into error symbols, in place, where it is a share of the entry's radius.
 
-        Slack that is mixed by weights adds up in size, symbols keep their signs. Entries whose
-        slack is small against the largest radius of their row, the last axis, keep theirs.
+        Slack that is mixed by weights adds up in absolute value, symbols keep their signs. Where
+        slack is small against the largest radius of the row, it stays: symbols cost time.
         """
-        largest = self.mass + self.slack
+        largest = self.symbol_radius + self.slack
         if self.ndim:
             largest = largest.amax(-1, keepdim=True)
-        large = self.slack > self.symbols.settle * largest
-        if not large.any():
+        is_large = self.slack > self.symbols.slack_share * largest
+        if not is_large.any():
             return self
         # A symbol may be larger than the slack that it replaces, never smaller.
-        radius = cast_up(self.slack * large, self.symbols.dtype)
-        errors = up(self.sizes.errors + radius)
-        self.sizes = Sizes(self.sizes.linear, self.sizes.quadratic, errors)
-        self.blocks = (*self.blocks, self.symbols.birth(radius))
-        self.slack = self.slack * ~large
+        radius = cast_up(self.slack * is_large, self.symbols.dtype)
+        errors = round_up(self.radii.errors + radius)
+        self.radii = PartRadii(self.radii.linear, self.radii.quadratic, errors)
+        self.blocks = (*self.blocks, self.symbols.add_errors(radius))
+        self.slack = self.slack * ~is_large
         return self
 
     @classmethod
@@ -379,11 +387,11 @@ class Form(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply the rule of a torch function."""
-        name = name_of(func)
+        name = find_name(func)
         kwargs = dict(kwargs or {})
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        forms = forms_of((args, kwargs))
+        forms = list_forms((args, kwargs))
         # Forms of two passes, or a view of what was overwritten, have no common meaning.
         first = forms[0]
         if any(form.stale or form.symbols is not first.symbols for form in forms):
@@ -394,7 +402,7 @@ class Form(Tensor):
         if writes:
             return _write_back(name, args[0], result)
         if name in VIEWS:
-            for view in forms_of(result):
+            for view in list_forms(result):
                 view.memory = first.memory
                 view.seen = first.seen
         return result
@@ -407,13 +415,13 @@ class Form(Tensor):
         raise NoRuleError(str(func))
 
 
-def forms_of(values: Any) -> list[Form]:
+def list_forms(values: Any) -> list[Form]:
     """Return the forms among arguments, in order."""
     return [value for value in tree_leaves(values) if isinstance(value, Form)]
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Apply the rule of an operation, or what intercepts the calls of a model."""
+    """Return the rule's result for an operation, or the result of `symbols.intercept`."""
     rule = symbols.rules.get(name)
     if rule is None:
         raise NoRuleError(name)

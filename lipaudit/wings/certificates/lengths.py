@@ -14,11 +14,13 @@ Words move a vector by at most the sum of the k longest moves, one of each word.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.symbols import DOUBLE, bound_norms, cast_up, gamma, tiny, up
+from lipaudit.wings.certificates.symbols import DOUBLE, bound_norms, cast_up, gamma, round_up, tiny
 
 _ROWS = 512
 """Number of rows summed in their own precision before they are added in double precision."""
@@ -27,14 +29,26 @@ _SQUARINGS = 4
 """Number of squarings of a matrix when its norm is bounded through a power of it."""
 
 
-def lengths(
+class Lengths(NamedTuple):
+    """Upper bounds of the 2-norms of vectors; the axis of the vectors has length 1.
+
+    Attributes:
+        linear: of the part that is linear in the input.
+        rest: of all else.
+    """
+
+    linear: Tensor
+    rest: Tensor
+
+
+def bound_lengths(
     x: Form, axis: int, weight: Tensor | None = None, around: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Lengths:
     """Bound ||w L||_2 and ||w R||_2 of x = c + around + L + R, L being linear in the input.
 
     Args:
-        x: a form; its blocks are dissolved if their symbols do not act on whole vectors.
-        axis: axis of the vectors; it has length 1 in the result.
+        x: a form; its blocks become dense if their symbols do not act on whole vectors.
+        axis: axis of the vectors.
         weight: w >= 0, (*shape), by default 1.
         around: by default 0.
     """
@@ -43,61 +57,73 @@ def lengths(
     first_error = symbols.first_error
     axis = axis % x.ndim
     for block in x.blocks:
-        first = block.group.narrow(axis, 0, 1)
-        if bool((block.group != first).any()):
-            x.whole()
+        group_of_vector = block.group.narrow(axis, 0, 1)
+        if bool((block.group != group_of_vector).any()):
+            x.make_dense()
             break
-    unit = symbols.norm == "l2"
-    linear = _bound_sum([x.dense[:n]], axis, weight, unit=unit)
-    quadratic = _bound_sum([x.dense[n:first_error]], axis, weight, unit=unit)
-    error_rows = [x.dense[first_error:], *(block.rows for block in x.blocks)]
-    errors = _bound_sum(error_rows, axis, weight, unit=False)
+    is_unit = symbols.norm == "l2"
+    linear = _bound_combination([x.dense[:n]], axis, weight, unit=is_unit)
+    quadratic = _bound_combination([x.dense[n:first_error]], axis, weight, unit=is_unit)
+    error_stacks = [x.dense[first_error:], *(block.coefficients for block in x.blocks)]
+    errors = _bound_combination(error_stacks, axis, weight, unit=False)
     if symbols.norm == "words":
-        moves = _norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
-        linear = torch.minimum(linear, symbols.sum_groups(moves))
+        lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
+        linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
 
     # No part is longer than the vector of what its entries reach.
-    linear = torch.minimum(linear, _norm(x.sizes.linear, axis, weight))
-    errors = torch.minimum(errors, _norm(x.sizes.errors, axis, weight))
+    linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
+    errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
     low, high = x.quadratic_range
     if around is None:
         around = torch.zeros_like(low)
-    quadratic = quadratic + _norm(around, axis, weight)
+    quadratic = quadratic + _bound_norm(around, axis, weight)
     reach = torch.maximum(high - around, around - low)
-    quadratic = torch.minimum(quadratic, _norm(reach, axis, weight))
-    slack = _norm(x.slack, axis, weight)
-    return linear, up(quadratic + errors + slack)
+    quadratic = torch.minimum(quadratic, _bound_norm(reach, axis, weight))
+    slack = _bound_norm(x.slack, axis, weight)
+    return Lengths(linear, round_up(quadratic + errors + slack))
 
 
-def _norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
+def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
+    """Return upper bounds of the 2-norms of weighted entries >= 0 along an axis."""
     if weight is not None:
         entries = entries * weight
     terms = entries.shape[axis]
-    size = entries.square().sum(axis, keepdim=True).sqrt()
+    norm = entries.square().sum(axis, keepdim=True).sqrt()
     # Squares may underflow to zero.
-    return up(size, terms + 8) + (terms * tiny(DOUBLE)) ** 0.5
+    return round_up(norm, terms + 8) + (terms * tiny(DOUBLE)) ** 0.5
 
 
-def _bound_sum(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: bool) -> Tensor:
-    """Bound ||sum w h_r eps_r|| for |eps_r| <= 1, or with `unit` for sum eps_r^2 <= 1."""
+def _bound_combination(
+    stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: bool
+) -> Tensor:
+    """Bound ||sum_r w h_r eps_r|| for |eps_r| <= 1, or with `unit` for sum eps_r^2 <= 1.
+
+    ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r for any s_r > 0 (Cauchy-Schwarz). With
+    `unit` all s_r and their sum are 1.
+
+    Args:
+        stacks: coefficients (rows, *shape); the vectors h_r lie along `axis` of the shape.
+        axis: axis of the vectors, without that of the rows.
+        weight: w >= 0, (*shape); None for 1.
+        unit: whether the symbols are a unit vector.
+    """
     dtype = stacks[0].dtype
     rows = sum(len(stack) for stack in stacks)
     shape = list(stacks[0].shape[1:])
     k = shape[axis]
     shape[axis] = 1
     count = torch.Size(shape).numel()
-    gain = None
     if weight is not None:
-        gain = cast_up(weight.to(DOUBLE), dtype).clamp_min(tiny(dtype))
+        weight = cast_up(weight.to(DOUBLE), dtype).clamp_min(tiny(dtype))
 
-    # gram = sum h_r h_r^T / s_r, and the sum of all s_r.
+    # gram = sum h_r h_r^T / s_r and sum_of_shares = sum s_r, for each of `count` vectors.
     gram = torch.zeros(count, k, k, dtype=DOUBLE, device=stacks[0].device)
-    shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
+    sum_of_shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
             weighted = part
-            if gain is not None:
-                weighted = part * gain
+            if weight is not None:
+                weighted = part * weight
             vectors = weighted.movedim(axis + 1, -1)
             vectors = vectors.reshape(len(part), count, k)
             vectors = vectors.transpose(0, 1)
@@ -105,18 +131,18 @@ def _bound_sum(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: 
                 # s_r = ||h_r||, the choice that is exact for one direction.
                 share = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
                 share = share.clamp_min(tiny(dtype))
-                shares += share.to(DOUBLE).sum((1, 2))
+                sum_of_shares += share.to(DOUBLE).sum((1, 2))
                 vectors = vectors / share.sqrt()
             gram += (vectors.mT @ vectors).to(DOUBLE)
 
     # What rounding and underflow did to the vectors and to the sums of their products.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    trace = up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
-    under = rows * k * tiny(dtype)
+    trace = round_up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
+    underflow = rows * k * tiny(dtype)
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
-    lost = gamma(roundings, dtype) * trace + under
+    error = gamma(roundings, dtype) * trace + underflow
     symmetric = (gram + gram.mT) / 2
-    norms = bound_norms(symmetric, _SQUARINGS)
-    size = up((norms + lost).sqrt()) + under
-    length = up(size * up(shares, rows).sqrt()) + under
+    gram_norm = bound_norms(symmetric, _SQUARINGS)
+    root = round_up((gram_norm + error).sqrt()) + underflow
+    length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
     return length.view(shape)

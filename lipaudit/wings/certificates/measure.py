@@ -246,7 +246,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
                 texts = read_texts(reader, sample, characters=False)
             trials = options.trials
             bracket = Bracket(net, sample, proof=proof, trials=trials, seed=seed, texts=texts)
-            for done, _ in enumerate(bracket.settle(options.eps)):
+            for done, _ in enumerate(bracket.decide_balls(options.eps)):
                 told = told or (not done and _tell_choices(bracket, options))
                 base.report_progress(number + done / max(len(options.eps) + options.radius, 1))
             if options.radius:

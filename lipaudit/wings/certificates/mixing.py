@@ -5,7 +5,7 @@ a row cancel: s_j - LSE(s) = c_j - LSE(c) + d_j - rho with rho = log sum_j p_j e
 With |d_j| <= r_j and |sum_j p_j d_j| <= t, which is rounding (below):
 
 Let q = sum p d^2, which is at most Q = min(sum p r^2, (l + m)^2) for the lengths l and m of the
-linear part and the rest of sqrt(p) d (`lengths`). (e^x - 1 - x) / x^2 rises with x: with
+linear part and the rest of sqrt(p) d (`bound_lengths`). (e^x - 1 - x) / x^2 rises with x: with
 g(r) = 2 (e^r - 1 - r) / r^2 it is off from 1/2 by at most (g(r) - 1) / 2 on [-r, r]. So
 y = sum p e^d - 1 = sum p d + q / 2 + C with |C| <= T = min(sum (g(r) - 1) p r^2,
 (g(max r) - 1) (l + m)^2) / 2, and y <= Y = t + Q / 2 + T.
@@ -31,9 +31,9 @@ Normalisations: LayerNorm, RMSNorm, over other axes, and by a norm.
 
 With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
 2 mean(c dy) + mean(dy^2). n mean(dy^2) lies in [0, sum r^2] and in [0, (l + m)^2] for lengths l
-and m of its linear part L and of the rest R (`lengths`). Order 2 can put L^2 into the quadratic
-part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves least. Then comes
-1 / sqrt, of a number that is at least eps, and the product.
+and m of its linear part L and of the rest R (`bound_lengths`). Order 2 can put L^2 into the
+quadratic part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves least.
+Then comes 1 / sqrt, of a number that is at least eps, and the product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,8 @@ from torch import Tensor
 
 from lipaudit.wings.certificates import affine, curves
 from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient, UnboundedError
-from lipaudit.wings.certificates.lengths import lengths
-from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY, gamma, tiny, up
+from lipaudit.wings.certificates.lengths import Lengths, bound_lengths
+from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
 
 _NEGLIGIBLE = 1000.0
 _UNDERFLOW = 1e-300
@@ -69,18 +69,19 @@ def softmax(
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
         low, high = _bound_logarithms(log_p, hidden)
-        out = curves.relax(log_p, curves.EXP, within=(low, high))
+        p = curves.relax(log_p, curves.EXP, within=(low, high))
         if hidden.any():
-            out = affine.masked_fill(out, hidden, 0.0)
-            out.slack = out.slack + _UNDERFLOW * hidden
-        # exp is within LIBRARY units in the last place, so 2 LIBRARY u; product and sum add 2 u.
-        error = gamma(2 * LIBRARY + 2, DOUBLE)
+            p = affine.masked_fill(p, hidden, 0.0)
+            p.slack = p.slack + _UNDERFLOW * hidden
+        # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings;
+        # the product and the sum below are rounded once each.
+        error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
         least = low.exp() * (1 - error) - _UNDERFLOW
         least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
         most = high.exp() * (1 + error) + _UNDERFLOW
         most = most.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
-        out.weights = (least, most)
-        return out
+        p.weights = (least, most)
+        return p
 
     return _apply_along(input, dim, rule)
 
@@ -88,15 +89,15 @@ def softmax(
 def log_softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """The logarithm of the softmax over an axis."""
+    """Return the logarithm of the softmax over an axis."""
 
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
-        # Of a key with a negligible weight, too, the logarithm is finite unless a mask hides it.
         if not hidden.any():
             return log_p
-        of_hidden = affine.sub(rows, _log_sum(rows, log_p))
-        return affine.where(hidden, of_hidden, log_p)
+        # Of a key with a negligible weight, too, the logarithm is finite unless a mask hides it.
+        log_of_hidden = affine.sub(rows, _log_sum(rows, log_p))
+        return affine.where(hidden, log_of_hidden, log_p)
 
     return _apply_along(input, dim, rule)
 
@@ -117,12 +118,16 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
 
 
 def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends of log softmax(s)_j: those of its form, or where each s_k - s_j ends."""
+    """Return the ends of log softmax(s)_j: those of its form, or of differences of scores.
+
+    1 / p_j = sum_k e^(s_k - s_j). In s_k - s_j symbols that both scores share count once, so the
+    sums of the ends of its terms may be tighter.
+    """
     low, high = log_p.range()
     high = high.clamp_max(0.0)
     if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE).any():
         return low, high
-    # The ends of 1 / p_j = sum_k e^(s_k - s_j).
+    # The ends of 1 / p_j; the logarithms of p differ like the scores.
     least = torch.zeros_like(low)
     most = torch.zeros_like(high)
     for k in range(log_p.shape[-1]):
@@ -133,85 +138,119 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
         most = most + above.exp().masked_fill(key_hidden, 0.0)
     # A sum that overflows is no less than the largest number: that of a key far below the others.
     least = least.clamp_max(torch.finfo(DOUBLE).max)
-    # exp, a sum of so many, a logarithm.
-    share = gamma(2 * LIBRARY + log_p.shape[-1] + 2, DOUBLE)
-    least = (least * (1 - share)).log()
-    most = (most * (1 + share)).log()
-    least = least - share * least.abs()
-    most = most + share * most.abs()
+    # The roundings of exp, of the sum, and of the logarithm.
+    error = gamma(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
+    least = (least * (1 - error)).log()
+    most = (most * (1 + error)).log()
+    least = least - error * least.abs()
+    most = most + error * most.abs()
     return torch.maximum(low, -most), torch.minimum(high, -least)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
-    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
+    """Return log sum_j e^(s_j) = s_j - log softmax(s)_j, which is the same for every j.
+
+    Taken for the j that is largest at the centre.
+    """
     top = rows.centre.argmax(-1, keepdim=True)
-    gather = affine.make_move("gather")
+    gather = affine.make_rearrangement("gather")
     score = gather(rows, -1, top)
     return affine.sub(score, gather(log_p, -1, top))
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:
+    """Apply a rule of the last axis along another axis."""
     if dim is None:
         raise NoRuleError("softmax without an axis")
     if dim % input.ndim == input.ndim - 1:
         return rule(input)
-    turn = affine.make_move("transpose")
-    result = rule(turn(input, dim, -1))
-    return turn(result, dim, -1)
+    transpose = affine.make_rearrangement("transpose")
+    result = rule(transpose(input, dim, -1))
+    return transpose(result, dim, -1)
+
+
+class Deviation(NamedTuple):
+    """A row of scores around its mean: d_j = ds_j - sum_k p_k ds_k, p = softmax(centre).
+
+    Attributes:
+        form: d, a form of centre zero.
+        p: the weights, (*shape); the last axis has the keys.
+        radius: r, (*shape): |d_j| <= r_j.
+        lengths: of sqrt(p) d.
+        mean_error: t: |sum_j p_j d_j| <= t, which is rounding alone.
+    """
+
+    form: Form
+    p: Tensor
+    radius: Tensor
+    lengths: Lengths
+    mean_error: Tensor
 
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
-    """Return s - LSE(s), and which keys have a negligible weight."""
-    s, hidden = _hide_keys(input.settle())
-    symbols = s.symbols
-    keys = s.shape[-1]
+    """Return log softmax(s) = log softmax(c) + d - rho, and which keys have a negligible weight.
+
+    s = c + ds are the scores, d is ds around its mean, and rho = log sum_j p_j e^(d_j).
+    """
+    s, hidden = _hide_keys(input.symbolize_slack())
     p = s.centre.softmax(-1)
-    # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
-    share = gamma(4 * LIBRARY + 2 * keys, DOUBLE)
+    # Rounding of p, and of the logarithm: a shift, exp, a sum, a quotient or a logarithm.
+    error = gamma(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
-    r = up(d.sizes.linear + d.nonlinear)
-    # t, which is rounding: |sum p d| <= t.
-    mean_moves = up(_total(p * (s.mass + s.slack)), keys)
-    lost = up(share * (_total(p * r) + mean_moves), keys)
-    # Q, T and Y: of sum p d^2, of C and of y.
-    linear, rest = lengths(d, -1, p.sqrt())
-    squared_length = up((linear + rest).square())
-    squares = p * r.square()
-    by_key = _total(_excess(r) * squares)
-    by_length = _excess(r.amax(-1, keepdim=True)) * squared_length
-    third = torch.minimum(by_key, by_length)
-    third = up(third / 2, 8 * LIBRARY + keys)
-    second = torch.minimum(_total(squares), squared_length)
-    second = up(second, 4 * LIBRARY + keys)
-    top = up(lost + second / 2 + third)
-    rho = _first_order(d, p, r, lost, top)
-    if symbols.order == 2:
-        off = third + 2 * lost + top.square() / 2
-        other = _second_order(d, p, (linear, rest), off)
-        first_is_less = rho.slack < other.slack
-        centre = torch.where(first_is_less, rho.centre, other.centre)
-        slack = torch.minimum(rho.slack, other.slack)
-        rho = Form(centre, other.dense * ~first_is_less, slack, symbols)
+    r = round_up(d.radii.linear + d.nonlinear_radius)
+    mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
+    mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
+    deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
+    rho = _bound_log_mean(deviation)
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
-    # c - LSE(c) + d - rho.
     log_p = s.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(hidden, 0.0).abs()
-    slack = up(d.slack + share * size)
-    shifted = Form(log_p, d.dense, slack, symbols, blocks=d.blocks)
+    slack = round_up(d.slack + error * size)
+    shifted = Form(log_p, d.dense, slack, s.symbols, blocks=d.blocks)
     return affine.add(shifted, affine.neg(rho)), hidden
 
 
-def _hide_keys(s: Form) -> tuple[Form, Tensor]:
-    """Return scores without keys whose weight is less than e^-1000, and which keys these are.
+def _bound_log_mean(deviation: Deviation) -> Form:
+    """Return rho = log sum_j p_j e^(d_j), one form per row.
 
-    They are removed with their generators and slack: e^-1000 is more than the library tells from
-    zero.
+    With q = sum p d^2, sum p e^d = 1 + y for y = sum p d + q / 2 + C. Here `second` is Q >= q,
+    `third` is T >= |C|, and `top` is Y = t + Q / 2 + T >= y.
     """
-    move = (s.mass + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
-    move = move.masked_fill(s.centre == -torch.inf, 0.0)
-    largest = (s.centre - move).amax(-1, keepdim=True)
-    hidden = s.centre + move < largest - _NEGLIGIBLE
+    d, p, r, lengths, mean_error = deviation
+    keys = p.shape[-1]
+    squared_length = round_up((lengths.linear + lengths.rest).square())
+    squares = p * r.square()
+    second = torch.minimum(_sum_row(squares), squared_length)
+    second = round_up(second, 4 * LIBRARY_ULPS + keys)
+    # C by the largest deviation of each key, or by the largest of all and the length.
+    third_by_key = _sum_row(_bound_excess(r) * squares)
+    third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
+    third = torch.minimum(third_by_key, third_by_length)
+    third = round_up(third / 2, 8 * LIBRARY_ULPS + keys)
+    top = round_up(mean_error + second / 2 + third)
+    rho = _bound_log_mean_affine(deviation, top)
+    if d.symbols.order == 1:
+        return rho
+    error = third + 2 * mean_error + top.square() / 2
+    quadratic = _bound_log_mean_quadratic(deviation, error)
+    is_better = rho.slack < quadratic.slack
+    centre = torch.where(is_better, rho.centre, quadratic.centre)
+    slack = torch.minimum(rho.slack, quadratic.slack)
+    return Form(centre, quadratic.dense * ~is_better, slack, d.symbols)
+
+
+def _hide_keys(s: Form) -> tuple[Form, Tensor]:
+    """Return scores without keys whose weight is less than e^-1000, and a mask of these keys.
+
+    They are removed with their coefficients and slack: e^-1000 is more than the library tells
+    from zero.
+    """
+    radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
+    radius = radius.masked_fill(s.centre == -torch.inf, 0.0)
+    # What the largest score of a row is at least.
+    largest = (s.centre - radius).amax(-1, keepdim=True)
+    hidden = s.centre + radius < largest - _NEGLIGIBLE
     if hidden.any():
         s = affine.masked_fill(s, hidden, -torch.inf)
     return s, hidden
@@ -219,20 +258,23 @@ def _hide_keys(s: Form) -> tuple[Form, Tensor]:
 
 def _subtract_mean(s: Form, p: Tensor) -> Form:
     """Return d = ds - w . ds, a form of centre zero; w are the weights p, rounded."""
-    moving = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
-    moving.sizes = s.sizes
+    centred = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
+    centred.radii = s.radii
     return affine.linear_map(
-        moving,
-        lambda t, w: t - _total(t * w),
+        centred,
+        lambda t, w: t - _sum_row(t * w),
         p.to(s.symbols.dtype),
         roundings=p.shape[-1] + 2,
-        bound=lambda t, w: t + _total(t * w),
+        bound=lambda t, w: t + _sum_row(t * w),
         within="rows",
     )
 
 
-def _excess(r: Tensor) -> Tensor:
-    """Return no less than g(r) - 1 = r / 3 + r^2 / 12 + ..., for small r below r / 3 (1 + r)."""
+def _bound_excess(r: Tensor) -> Tensor:
+    """Return no less than g(r) - 1, where g(r) = 2 (e^r - 1 - r) / r^2 = 1 + r / 3 + r^2 / 12 ...
+
+    Below 0.01, where the formula cancels, that is at most r / 3 (1 + r).
+    """
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
     of_wide = g - 1 + 1e-9 * g
@@ -240,51 +282,61 @@ def _excess(r: Tensor) -> Tensor:
     return torch.where(r < 0.01, of_small, of_wide)
 
 
-def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Form:
-    """Return rho in [-t, high], the least of Y, Hoeffding's bound and that by the chord."""
+def _bound_log_mean_affine(deviation: Deviation, top: Tensor) -> Form:
+    """Return rho in [-t, high], a centre and slack: high is the least of three bounds.
+
+    They are `top`, that of Hoeffding, t + max(r)^2 / 2, and that by chords of exp, t + log A +
+    sum |M_j / A - p_j| r_j with A = sum p cosh r and M_j = p_j sinh(r_j) / r_j.
+    """
+    d, p, r, _, mean_error = deviation
     keys = p.shape[-1]
-    # M_j = p_j sinh(r_j) / r_j, and sinh(r) / r is 1 + r^2 / 6 for small r, to a last place.
+    # sinh(r) / r is 1 + r^2 / 6 for small r, to the last place.
     ratio = torch.sinh(r) / r.clamp_min(1e-9)
-    slope = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
-    # A = sum p cosh r, and log A + sum |M_j / A - p_j| r_j.
-    level = up(_total(p * torch.cosh(r)), keys)
-    tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + keys, DOUBLE) * p
-    of_keys = up(_total(tilted * r), keys)
-    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + of_keys
+    m = p * torch.where(r > 1e-6, ratio, 1 + r.square() / 6)
+    a = round_up(_sum_row(p * torch.cosh(r)), keys)
+    tilted = (m / a - p).abs() + gamma(8 * LIBRARY_ULPS + keys, DOUBLE) * p
+    of_keys = round_up(_sum_row(tilted * r), keys)
+    by_chords = a.log() + 4 * LIBRARY_ULPS * gamma(1, DOUBLE) + of_keys
     widest = r.amax(-1, keepdim=True)
-    hoeffding = up(widest.square() / 2)
-    high = torch.minimum(torch.minimum(chord, hoeffding), top)
+    hoeffding = round_up(widest.square() / 2)
+    high = torch.minimum(torch.minimum(by_chords, hoeffding), top)
     no_rows = d.dense.new_zeros(0, *high.shape)
-    return Form(high / 2, no_rows, up(high / 2 + lost), d.symbols)
+    return Form(high / 2, no_rows, round_up(high / 2 + mean_error), d.symbols)
 
 
-def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
-    """Return rho = q / 2 +- off, with the squares of linear parts as its quadratic part."""
+def _bound_log_mean_quadratic(deviation: Deviation, error: Tensor) -> Form:
+    """Return rho = q / 2 +- error for q = sum p d^2, with squares of linear parts as coefficients.
+
+    With d = L + R: q = sum p L^2 + sum p (2 L R + R^2); the latter is in [-first, first + second].
+    """
+    d, p, _, lengths, _ = deviation
     symbols = d.symbols
     n = symbols.n
     dtype = symbols.dtype
     keys = p.shape[-1]
-    # What q has beside the squares, in [-first, first + second]: by entries, or by lengths.
-    first, second = curves.square_remainder(d.sizes.linear, d.nonlinear)
-    first = _total(p * first)
-    second = _total(p * second)
-    of_lengths, squared_length = curves.square_remainder(*longest)
-    less = of_lengths + squared_length / 2 < first + second / 2
-    first = torch.where(less, of_lengths, first)
-    second = torch.where(less, squared_length, second)
-    slack = first / 2 + second / 4 + off
+    # By entries, or by lengths of the vectors.
+    first, second = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
+    first = _sum_row(p * first)
+    second = _sum_row(p * second)
+    first_by_length, second_by_length = curves.bound_square_rest(*lengths)
+    is_less = first_by_length + second_by_length / 2 < first + second / 2
+    first = torch.where(is_less, first_by_length, first)
+    second = torch.where(is_less, second_by_length, second)
+    slack = first / 2 + second / 4 + error
     # Products, sums and halves of the quadratic part, and p for the true softmax.
-    moves = d.sizes.linear + d.nonlinear
-    rounding = gamma(2 * keys + 4 * LIBRARY, dtype) * _total(p * moves.square())
+    radius = d.radii.linear + d.nonlinear_radius
+    rounding = gamma(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
     linear = d.dense[:n]
     half = (p / 2).to(dtype)
     squares = torch.einsum("a...j,c...j->ac...", linear * half, linear)
-    generators = d.dense.new_zeros(symbols.first_error, *second.shape)
-    generators[n:] = symbols.pack(squares)[..., None]
-    return Form(second / 4, generators, up(slack + 2 * rounding, keys + 32), symbols)
+    coefficients = d.dense.new_zeros(symbols.first_error, *second.shape)
+    coefficients[n:] = symbols.pack_quadratic(squares)[..., None]
+    slack = round_up(slack + 2 * rounding, keys + 32)
+    return Form(second / 4, coefficients, slack, symbols)
 
 
-def _total(t: Tensor) -> Tensor:
+def _sum_row(t: Tensor) -> Tensor:
+    """Return the sum over the last axis, which stays with size 1."""
     return t.sum(-1, keepdim=True)
 
 
@@ -311,13 +363,13 @@ def scaled_dot_product_attention(
         size = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
     # Constant q and k: their product is rounded, so one of them becomes a form with slack.
-    query, key = affine.make_moving(value, query, key)
+    query, key = affine.lift_first(value, query, key)
     # Multiply the constant with the form first: a product of constants would be rounded.
-    query_moves = isinstance(query, Form)
-    if query_moves:
+    is_query_form = isinstance(query, Form)
+    if is_query_form:
         query = query * scale
     scores: Any = query @ key.mT
-    if not query_moves:
+    if not is_query_form:
         scores = scores * scale
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # True for visible keys
         scores = scores.masked_fill(~attn_mask, -torch.inf)
@@ -343,40 +395,40 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Form:
-    """(x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
-    shape = _read_axes(input, normalized_shape)
+    """Return (x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
+    shape = _read_shape(input, normalized_shape)
     if len(shape) > 1:
-        flat: Any = layer_norm(
-            cast("Form", input.flatten(-len(shape))),
-            math.prod(shape),
-            None if weight is None else weight.flatten(),
-            None if bias is None else bias.flatten(),
-            eps,
-        )
-        return cast("Form", flat.unflatten(-1, shape))
+        if weight is not None:
+            weight = weight.flatten()
+        if bias is not None:
+            bias = bias.flatten()
+        flat = cast("Form", input.flatten(-len(shape)))
+        result: Any = layer_norm(flat, math.prod(shape), weight, bias, eps)
+        return cast("Form", result.unflatten(-1, shape))
     centred = affine.linear_map(
-        input.settle(),
-        lambda t: t - _mean(t),
+        input.symbolize_slack(),
+        lambda t: t - _average_row(t),
         roundings=shape[0] + 2,
-        bound=lambda t: t + _mean(t),
+        bound=lambda t: t + _average_row(t),
         within="rows",
     )
-    return _affine(_divide_by_root(centred, eps), weight, bias)
+    return _apply_affine(_divide_by_root(centred, eps), weight, bias)
 
 
 def rms_norm(
     input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Form:
     """Return x / sqrt(mean x^2 + eps) weight."""
-    if len(_read_axes(input, normalized_shape)) > 1:
+    if len(_read_shape(input, normalized_shape)) > 1:
         raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
     if eps is None:
         dtype = input.dtype if weight is None else weight.dtype
         eps = torch.finfo(dtype).eps
-    return _affine(_divide_by_root(input.settle(), eps), weight, None)
+    return _apply_affine(_divide_by_root(input.symbolize_slack(), eps), weight, None)
 
 
-def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
+def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
+    """Return the shape of the last axes that a normalisation names; refuse another one."""
     if isinstance(normalized_shape, int):
         shape = [normalized_shape]
     else:
@@ -387,72 +439,95 @@ def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
 
 
 def _divide_by_root(y: Form, eps: float) -> Form:
-    """Return y / sqrt(mean y^2 + eps), a quotient."""
+    """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient."""
     square = affine.add(_mean_square(y), eps)
     inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf))
-    inverse = inverse.settle()
+    inverse = inverse.symbolize_slack()
     zero = torch.zeros_like(y.centre)
     constant = Form(zero, y.dense[:0], zero, y.symbols)
     return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
 
 
 def _mean_square(y: Form) -> Form:
-    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2)."""
+    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2) over the last axis."""
     symbols = y.symbols
     n = y.shape[-1]
     dtype = symbols.dtype
+    # 2 mean(c dy) is linear in dy.
     gradient = (y.centre * (2 / n)).to(dtype)
-    dense, blocks = y.by_row().map_rows(lambda t: _total(t * gradient))
-    moves = up(y.mass + y.slack)
+    dense, blocks = y.split_by_row().map_coefficients(lambda t: _sum_row(t * gradient))
+    # mean(dy^2): coefficients of the squares that are kept, and shift +- radius.
+    reach = round_up(y.symbol_radius + y.slack)
     size = y.centre.abs()
-    middle, radius, kept = _bound_squares(y, moves)
+    shift, radius, keeps_squares = _bound_squares(y, reach)
     if symbols.order == 2:
-        linear = y.dense[: symbols.n] * kept
+        linear = y.dense[: symbols.n] * keeps_squares
         squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
-        dense[symbols.n : symbols.first_error] += symbols.pack(squares)[..., None]
+        dense[symbols.n : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
     # Two sums of n products, their weights rounded, and the sum of both.
-    centre = _mean(y.centre.square())
-    squared_moves = 2 * size * moves + moves.square()
-    moving = gamma(2 * n + 16, dtype) * _mean(squared_moves)
-    still = gamma(n + 8, DOUBLE) * (centre + middle)
-    under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
-    slack = _mean(2 * size * y.slack) + radius
-    slack = up(slack + moving + still + under, n + 16)
-    return Form(centre + middle, dense, slack, symbols, blocks=blocks)
+    centre = _average_row(y.centre.square())
+    reach_of_square = 2 * size * reach + reach.square()
+    of_symbols = gamma(2 * n + 16, dtype) * _average_row(reach_of_square)
+    of_centre = gamma(n + 8, DOUBLE) * (centre + shift)
+    underflow = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
+    slack = _average_row(2 * size * y.slack) + radius
+    slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
+    return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
-def _bound_squares(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return middle and radius of mean(dy^2) without squares that are kept, and which are."""
+class SquareBound(NamedTuple):
+    """mean(dy^2) of each row is that of the squares which coefficients keep, plus shift +- radius.
+
+    Attributes:
+        shift, radius: (*rows, 1).
+        keeps_squares: (*shape), mask of the entries whose linear part's square is kept.
+    """
+
+    shift: Tensor
+    radius: Tensor
+    keeps_squares: Tensor
+
+
+def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
+    """Bound mean(dy^2) over the last axis in the way that leaves the smallest radius in each row.
+
+    dy = L + R, |dy| <= reach, and lengths ||L|| <= l, ||R|| <= m. n mean(dy^2) lies in
+    [0, sum reach^2] and in [0, (l + m)^2]. At order 2 L^2 may be kept as coefficients: then
+    2 L R + R^2 is left, bounded by entries or by [-2 l m, 2 l m + m^2].
+    """
     n = y.shape[-1]
-    linear, rest = lengths(y, -1)
-    none = torch.zeros_like(moves, dtype=torch.bool)
-    # [0, sum r^2] by entries, or [0, (l + m)^2] by lengths, both over n.
-    middle = radius = _mean(moves.square()) / 2
-    choices = []
-    half = up((linear + rest).square() / n) / 2
-    choices.append((half, half, none))
+    linear, rest = bound_lengths(y, -1)
+    none = torch.zeros_like(reach, dtype=torch.bool)
+    by_entries = _average_row(reach.square()) / 2
+    by_lengths = round_up((linear + rest).square() / n) / 2
+    choices = [
+        SquareBound(by_entries, by_entries, none),
+        SquareBound(by_lengths, by_lengths, none),
+    ]
     if y.symbols.order == 2:
-        kept = curves.worth_squaring(y)
-        first, second = curves.square_remainder(y.sizes.linear, y.nonlinear)
-        middles = torch.where(kept, second, moves.square()) / 2
-        radii = torch.where(kept, first + second / 2, moves.square() / 2)
-        choices.append((_mean(middles), _mean(radii), kept))
-        first, second = curves.square_remainder(linear, rest)
-        choices.append((second / n / 2, (first + second / 2) / n, ~none))
-    kept = none
-    for other_middle, other_radius, other_kept in choices:
-        better = other_radius < radius
-        middle = torch.where(better, other_middle, middle)
-        radius = torch.where(better, other_radius, radius)
-        kept = torch.where(better, other_kept, kept)
-    return middle, up(radius), kept
+        keeps = curves.is_worth_squaring(y)
+        first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
+        shift = torch.where(keeps, second, reach.square()) / 2
+        radius = torch.where(keeps, first + second / 2, reach.square() / 2)
+        choices.append(SquareBound(_average_row(shift), _average_row(radius), keeps))
+        first, second = curves.bound_square_rest(linear, rest)
+        choices.append(SquareBound(second / n / 2, (first + second / 2) / n, ~none))
+    shift, radius, keeps_squares = choices[0]
+    for choice in choices[1:]:
+        is_better = choice.radius < radius
+        shift = torch.where(is_better, choice.shift, shift)
+        radius = torch.where(is_better, choice.radius, radius)
+        keeps_squares = torch.where(is_better, choice.keeps_squares, keeps_squares)
+    return SquareBound(shift, round_up(radius), keeps_squares)
 
 
-def _mean(t: Tensor) -> Tensor:
+def _average_row(t: Tensor) -> Tensor:
+    """Return the mean over the last axis, which stays with size 1."""
     return t.mean(-1, keepdim=True)
 
 
-def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
+def _apply_affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
+    """Return x weight + bias, either of which may be absent."""
     if weight is not None:
         x = affine.scale(x, weight)
     if bias is not None:
@@ -479,7 +554,7 @@ def batch_norm(
     shape = (-1, *[1] * (input.ndim - 2))
     centred = affine.sub(input, running_mean.view(shape))
     # The gain takes a sum, a root of the library and a product, all in float64.
-    scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY + 2)
+    scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY_ULPS + 2)
     if bias is None:
         return scaled
     return affine.add(scaled, bias.view(shape))
@@ -500,7 +575,7 @@ def group_norm(
         weight = weight.view(shape)
     if bias is not None:
         bias = bias.view(shape)
-    return _affine(result, weight, bias)
+    return _apply_affine(result, weight, bias)
 
 
 def vector_norm(
@@ -521,8 +596,8 @@ def normalize(
         raise NoRuleError(f"normalize by a norm of order {p}")
     rows: Any = input.transpose(dim, -1)
     n = rows.shape[-1]
-    low, _ = affine.reduce_axes(curves.square(rows), -1).range()
-    if not (low > eps**2).all():  # below it, torch divides by eps
+    smallest_square, _ = affine.reduce_axes(curves.square(rows), -1).range()
+    if not (smallest_square > eps**2).all():  # below it, torch divides by eps
         raise UnboundedError
     unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import Net
-from lipaudit.wings.certificates.symbols import cast_up, up
+from lipaudit.wings.certificates.symbols import cast_up, round_up
 from lipaudit.wings.certificates.vnnlib import Property
 
 
@@ -426,7 +426,7 @@ class Query(nn.Module):
         _, self.size, outputs = asked.rows.shape
         centre = ((asked.low + asked.high) / 2).to(graph.dtype)
         # Rounding moves the centre: the radius covers it.
-        radius = up(torch.maximum(asked.high - centre, centre - asked.low))
+        radius = round_up(torch.maximum(asked.high - centre, centre - asked.low))
         first = torch.zeros(self.size, outputs, dtype=graph.dtype)
         limits = cast_up(asked.limits, graph.dtype).flatten()
         self.centre = nn.Parameter(centre)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.symbols import DOUBLE, Symbols, Unit, tiny, up
+from lipaudit.wings.certificates.symbols import DOUBLE, ReluCall, Symbols, round_up, tiny
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -30,13 +30,13 @@ FEW = 256
 """Smallest number of columns that a face keeps."""
 
 
-class Rows(NamedTuple):
-    """Affine functions of the symbols that are kept: rows of coefficients.
+class AffineRows(NamedTuple):
+    """Affine functions of the symbols, one a row: centre + slopes @ e +- spread.
 
     Attributes:
-        centre: (r,).
-        slopes: (r, columns).
-        spread: (r,), the radius of all else.
+        centre: (rows,).
+        slopes: (rows, columns), the coefficients of symbols that have a column.
+        spread: (rows,), the radius of all other symbols and of slack.
     """
 
     centre: Tensor
@@ -44,26 +44,27 @@ class Rows(NamedTuple):
     spread: Tensor
 
     @property
-    def size(self) -> Tensor:
-        """Return the sum of the sizes in each row."""
+    def magnitude(self) -> Tensor:
+        """Return the sum of the absolute values in each row."""
         return self.centre.abs() + self.spread + self.slopes.abs().sum(1)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Margins and the ReLUs they depend on, over the symbols of the input and the ReLUs.
+    """Margins and the ReLUs they depend on, as affine functions of the symbols.
 
     Attributes:
-        margins, units: rows of the margins and of the ReLUs.
-        slope, offset: a and m of every ReLU.
-        columns: column of every ReLU's symbol.
+        margins: rows of the margins.
+        relus: rows of the input z of every ReLU.
+        slope, offset: a and m of every ReLU, whose output is a z + m (1 + eps).
+        columns: column of every ReLU's symbol eps.
         depth: number of the ReLU call it belongs to.
         inputs: number of columns of the input.
         symbols: the symbols of the pass, for the norm of the ball.
     """
 
-    margins: Rows
-    units: Rows
+    margins: AffineRows
+    relus: AffineRows
     slope: Tensor
     offset: Tensor
     columns: Tensor
@@ -74,26 +75,31 @@ class Problem:
     @cached_property
     def reach(self) -> Tensor:
         """Return how much multipliers change each symbol's coefficient, up to a common factor."""
-        sizes = torch.linalg.vector_norm(self.units.slopes, dim=0)
-        return sizes.clamp_min(tiny(sizes.dtype))
+        norms = torch.linalg.vector_norm(self.relus.slopes, dim=0)
+        return norms.clamp_min(tiny(norms.dtype))
 
     @cached_property
-    def sizes(self) -> tuple[Tensor, Tensor]:
-        """Return the sums of the sizes in each row: of the margins and of the ReLUs."""
-        return self.margins.size, self.units.size + 2 * self.offset
+    def margin_magnitude(self) -> Tensor:
+        """Return the sum of the absolute values in the row of each margin."""
+        return self.margins.magnitude
+
+    @cached_property
+    def relu_magnitude(self) -> Tensor:
+        """Return the sum of the absolute values that a multiplier of each ReLU adds."""
+        return self.relus.magnitude + 2 * self.offset
 
     def to(self, dtype: torch.dtype) -> Problem:
         """Return the problem in another precision, for the search only."""
         return replace(
             self,
-            margins=Rows(*(part.to(dtype) for part in self.margins)),
-            units=Rows(*(part.to(dtype) for part in self.units)),
+            margins=AffineRows(*(part.to(dtype) for part in self.margins)),
+            relus=AffineRows(*(part.to(dtype) for part in self.relus)),
             slope=self.slope.to(dtype),
             offset=self.offset.to(dtype),
         )
 
 
-def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
+def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     """Return the problem whose margins are a form of one axis, in float64.
 
     ReLUs that no margin depends on, even through other ReLUs, are left out, such as those of
@@ -104,117 +110,149 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
         numbers: largest number of coefficients; further symbols become a radius per row.
     """
     symbols = margins.symbols
-    units, numbers_of_units, depths = _read_units(margins)
+    reading = _read_relus(margins)
+    calls = reading.calls
     # The rows of the margins, then those of each call's ReLUs.
-    rows = [(margins.centre, margins.generators, margins.slack)]
-    rows += [(unit.centre, unit.generators, unit.slack) for unit in units]
-    row_count = sum(len(centre) for centre, _, _ in rows)
-    always = torch.cat([torch.arange(symbols.n, device=margins.device), numbers_of_units])
+    forms = [(margins.centre, margins.generators, margins.slack)]
+    forms += [(call.centre, call.generators, call.slack) for call in calls]
+    row_count = sum(len(centre) for centre, _, _ in forms)
+    always = torch.cat([torch.arange(symbols.n, device=margins.device), reading.symbols])
     # A column costs one number for every row.
     room = numbers // row_count - len(always)
-    kept = _choose_columns(symbols, [g for _, g, _ in rows], always, max(room, 0))
+    stacks = [generators for _, generators, _ in forms]
+    has_column = _choose_columns(symbols, stacks, always, max(room, 0))
     parts = []
-    for centre, g, slack in rows:
-        present = kept[: len(g)]
-        low, high = symbols.quadratic_range(g)
-        errors = symbols.sizes(g * ~present[:, None]).errors
-        spread = up(errors + torch.maximum(-low, high) + slack)
-        missing = int(kept.sum()) - int(present.sum())
-        slopes = F.pad(g[present].mT.to(DOUBLE), (0, missing))
-        parts.append(Rows(centre, slopes, spread))
+    for centre, generators, slack in forms:
+        # Symbols that are younger than the form have a column of zeros.
+        present = has_column[: len(generators)]
+        missing = int(has_column.sum()) - int(present.sum())
+        slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
+        # All without a column: the quadratic part, other errors, and slack.
+        low, high = symbols.quadratic_range(generators)
+        errors = symbols.bound_parts(generators * ~present[:, None]).errors
+        spread = round_up(errors + torch.maximum(-low, high) + slack)
+        parts.append(AffineRows(centre, slopes, spread))
+    column_of_symbol = has_column.cumsum(0) - 1
     return Problem(
         margins=parts[0],
-        units=Rows(*(torch.cat(each) for each in zip(*parts[1:], strict=True))),
-        slope=torch.cat([unit.slope for unit in units]),
-        offset=torch.cat([unit.offset for unit in units]),
-        columns=(kept.cumsum(0) - 1)[numbers_of_units],
-        depth=depths,
+        relus=AffineRows(*(torch.cat(values) for values in zip(*parts[1:], strict=True))),
+        slope=torch.cat([call.slope for call in calls]),
+        offset=torch.cat([call.offset for call in calls]),
+        columns=column_of_symbol[reading.symbols],
+        depth=reading.depths,
         inputs=symbols.n,
         symbols=symbols,
     )
 
 
-def _read_units(margins: Form) -> tuple[list[Unit], Tensor, Tensor]:
-    """Return the ReLUs of each call that margins depend on, their symbols and their calls."""
+class ReluReading(NamedTuple):
+    """The ReLUs that margins depend on.
+
+    Attributes:
+        calls: the ReLUs of each call, first call first.
+        symbols: (k,), number of the error symbol of each ReLU of all calls.
+        depths: (k,), index of its call.
+    """
+
+    calls: list[ReluCall]
+    symbols: Tensor
+    depths: Tensor
+
+
+def _read_relus(margins: Form) -> ReluReading:
+    """Return the ReLUs that margins depend on, directly or through other ReLUs."""
     symbols = margins.symbols
-    read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
-    read[: len(margins.generators)] = (margins.generators != 0).any(1)
-    units = []
+    is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
+    is_read[: len(margins.generators)] = (margins.generators != 0).any(1)
+    calls = []
     numbers = []
     depths = []
-    # Backwards: a ReLU counts if what is already kept depends on its error symbol.
-    for depth, unit in reversed(list(enumerate(symbols.units))):
-        born = unit.first + torch.arange(len(unit.slope), device=margins.device)
-        chosen = read[born]
-        generators = unit.generators[:, chosen]
-        read[: len(generators)] |= (generators != 0).any(1)
-        part = Unit(
-            centre=unit.centre[chosen],
+    # Backwards: a ReLU is read if something that is read depends on its error symbol.
+    for depth, call in reversed(list(enumerate(symbols.relu_calls))):
+        numbers_of_call = call.first + torch.arange(len(call.slope), device=margins.device)
+        chosen = is_read[numbers_of_call]
+        generators = call.generators[:, chosen]
+        is_read[: len(generators)] |= (generators != 0).any(1)
+        part = ReluCall(
+            centre=call.centre[chosen],
             generators=generators,
-            slack=unit.slack[chosen],
-            slope=unit.slope[chosen],
-            offset=unit.offset[chosen],
-            first=unit.first,
+            slack=call.slack[chosen],
+            slope=call.slope[chosen],
+            offset=call.offset[chosen],
+            first=call.first,
         )
-        units.append(part)
-        numbers.append(born[chosen])
-        depths.append(torch.full_like(born[chosen], depth))
-    return units[::-1], torch.cat(numbers[::-1]), torch.cat(depths[::-1])
+        calls.append(part)
+        numbers.append(numbers_of_call[chosen])
+        depths.append(torch.full_like(numbers_of_call[chosen], depth))
+    return ReluReading(calls[::-1], torch.cat(numbers[::-1]), torch.cat(depths[::-1]))
 
 
 def _choose_columns(
     symbols: Symbols, stacks: Sequence[Tensor], always: Tensor, room: int
 ) -> Tensor:
-    """Return which symbols get columns: some always, and the largest other errors, as many as fit.
+    """Return a mask of the symbols that get a column: `always`, and the largest other errors.
 
-    The products of the input's symbols are bounded together.
+    Products of the input's symbols get none: they are bounded together.
+
+    Args:
+        symbols: of the pass.
+        stacks: coefficients (symbols, rows) of all rows.
+        always: numbers of symbols that get a column in any case.
+        room: largest number of other columns.
     """
     sizes = torch.zeros(symbols.count, dtype=DOUBLE, device=always.device)
-    for g in stacks:
-        sizes[: len(g)] += g.abs().sum(1)
+    for stack in stacks:
+        sizes[: len(stack)] += stack.abs().sum(1)
     sizes[symbols.n : symbols.first_error] = 0
     sizes[always] = 0
     others = min(room, int((sizes > 0).sum()))
-    kept = torch.zeros(symbols.count, dtype=torch.bool, device=always.device)
-    kept[always] = True
-    kept[sizes.topk(others).indices] = True
-    return kept
+    has_column = torch.zeros(symbols.count, dtype=torch.bool, device=always.device)
+    has_column[always] = True
+    has_column[sizes.topk(others).indices] = True
+    return has_column
 
 
 def restrict_to_face(
-    problem: Problem, t: Float[Tensor, "b columns"], share: float, few: int = FEW
+    problem: Problem, coefficients: Float[Tensor, "b columns"], share: float, few: int = FEW
 ) -> Problem:
-    """Return the problem on a face of the box, for a search near multipliers of coefficients t.
+    """Return the problem on a face of the box, where a search of multipliers takes fewer columns.
 
-    A symbol whose coefficient keeps its sign sits at the same end all the time: it is put there,
-    and its column becomes part of the constants. Those that stay are the share with the smallest
-    coefficients against the sizes of their columns, and all of ReLUs. The minimum on a face is no
-    less than that on the box: what is claimed is evaluated without.
+    A symbol whose coefficient keeps its sign is at the same end of [-1, 1] at every minimum: it is
+    fixed there, and its column becomes part of the constants. The minimum on a face is no less
+    than that on the box, so what is claimed in the end is evaluated on the box.
+
+    Args:
+        problem: the problem on the box.
+        coefficients: of the symbols at the multipliers from which the search starts.
+        share: share of the columns that stay beside those whose sign differs between rows.
+        few: smallest number of columns that stay beside those of ReLUs.
     """
-    low = t.amin(0)
-    high = t.amax(0)
-    # firm > 0 where the coefficient has one sign at all given multipliers, by its distance from
-    # 0. Symbols of an L2 ball and of ReLUs always stay.
-    firm = torch.maximum(low, -high) / problem.reach
+    low = coefficients.amin(0)
+    high = coefficients.amax(0)
+    # Distance of a coefficient from a change of sign, in units of what multipliers change.
+    distance = torch.maximum(low, -high) / problem.reach
+    # Symbols of an L2 ball and of ReLUs always stay.
     inputs = 0 if problem.symbols.norm == "linf" else problem.inputs
-    firm[:inputs] = -torch.inf
-    firm[problem.columns] = -torch.inf
+    distance[:inputs] = -torch.inf
+    distance[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
-    loose = int((firm <= 0).sum())
-    most = max(always + few, loose + int(share * len(firm)))
-    most = min(most, len(firm))
-    kept = torch.zeros_like(firm, dtype=torch.bool)
-    kept[firm.topk(most, largest=False).indices] = True
-    end = torch.where(kept, 0.0, (low + high).sign())
+    doubtful = int((distance <= 0).sum())
+    count = max(always + few, doubtful + int(share * len(distance)))
+    count = min(count, len(distance))
+    stays = torch.zeros_like(distance, dtype=torch.bool)
+    stays[distance.topk(count, largest=False).indices] = True
+    # The symbols e are -end at the minimum, where fixed.
+    end = torch.where(stays, 0.0, (low + high).sign())
+    new_column = stays.cumsum(0) - 1
     return replace(
         problem,
-        margins=_fix_columns(problem.margins, end, kept),
-        units=_fix_columns(problem.units, end, kept),
-        columns=(kept.cumsum(0) - 1)[problem.columns],
-        inputs=int(kept[: problem.inputs].sum()),
+        margins=_fix_columns(problem.margins, end, stays),
+        relus=_fix_columns(problem.relus, end, stays),
+        columns=new_column[problem.columns],
+        inputs=int(stays[: problem.inputs].sum()),
     )
 
 
-def _fix_columns(rows: Rows, end: Tensor, kept: Tensor) -> Rows:
-    """Return rows over the kept columns, the others being at an end."""
-    return Rows(rows.centre - rows.slopes @ end, rows.slopes[:, kept], rows.spread)
+def _fix_columns(rows: AffineRows, end: Tensor, stays: Tensor) -> AffineRows:
+    """Return rows over the columns that stay; the symbols of the others are fixed at -end."""
+    return AffineRows(rows.centre - rows.slopes @ end, rows.slopes[:, stays], rows.spread)

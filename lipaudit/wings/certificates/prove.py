@@ -19,13 +19,21 @@ from lipaudit.wings.certificates.affine import (
     is_row,
     linear_map,
     make_constant,
-    make_move,
+    make_rearrangement,
 )
 from lipaudit.wings.certificates.bilinear import mul
 from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
 from lipaudit.wings.certificates.demand import DeviationError, plan
-from lipaudit.wings.certificates.form import Form, NoRuleError, forms_of
-from lipaudit.wings.certificates.symbols import DOUBLE, SETTLE, Norm, Symbols, cast_up, gamma, up
+from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
+from lipaudit.wings.certificates.symbols import (
+    DOUBLE,
+    SLACK_SHARE,
+    Norm,
+    Symbols,
+    cast_up,
+    gamma,
+    round_up,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -68,14 +76,17 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
     # Entries elsewhere, and new tensors.
-    **{name: make_move(name) for name in affine.MOVES},
-    **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
-    "view": make_move("reshape"),
+    **{name: make_rearrangement(name) for name in affine.MOVES},
+    **{
+        name: make_rearrangement(name)
+        for name in ("gather", "take_along_dim", "repeat_interleave")
+    },
+    "view": make_rearrangement("reshape"),
     **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
     "T": lambda x: x.permute(*range(x.ndim)[::-1]),
     "mT": lambda x: x.transpose(-1, -2),
     "iter": lambda x: iter(x.unbind(0)),
-    "getitem": make_move("__getitem__"),
+    "getitem": make_rearrangement("__getitem__"),
     "concat": affine.cat,
     **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
     **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
@@ -130,7 +141,7 @@ def ball(
     box: tuple[float, float] | None = None,
     moving: Tensor | None = None,
     dtype: torch.dtype = DOUBLE,
-    settle: float = SETTLE,
+    slack_share: float = SLACK_SHARE,
 ) -> Form:
     """Return the form of all inputs within `eps` of x.
 
@@ -142,18 +153,18 @@ def ball(
         box: range of valid inputs; the L-inf ball is intersected with it.
         moving: (*shape), mask of the entries that may change, by default all.
         dtype: dtype of the coefficients; every dtype gives proven bounds.
-        settle: see `symbols.SETTLE`.
+        slack_share: see `symbols.SLACK_SHARE`.
 
     Raises:
         UsageError: eps is negative, or the order is not 1 or 2.
     """
-    shown = x.dtype
+    model_dtype = x.dtype
     x = x.detach().to(DOUBLE)
     reach = torch.as_tensor(eps, dtype=DOUBLE, device=x.device).expand_as(x)
     if not (reach >= 0).all() or order not in (1, 2):
         raise UsageError(f"no ball of radius {eps} at order {order}")
-    low = x - up(reach)
-    high = x + up(reach)
+    low = x - round_up(reach)
+    high = x + round_up(reach)
     centre = x
     if norm == "linf":
         # The box cuts the ball to a smaller box: its own centre needs the smaller radius.
@@ -169,7 +180,15 @@ def ball(
     moving = moving.expand_as(x)
     places = moving.flatten().nonzero()[:, 0]
     n = len(places)
-    symbols = Symbols(n, norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle)
+    symbols = Symbols(
+        n,
+        norm,
+        order=order,
+        dtype=dtype,
+        rules=RULES,
+        model_dtype=model_dtype,
+        slack_share=slack_share,
+    )
     rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
     rows[torch.arange(n), places] = cast_up(radius, dtype).flatten()[places]
     centre = torch.where(moving, centre, x)
@@ -199,7 +218,7 @@ def hull(
         order=1,
         dtype=dtype,
         rules=RULES,
-        shown=x.dtype,
+        model_dtype=x.dtype,
         groups=groups,
         most=most,
     )
@@ -207,7 +226,7 @@ def hull(
     x = x.detach().to(DOUBLE)
     # What the differences and the coefficients were rounded by, of `most` moves at once.
     lost = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
-    return Form(x, rows, up(most * lost.amax(0)), symbols)
+    return Form(x, rows, round_up(most * lost.amax(0)), symbols)
 
 
 @torch.no_grad()
@@ -235,7 +254,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
                 result = model(x)
     finally:
         x.symbols.intercept = None
-    if any(form.stale or form.symbols is not x.symbols for form in forms_of(result)):
+    if any(form.stale or form.symbols is not x.symbols for form in list_forms(result)):
         raise NoRuleError("a result that was changed in place elsewhere")
     return result
 
@@ -254,10 +273,10 @@ def bound_margins(
         label: the class to prove.
         module: as for `run`.
     """
-    x.symbols.restart(rich=False)
+    x.symbols.restart(many_symbols=False)
     found = margins(run(model, x.copy(), module=module), label)
-    if x.symbols.spared and not found.range()[0].min() > 0:
-        x.symbols.restart(rich=True)
+    if x.symbols.skipped_symbols and not found.range()[0].min() > 0:
+        x.symbols.restart(many_symbols=True)
         found = margins(run(model, x, module=module), label)
     return found
 

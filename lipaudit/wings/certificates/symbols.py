@@ -20,8 +20,8 @@ products in any order is off by gamma_n = n u / (1 - n u) of the sum of their si
 Accuracy and Stability, 3.1 and 3.5): what conventional matrix products keep in their own
 precision (without TF32, and not those of Strassen).
 
-torch's exp, log, erf, tanh and square root in float64 are assumed to be within `LIBRARY` units in
-the last place; tests check this against mpmath.
+torch's exp, log, erf, tanh and square root in float64 are assumed to be within `LIBRARY_ULPS`
+units in the last place; tests check this against mpmath.
 """
 
 from __future__ import annotations
@@ -39,36 +39,40 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-LIBRARY = 8
+LIBRARY_ULPS = 8
 """Assumed error of library functions in float64, in units in the last place."""
 
 DOUBLE = torch.float64
 
 
 def gamma(n: int, dtype: torch.dtype) -> float:
-    """Return n u / (1 - n u), raised by its own rounding.
+    """Return gamma_n = n u / (1 - n u), a bound of the relative error of n roundings.
+
+    u is the unit roundoff of the dtype.
 
     >>> gamma(1, torch.float64) > 2.0**-53
     True
     """
-    share = n * torch.finfo(dtype).eps / 2
-    if share >= 1:
+    unit_roundoff = torch.finfo(dtype).eps / 2
+    error = n * unit_roundoff
+    if error >= 1:
         return float("inf")
-    return share / (1 - share) * (1 + 2.0**-50)
+    # The last factor covers the rounding of this formula itself.
+    return error / (1 - error) * (1 + 2.0**-50)
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """Return the largest loss of one operation by underflow: the smallest normal number."""
+    """Return the smallest normal number: the most that one operation loses by underflow."""
     return torch.finfo(dtype).tiny
 
 
-def up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"]:
+def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"]:
     """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
 
     Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
     `roundings` of them in a row change the result by at most a share gamma.
 
-    >>> up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
+    >>> round_up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
     """
     raised = 1 + 2 * gamma(roundings + 2, DOUBLE)
@@ -86,25 +90,29 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
     return torch.where(cast.to(x) < x, above, cast)
 
 
-def summed_up(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
-    """Raise float64 sums of `terms` numbers >= 0 above their true values."""
+def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
+    """Return computed sums of `terms` numbers >= 0, in float64 and above their true values."""
     dtype = total.dtype
-    raised = 1 + gamma(terms + 1, dtype)
-    return up(total.to(DOUBLE)) * raised + terms * tiny(dtype)
+    rounding = 1 + gamma(terms + 1, dtype)
+    underflow = terms * tiny(dtype)
+    return round_up(total.to(DOUBLE)) * rounding + underflow
 
 
 @dataclass(frozen=True)
 class ErrorBlock:
-    """Coefficients of errors, several symbols per layer.
+    """Coefficients of errors of which each acts on one group of entries, such as a row.
+
+    An entry in group g depends on one symbol per layer: on symbol numbers[layer, g], with the
+    entry's coefficient in that layer. A dense stack would be zero nearly everywhere.
 
     Attributes:
-        rows: (layers, *shape).
+        coefficients: (layers, *shape).
         group: (*shape), the group of each entry.
         numbers: (layers, groups), the symbol of a layer at a group, -1 for none (zeros there).
         key: number of the first symbol, the same in all forms that share these errors.
     """
 
-    rows: Tensor
+    coefficients: Tensor
     group: Tensor
     numbers: Tensor
     key: int
@@ -116,100 +124,105 @@ class ErrorBlock:
             return 0
         return int(self.numbers.max()) + 1
 
-    def map_rows(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
-        """Apply an operation to the rows of the last axis, or to entries."""
-        rows = op(self.rows)
-        if rows.shape == self.rows.shape:
-            return replace(self, rows=rows)
-        group = self.group[..., :1].expand(rows.shape[1:])
-        return replace(self, rows=rows, group=group)
+    def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
+        """Apply an operation that acts on each entry, or on each row of the last axis."""
+        coefficients = op(self.coefficients)
+        if coefficients.shape == self.coefficients.shape:
+            return replace(self, coefficients=coefficients)
+        # The rows have another width now: each row is one group, so any entry tells it.
+        group = self.group[..., :1].expand(coefficients.shape[1:])
+        return replace(self, coefficients=coefficients, group=group)
 
-    def move(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
-        """Rearrange entries; the operation may have several results."""
-        stacks = move_stack(move, self.rows)
+    def rearrange(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
+        """Return a block for each result of a rearrangement of entries, such as chunk."""
+        stacks = move_stack(move, self.coefficients)
         groups = move(self.group)
         if isinstance(groups, Tensor):
-            return [replace(self, rows=stacks, group=groups)]
+            return [replace(self, coefficients=stacks, group=groups)]
         blocks = []
-        for rows, group in zip(stacks, groups, strict=True):
-            blocks.append(replace(self, rows=rows, group=group))
+        for coefficients, group in zip(stacks, groups, strict=True):
+            blocks.append(replace(self, coefficients=coefficients, group=group))
         return blocks
 
-    def like(self, other: ErrorBlock) -> bool:
-        """Say whether layers of both can be added."""
+    def has_layers_of(self, other: ErrorBlock) -> bool:
+        """Return whether both have the same symbols at each place, so that layers add up."""
         same_groups = torch.equal(self.group, other.group)
         return same_groups and torch.equal(self.numbers, other.numbers)
 
-    def by_row(self) -> ErrorBlock | None:
-        """Return the block with one group per row of the last axis; None if symbols span rows."""
+    def split_by_row(self) -> ErrorBlock | None:
+        """Return the block with one group per row of the last axis; None if that is impossible.
+
+        Where several groups share a row, each gets a layer of its own. For that all rows need
+        equally many groups, and no group may reach over two rows.
+        """
         if bool((self.group == self.group[..., :1]).all()):
             return self
-        # Several groups share a row: give each a layer of its own. That works if all rows have
-        # equally many groups, and no group reaches over two rows.
         shape = self.group.shape
-        groups = self.group.reshape(-1, shape[-1])
-        groups_by_row = [torch.unique(row) for row in groups]
-        if len({len(row) for row in groups_by_row}) > 1:
+        groups = self.group.reshape(-1, shape[-1])  # (rows, width)
+        distinct_groups = [torch.unique(row) for row in groups]
+        if len({len(distinct) for distinct in distinct_groups}) > 1:
             return None
-        distinct = torch.stack(groups_by_row)  # (rows, m)
-        if len(torch.unique(distinct)) < distinct.numel():
+        groups_of_row = torch.stack(distinct_groups)  # (rows, m)
+        if len(torch.unique(groups_of_row)) < groups_of_row.numel():
             return None
-        row_count, m = distinct.shape
-        # The place of every entry's group among those of its row: the number of its layer.
-        is_group = groups[..., None] == distinct[:, None]
-        place = is_group.long().argmax(-1).view(shape)
+        row_count, m = groups_of_row.shape
+        # Every old layer becomes m new ones; an entry keeps its coefficient in only one of them,
+        # that of its group among the m groups of the row.
+        is_group = groups[..., None] == groups_of_row[:, None]  # (rows, width, m)
+        new_layer = is_group.long().argmax(-1).view(shape)
         layer = torch.arange(m, device=groups.device)
-        layer = layer.view(-1, *[1] * place.ndim)
-        in_layer = (place == layer)[:, None]  # (m, 1, *shape)
-        rows = (self.rows * in_layer).flatten(0, 1)
-        numbers = self.numbers[:, distinct].permute(2, 0, 1)
+        layer = layer.view(-1, *[1] * new_layer.ndim)
+        is_in_layer = (new_layer == layer)[:, None]  # (m, 1, *shape)
+        coefficients = (self.coefficients * is_in_layer).flatten(0, 1)
+        numbers = self.numbers[:, groups_of_row].permute(2, 0, 1)  # (m, layers, rows)
         group = torch.arange(row_count, device=groups.device)
         group = group.view(*shape[:-1], 1).expand(shape)
-        return replace(self, rows=rows, group=group, numbers=numbers.flatten(0, 1))
+        return ErrorBlock(coefficients, group, numbers.flatten(0, 1), self.key)
 
     def add_to(self, stack: Tensor) -> None:
-        """Add the block to a stack (rows, *shape) with a row for every symbol."""
+        """Add the block to a dense stack (symbols, *shape), in place."""
         numbers = self.numbers[:, self.group.flatten()]  # (layers, entries)
         entries = numbers.shape[1]
         flat = stack.view(len(stack), entries)
-        rows = self.rows.reshape(len(self.rows), entries)
+        coefficients = self.coefficients.reshape(len(self.coefficients), entries)
         # Entries without a symbol (-1) are zero: adding them to row 0 changes nothing.
-        flat.scatter_add_(0, numbers.clamp_min(0), rows)
+        flat.scatter_add_(0, numbers.clamp_min(0), coefficients)
 
-    def columns(self, mask: Tensor) -> ErrorBlock:
-        """Return the entries of a mask, along one axis."""
-        return replace(self, rows=self.rows[:, mask], group=self.group[mask])
+    def select_entries(self, mask: Tensor) -> ErrorBlock:
+        """Return the entries where a mask (*shape) holds, along one axis."""
+        return replace(self, coefficients=self.coefficients[:, mask], group=self.group[mask])
 
 
 def join_blocks(
-    x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], both: Callable[[Tensor, Tensor], Tensor]
+    x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> list[ErrorBlock]:
-    """Return the blocks of two aligned forms; `both` combines the blocks that they share."""
+    """Return the blocks of two forms; `combine` takes the coefficients of a block in both."""
     joined = {block.key: block for block in x}
     for block in y:
         shared = joined.get(block.key)
         if shared is None:
             joined[block.key] = block
         else:
-            joined[block.key] = replace(shared, rows=both(shared.rows, block.rows))
+            coefficients = combine(shared.coefficients, block.coefficients)
+            joined[block.key] = replace(shared, coefficients=coefficients)
     return list(joined.values())
 
 
-def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
-    """Apply a rearrangement of entries to all rows of a stack."""
-    if len(rows):
-        return torch.vmap(move)(rows)
+def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
+    """Apply a rearrangement of entries to each row of a stack (symbols, *shape)."""
+    if len(stack):
+        return torch.vmap(move)(stack)
     # vmap takes no empty stack: the shapes of the results come from one row.
-    one = move(rows.new_empty(rows.shape[1:]))
-    if isinstance(one, Tensor):
-        return one[None][:0]
-    return tuple(each[None][:0] for each in one)
+    moved = move(stack.new_empty(stack.shape[1:]))
+    if isinstance(moved, Tensor):
+        return moved[None][:0]
+    return tuple(result[None][:0] for result in moved)
 
 
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
-    """Return a separate error symbol for every entry of positive radius, numbered in order.
+    """Return a separate error symbol for every entry of positive radius, numbered from `first`.
 
-    Its group is the entry's row along the last axis.
+    The groups of the block are the rows of the last axis.
     """
     device = radius.device
     shape = radius.shape
@@ -224,21 +237,21 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     layers = 0
     if len(row):
         layers = int(positive.sum(1).max())
-    rows = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
-    rows[layer, row, column] = radius[row, column].to(dtype)
+    coefficients = torch.zeros(layers, *radius.shape, dtype=dtype, device=device)
+    coefficients[layer, row, column] = radius[row, column].to(dtype)
     numbers = torch.full((layers, len(radius)), -1, device=device)
     numbers[layer, row] = first + torch.arange(len(row), device=device)
     group = torch.arange(len(radius), device=device)
     group = group[:, None].expand(radius.shape)
-    return ErrorBlock(rows.view(layers, *shape), group.reshape(shape), numbers, first)
+    return ErrorBlock(coefficients.view(layers, *shape), group.reshape(shape), numbers, first)
 
 
 Norm = Literal["linf", "l2", "words"]
 
-SETTLE = 5e-5
+SLACK_SHARE = 5e-5
 """If the slack exceeds this share of a radius, it becomes symbols before an operation mixes it."""
 
-_AT_ONCE = 2**18
+_CHUNK_VALUES = 2**18
 """Number of values summed at once: 1 MB in single precision."""
 
 _SHIFT = 0.25
@@ -249,12 +262,12 @@ _SQUARINGS = 2
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How far every entry of a stack can move, by part; float64, never too small.
+class PartRadii:
+    """How far every entry of a form can move from its centre, by part; float64, never too small.
 
     Attributes:
         linear: the largest value of the part linear in the input.
-        quadratic: no less than that of the quadratic part, whatever the signs.
+        quadratic: the largest value of the quadratic part, whatever the signs of coefficients.
         errors: the largest value of the errors' part.
     """
 
@@ -263,13 +276,13 @@ class Sizes:
     errors: Float[Tensor, "*shape"]
 
     @property
-    def mass(self) -> Float[Tensor, "*shape"]:
-        """Return the sum of all parts, valid for any signs of the coefficients."""
+    def total(self) -> Float[Tensor, "*shape"]:
+        """Return the sum of all parts."""
         return self.linear + self.quadratic + self.errors
 
 
 @dataclass
-class Unit:
+class ReluCall:
     """The ReLUs of one call with unknown sign: h = a z + m (1 + eps).
 
     Attributes:
@@ -295,17 +308,17 @@ class Symbols:
         order: 1 for affine forms, 2 for quadratic ones.
         dtype: of the coefficients; centres and slack are float64 in any case.
         rules: what every operation does to forms, by name.
-        shown: dtype that the model sees.
-        settle: see `SETTLE`; affects tightness and size of forms, never validity.
+        model_dtype: dtype that the model sees.
+        slack_share: see `SLACK_SHARE`; affects tightness and size of forms, never validity.
         groups: for the norm words, the number of coordinates in each group of the input: they are
             in [0, 1] and add up to at most 1.
         most: number of groups that may differ from 0 at once, for the norm words.
 
     Attributes:
-        dissolved: the blocks that became rows in some form.
+        dense_keys: the blocks that became rows in some form.
         intercept: takes the calls of the model in place of their rules (`demand`).
-        rich: whether a pass may add many symbols where they make it tighter (`bilinear`).
-        spared: whether some were left out because it may not.
+        many_symbols: whether a pass may add many symbols where they make it tighter (`bilinear`).
+        skipped_symbols: whether some were left out because it may not.
     """
 
     intercept: Callable[..., Any] | None = None
@@ -318,8 +331,8 @@ class Symbols:
         order: int,
         dtype: torch.dtype,
         rules: Mapping[str, Callable[..., Any]],
-        shown: torch.dtype = DOUBLE,
-        settle: float = SETTLE,
+        model_dtype: torch.dtype = DOUBLE,
+        slack_share: float = SLACK_SHARE,
         groups: Sequence[int] = (),
         most: int = 1,
     ) -> None:
@@ -328,230 +341,257 @@ class Symbols:
         self.order = order
         self.dtype = dtype
         self.rules = rules
-        self.shown = shown
-        self.settle = settle
+        self.model_dtype = model_dtype
+        self.slack_share = slack_share
         self.groups = groups
         self.most = most
         self.pairs = torch.empty(2, 0, dtype=torch.long)
         if order == 2:
             self.pairs = torch.triu_indices(n, n)
         self.first_error = n + self.pairs.shape[1]
-        self.restart(rich=True)
+        self.restart(many_symbols=True)
 
-    def restart(self, *, rich: bool) -> None:
+    def restart(self, *, many_symbols: bool) -> None:
         """Forget all errors, for another pass over the ball."""
-        self.rich = rich
-        self.spared = False
+        self.many_symbols = many_symbols
+        self.skipped_symbols = False
         self.count = self.first_error
-        self.units: list[Unit] = []
-        self.dissolved: set[int] = set()
+        self.relu_calls: list[ReluCall] = []
+        self.dense_keys: set[int] = set()
 
-    def sizes(self, g: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()) -> Sizes:
-        """Return how far every entry of a stack can move.
+    def bound_parts(
+        self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
+    ) -> PartRadii:
+        """Return how far every entry of a stack of coefficients can move.
 
-        On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
-        of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
+        On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2, because the
+        products e_i e_j of a unit vector have norm <= 1. On boxes both are bounded by 1-norms.
         """
-        linear, quadratic, errors = g.tensor_split((self.n, self.first_error))
+        linear, quadratic, errors = coefficients.tensor_split((self.n, self.first_error))
         # Errors stay in a box, whatever the norm of the input.
-        error_size = _one_norm(errors)
+        error_radius = _sum_absolute(errors)
         for block in blocks:
-            error_size = up(error_size + _one_norm(block.rows))
+            error_radius = round_up(error_radius + _sum_absolute(block.coefficients))
         if self.norm == "l2":
-            return Sizes(_two_norm(linear), _two_norm(quadratic), error_size)
+            return PartRadii(_root_sum_squares(linear), _root_sum_squares(quadratic), error_radius)
         if self.norm == "words":
-            return Sizes(self.sum_groups(linear.abs()), _one_norm(quadratic), error_size)
-        return Sizes(_one_norm(linear), _one_norm(quadratic), error_size)
+            linear_radius = self.maximise_over_words(linear.abs())
+        else:
+            linear_radius = _sum_absolute(linear)
+        return PartRadii(linear_radius, _sum_absolute(quadratic), error_radius)
 
-    def sum_groups(self, g: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
-        """Return the largest value of a linear part, or 0, if only `most` groups move.
+    def maximise_over_words(self, linear: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
+        """Return the largest value >= 0 of linear parts if at most `most` words change.
 
-        A group moves to a convex combination of its coordinates' ends and 0, so that it adds no
-        more than its largest coefficient, and all no more than the `most` largest of these.
+        Each word has a group of coefficients, one per replacement. It moves to a convex
+        combination of its replacements, which adds no more than the largest of these.
         """
-        if not len(g):  # a constant
-            return torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
-        _, largest = self._split_groups(g)
-        most = min(self.most, len(largest))
-        return summed_up(largest.topk(most, 0).values.sum(0), most)
+        if not len(linear):  # a constant
+            return torch.zeros(linear.shape[1:], dtype=DOUBLE, device=linear.device)
+        _, largest_of_words = self._split_words(linear)
+        most = min(self.most, len(largest_of_words))
+        return round_up_sum(largest_of_words.topk(most, 0).values.sum(0), most)
 
-    def find_ends(self, g: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-        """Return the words, as 0 or 1, at which linear parts are as large as `sum_groups` says."""
-        groups, largest = self._split_groups(g)
-        most = min(self.most, len(largest))
-        moving = largest.topk(most, 0).indices
-        moves = torch.zeros_like(largest).scatter_(0, moving, 1.0) * largest.sign()
-        ends = []
-        for rows, move in zip(groups, moves, strict=True):
-            word = F.one_hot(rows.argmax(0), len(rows)).mT
-            ends.append(word * move)
-        return torch.cat(ends)
+    def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+        """Return the symbols, 0 or 1, at which linear parts reach `maximise_over_words`."""
+        groups, largest_of_words = self._split_words(linear)
+        most = min(self.most, len(largest_of_words))
+        moving = largest_of_words.topk(most, 0).indices
+        is_moving = torch.zeros_like(largest_of_words).scatter_(0, moving, 1.0)
+        # A word whose replacements all lower the value stays as it is.
+        is_moving = is_moving * largest_of_words.sign()
+        symbols = []
+        for group, moves in zip(groups, is_moving, strict=True):
+            best = F.one_hot(group.argmax(0), len(group)).mT  # (replacements, m)
+            symbols.append(best * moves)
+        return torch.cat(symbols)
 
-    def _split_groups(self, g: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the coefficients of each group, and the largest of each that is positive or 0."""
-        groups = g.split([*self.groups])  # type: ignore[no-untyped-call]
-        largest = torch.stack([rows.amax(0) for rows in groups])
+    def _split_words(self, linear: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the coefficients of each word's replacements, and the largest of each, or 0."""
+        groups = linear.split([*self.groups])  # type: ignore[no-untyped-call]
+        largest = torch.stack([group.amax(0) for group in groups])
         return groups, largest.clamp_min(0)
 
     def quadratic_range(
-        self, g: Float[Tensor, "rows ..."]
+        self, coefficients: Float[Tensor, "rows ..."]
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-        """Return the least and the largest value of the quadratic part, outwards.
+        """Return the least and the largest value of the quadratic part e^T Q e, outwards.
 
-        For any w_i > 0, e^T Q e is at most the largest eigenvalue of Q_ij / (w_i w_j), if
-        positive, times sum w_i^2 e_i^2. On the box w_i^2 are row sums of |Q|: no eigenvalue is
-        then above 1, so that the bound is no worse than the sum of |Q|, which is exact for a
-        square. For any m > 0 that eigenvalue is at most ||Q + m|| - m. The sum of the
-        coefficients' own ends, e_i^2 in [0, 1] and e_i e_j in [-1, 1], is valid as well.
+        Eigenvalues bound it (`_bound_quadratic`). On the box so does the sum of the ranges of its
+        terms, with e_i^2 in [0, 1] and e_i e_j in [-1, 1]: the tighter of both is returned.
         """
-        q = g[self.n : self.first_error]
+        q = coefficients[self.n : self.first_error]  # (pairs, *shape)
         if not len(q):
-            zero = torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
+            zero = torch.zeros(q.shape[1:], dtype=DOUBLE, device=q.device)
             return zero, zero
-        squares = (self.pairs[0] == self.pairs[1]).to(q.device)
-        # Of a pair, each of its two entries of the matrix has half of the coefficient.
-        halves = torch.where(squares, 1.0, 0.5).to(q)[:, None]
-        places = self._full.to(q.device)
-        ends = []
-        # A few entries at a time, so that they stay in the cache.
-        some = max(1, _AT_ONCE // self.n**2)
-        for part in q.reshape(len(q), -1).split(some, 1):  # type: ignore[no-untyped-call]
-            halved = (part * halves).mT.contiguous()
-            matrices = halved.index_select(1, places).view(-1, self.n, self.n)
-            ends.append(self._bound_ends(matrices))
-        high, low = torch.cat(ends, 1).view(2, *q.shape[1:])
+        is_square = (self.pairs[0] == self.pairs[1]).to(q.device)
+        # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient each.
+        share = torch.where(is_square, 1.0, 0.5).to(q)[:, None]
+        pair_of_entry = self._pair_of_entry.to(q.device)
+        bounds = []
+        # A few entries of the form at a time, so that their matrices stay in the cache.
+        chunk = max(1, _CHUNK_VALUES // self.n**2)
+        for part in q.reshape(len(q), -1).split(chunk, 1):  # type: ignore[no-untyped-call]
+            shared = (part * share).mT.contiguous()  # (entries, pairs)
+            matrices = shared.index_select(1, pair_of_entry).view(-1, self.n, self.n)
+            bounds.append(self._bound_quadratic(matrices))
+        high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
-            return -low, high
-        # e_i^2 lies in [0, 1], and e_i e_j in [-1, 1].
-        mixed = _one_norm(q[~squares])
-        diagonal = q[squares]
-        high = torch.minimum(mixed + _one_norm(diagonal.clamp_min(0)), high)
-        low = torch.minimum(mixed + _one_norm(diagonal.clamp_max(0)), low)
-        return -low, high
+            return -minus_low, high
+        mixed = _sum_absolute(q[~is_square])
+        squares = q[is_square]
+        high = torch.minimum(mixed + _sum_absolute(squares.clamp_min(0)), high)
+        minus_low = torch.minimum(mixed + _sum_absolute(squares.clamp_max(0)), minus_low)
+        return -minus_low, high
 
-    def _bound_ends(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
-        """Bound the largest and minus the least value of e^T Q e, from above."""
+    def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
+        """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
+
+        With any w_i > 0, e^T Q e is at most the largest eigenvalue of Q_ij / (w_i w_j), if
+        positive, times sum w_i^2 e_i^2. On the L2 ball w = 1. On the box w_i^2 = sum_j |Q_ij|: no
+        eigenvalue is then above 1, so the bound is no worse than sum |Q_ij|, exact for a square.
+        For any m > 0 the largest eigenvalue is at most ||Q + m|| - m.
+        """
         dtype = q.dtype
-        total = torch.ones(len(q), dtype=DOUBLE, device=q.device)
+        sum_of_weights = torch.ones(len(q), dtype=DOUBLE, device=q.device)
         if self.norm != "l2":
-            # Q_ij / (w_i w_j), and total = sum w_i^2.
-            gain = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
-            q = q * gain[:, :, None] * gain[:, None, :]
-            weights = gain.to(DOUBLE).square().reciprocal()
-            total = up(weights.sum(1), self.n + 8)
+            # 1 / w_i, then Q_ij / (w_i w_j), and sum w_i^2.
+            inverse = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
+            q = q * inverse[:, :, None] * inverse[:, None, :]
+            squared_weights = inverse.to(DOUBLE).square().reciprocal()
+            sum_of_weights = round_up(squared_weights.sum(1), self.n + 8)
         # The largest eigenvalues of Q and -Q are at most ||Q + m|| - m and ||m - Q|| - m.
         m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
         shift = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
-        # What gains and shifts are rounded by is a share of the Frobenius norm, m / _SHIFT.
-        lost = gamma(8 + self.n, dtype) * 8 * m + self.n * tiny(dtype) ** 0.5
-        return up((largest + lost) * total)
+        # Weights and shifts are rounded by a share of the Frobenius norm, which is m / _SHIFT.
+        rounding = gamma(8 + self.n, dtype) * 8 * m + self.n * tiny(dtype) ** 0.5
+        return round_up((largest + rounding) * sum_of_weights)
 
-    def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
-        """Return the coefficients of e_i e_j, i <= j, of sum_ij form_ij e_i e_j."""
+    def pack_quadratic(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
+        """Return the coefficients of e_i e_j, i <= j, of the sum of form_ij e_i e_j over i, j."""
         i, j = self.pairs.to(form.device)
-        squares = (i == j).view(-1, *[1] * (form.ndim - 2))
-        return torch.where(squares, form[i, j], form[i, j] + form[j, i])
+        is_square = (i == j).view(-1, *[1] * (form.ndim - 2))
+        return torch.where(is_square, form[i, j], form[i, j] + form[j, i])
 
     def add_products(
-        self, rows: Float[Tensor, "rows ..."], x: Tensor, y: Tensor, f: Callable[..., Tensor]
+        self,
+        stack: Float[Tensor, "rows ..."],
+        x: Tensor,
+        y: Tensor,
+        multiply: Callable[..., Tensor],
     ) -> None:
-        """Add sum_ij f(x_i, y_j) e_i e_j of two linear parts to a stack, in place."""
+        """Add the product of the linear parts sum x_i e_i and sum y_j e_j to a stack, in place.
+
+        e_i^2 gets the coefficient x_i y_i, and e_i e_j with i < j gets x_i y_j + x_j y_i.
+        """
         first = self.n
         for i in range(self.n):
+            # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
             count = self.n - i
-            part = rows[first : first + count]
-            part += f(x[i : i + 1], y[i:])
-            part[1:] += f(x[i + 1 :], y[i : i + 1])
+            rows = stack[first : first + count]
+            rows += multiply(x[i : i + 1], y[i:])
+            rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
             first += count
 
-    def add_squares(self, rows: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
-        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack: in half of the products."""
+    def add_squares(self, stack: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
+        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place.
+
+        e_i^2 gets the coefficient weight x_i^2, and e_i e_j with i < j gets 2 weight x_i x_j.
+        """
         first = self.n
         double = 2 * weight * x
         for i in range(self.n):
+            # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
             count = self.n - i
-            part = rows[first : first + count]
-            part[0].addcmul_(double[i], x[i], value=0.5)
-            part[1:].addcmul_(double[i], x[i + 1 :])
+            rows = stack[first : first + count]
+            rows[0].addcmul_(double[i], x[i], value=0.5)
+            rows[1:].addcmul_(double[i], x[i + 1 :])
             first += count
 
-    def birth(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
-        """Add an error symbol of the given radius to every entry with a positive radius."""
+    def add_errors(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
+        """Return a new error symbol for every entry with a positive radius."""
         first = self.count
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
 
-    def birth_shared(self, rows: Float[Tensor, "layers ..."]) -> ErrorBlock:
-        """Add a symbol for every row of the last axis of a stack, which acts on all of the row."""
+    def add_row_errors(self, coefficients: Float[Tensor, "layers ..."]) -> ErrorBlock:
+        """Return new error symbols: one per layer and row of the last axis, for the whole row."""
         first = self.count
-        layers, *lead, width = rows.shape
-        groups = torch.Size(lead).numel()
-        self.count += layers * groups
-        numbers = torch.arange(first, self.count, device=rows.device).view(layers, groups)
-        group = torch.arange(groups, device=rows.device).view(*lead, 1)
-        return ErrorBlock(rows, group.expand(*lead, width), numbers, first)
+        layers, *lead, width = coefficients.shape
+        rows = torch.Size(lead).numel()
+        self.count += layers * rows
+        numbers = torch.arange(first, self.count, device=coefficients.device).view(layers, rows)
+        group = torch.arange(rows, device=coefficients.device).view(*lead, 1)
+        return ErrorBlock(coefficients, group.expand(*lead, width), numbers, first)
 
     @cached_property
-    def _full(self) -> Tensor:
-        """Return the index among the pairs of each entry of a symmetric matrix, (n^2,)."""
+    def _pair_of_entry(self) -> Tensor:
+        """Return, for each entry (i, j) of a symmetric n x n matrix, the index of its pair."""
         i, j = self.pairs
-        numbers = torch.arange(len(i))
-        places = torch.zeros(self.n, self.n, dtype=torch.long)
-        places[i, j] = numbers
-        places[j, i] = numbers
-        return places.flatten()
+        index = torch.arange(len(i))
+        pair_of_entry = torch.zeros(self.n, self.n, dtype=torch.long)
+        pair_of_entry[i, j] = index
+        pair_of_entry[j, i] = index
+        return pair_of_entry.flatten()
 
 
 def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
     """Bound ||Q|| <= ||Q^k||_F^(1/k) of symmetric matrices, k = 2^squarings; float64.
 
-    Q is divided by about its norm first. That of a power is raised by what rounding can take:
-    (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
+    The computed power A is off by some E with ||E|| <= error. Squaring it makes
+    (A + E)^2 - A^2 = A E + E A + E^2, and the product A A itself is off by gamma ||A||_F^2.
     """
     n = matrices.shape[-1]
     dtype = matrices.dtype
-    small = n * n * tiny(dtype)
-    size = _norm(matrices.flatten(1))
+    underflow = n * n * tiny(dtype)
+    size = _bound_row_norms(matrices.flatten(1))  # ||A||_F
     # Divided by about its norm, no power of Q overflows or underflows.
     divisor = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
     power = matrices / divisor[:, None, None]
-    size = up(size / divisor.to(DOUBLE))
-    error = gamma(4, dtype) * size + small
+    size = round_up(size / divisor.to(DOUBLE))
+    error = gamma(4, dtype) * size + underflow
     for _ in range(squarings):
-        # ||A E + E A + E^2||, and the rounding of A A.
-        error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
-        error = up(error)
+        error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + underflow
+        error = round_up(error)
         power = torch.bmm(power, power)
-        size = _norm(power.flatten(1))
-    root = up(size + error, 8) ** (0.5**squarings)
-    return up(root * divisor.to(DOUBLE), 64) + small
+        size = _bound_row_norms(power.flatten(1))
+    root = round_up(size + error, 8) ** (0.5**squarings)
+    return round_up(root * divisor.to(DOUBLE), 64) + underflow
 
 
-def _one_norm(g: Tensor) -> Tensor:
-    return _sum_rows(g, torch.abs)
+def _sum_absolute(coefficients: Tensor) -> Tensor:
+    """Return upper bounds of sum_i |g_i| over the symbols, axis 0."""
+    return _sum_over_symbols(coefficients, torch.abs)
 
 
-def _two_norm(g: Tensor) -> Tensor:
-    return up(_sum_rows(g, torch.square).sqrt())
+def _root_sum_squares(coefficients: Tensor) -> Tensor:
+    """Return upper bounds of sqrt(sum_i g_i^2) over the symbols, axis 0."""
+    return round_up(_sum_over_symbols(coefficients, torch.square).sqrt())
 
 
-def _norm(rows: Tensor) -> Tensor:
-    """Return upper bounds of the 2-norms of rows; squares may underflow to zero."""
+def _bound_row_norms(rows: Tensor) -> Tensor:
+    """Return upper bounds of the 2-norms of rows (rows, terms), in float64."""
     terms = rows.shape[1]
     dtype = rows.dtype
-    size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
-    size = size * (1 + gamma(terms + 8, dtype))
-    return up(size + (terms * tiny(dtype)) ** 0.5)
+    norms = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE)
+    norms = norms * (1 + gamma(terms + 8, dtype))
+    # Squares may underflow to zero.
+    return round_up(norms + (terms * tiny(dtype)) ** 0.5)
 
 
-def _sum_rows(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:
-    """Sum absolute values over rows, a few at a time: faster in cache, and with less rounding."""
-    entries = max(1, g.shape[1:].numel())
-    some = max(1, _AT_ONCE // entries)
-    total = torch.zeros(g.shape[1:], dtype=g.dtype, device=g.device)
-    for part in g.split(some):  # type: ignore[no-untyped-call]
-        total += size(part).sum(0)
-    return summed_up(total, min(some, len(g)) + len(g) // some + 4)
+def _sum_over_symbols(coefficients: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return upper bounds of sum_i function(g_i) over the symbols, axis 0; function is >= 0.
+
+    A few symbols at a time: faster in cache, and with less rounding.
+    """
+    entries = max(1, coefficients.shape[1:].numel())
+    chunk = max(1, _CHUNK_VALUES // entries)
+    total = coefficients.new_zeros(coefficients.shape[1:])
+    for part in coefficients.split(chunk):  # type: ignore[no-untyped-call]
+        total += function(part).sum(0)
+    symbols = len(coefficients)
+    # Roundings in a row: those within a chunk, those of adding chunks, and a few more.
+    return round_up_sum(total, min(chunk, symbols) + symbols // chunk + 4)

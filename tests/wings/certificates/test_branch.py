@@ -11,12 +11,12 @@ from torch import nn
 from lipaudit.wings.certificates.branch import (
     Nodes,
     ascend,
-    bound,
+    bound_nodes,
     decide,
-    problem_of,
+    make_problem,
     prove_bounds,
     restrict_to_face,
-    start,
+    start_nodes,
 )
 from lipaudit.wings.certificates.prove import ball, bound_margins, hull, margins, run
 
@@ -66,7 +66,7 @@ def test_any_multipliers_bound_what_their_part_holds(norm, seed, points):
     """Random multipliers and any part of the signs of a point: below its margin."""
     model, x, label = _mixer(seed)
     start_form, form = _pass(model, x, label, 0.15, norm)
-    problem = problem_of(form)
+    problem = make_problem(form)
     _, inputs = points(start_form, 200)
     exact = model.double()
     logits = exact(inputs)
@@ -88,7 +88,7 @@ def test_any_multipliers_bound_what_their_part_holds(norm, seed, points):
         nodes = Nodes(which, state, y)
         own = truth.gather(1, which[:, None])[:, 0]
         assert (prove_bounds(problem, nodes) <= own).all()
-        value, better = ascend(problem, start(problem, which), steps=20, rate=1e-2)
+        value, better = ascend(problem, start_nodes(problem, which), steps=20, rate=1e-2)
         assert (value <= own).all()
         value, _ = ascend(problem, Nodes(which, state, better.y), steps=20, rate=1e-2)
         assert (value <= own).all()
@@ -98,10 +98,10 @@ def test_the_bound_that_is_claimed_in_rational_arithmetic():
     """`prove_bounds` lies below the exact dual value of the same multipliers, closely."""
     model, x, label = _mixer(0)
     _, form = _pass(model, x, label, 0.15, "linf", torch.float32)
-    problem = problem_of(form)
+    problem = make_problem(form)
     _, nodes = ascend(
         problem.to(torch.float32),
-        start(problem.to(torch.float32), torch.arange(3)),
+        start_nodes(problem.to(torch.float32), torch.arange(3)),
         steps=10,
         rate=1e-2,
     )
@@ -116,13 +116,13 @@ def test_the_bound_that_is_claimed_in_rational_arithmetic():
         w = [q * (1 - s) - p * s for p, q, s in zip(y1, y2, a, strict=True)]
         v = [-(p + q) * o for p, q, o in zip(y1, y2, m, strict=True)]
         t = exact(problem.margins.slopes[row])
-        for weight, slopes in zip(w, problem.units.slopes, strict=True):
+        for weight, slopes in zip(w, problem.relus.slopes, strict=True):
             t = [total + weight * each for total, each in zip(t, exact(slopes), strict=True)]
         for column, each in zip(problem.columns.tolist(), v, strict=True):
             t[column] += each
         value = exact(problem.margins.centre)[row] - exact(problem.margins.spread)[row] + sum(v)
         for weight, c, spread in zip(
-            w, exact(problem.units.centre), exact(problem.units.spread), strict=True
+            w, exact(problem.relus.centre), exact(problem.relus.spread), strict=True
         ):
             value += weight * c - abs(weight) * spread
         value -= sum(abs(each) for each in t)
@@ -240,7 +240,7 @@ def test_limits_are_reported_and_margins_without_relus_need_no_search():
     assert (verdict.certified, verdict.limit) == (False, "nodes")
     assert decide(out, seconds=0.0).limit == "seconds"
     assert verdict.bound <= 0
-    assert verdict.units > 0
+    assert verdict.relus > 0
     linear = nn.Linear(4, 3).requires_grad_(requires_grad=False)
     x = torch.randn(1, 4)
     small, large = (
@@ -253,11 +253,11 @@ def test_relus_that_no_margin_depends_on_are_left_out():
     model, x, label = _mixer(0)
     model.down.weight[:, ::2] = 0
     _, form = _pass(model, x, label, 0.4, "linf")
-    first, last = form.symbols.units
+    first, last = form.symbols.relu_calls
     births = torch.arange(last.first, last.first + len(last.slope))
     read = (form.generators[births] != 0).any(1)
     assert 0 < read.sum() < len(read)
-    problem = problem_of(form)
+    problem = make_problem(form)
     assert (problem.depth == 0).sum() == len(first.slope)
     assert torch.equal(problem.offset[problem.depth == 1], last.offset[read])
 
@@ -266,10 +266,10 @@ def test_errors_that_rows_share_cancel():
     """A column for every symbol says more than a radius of each row."""
     model, x, label = _mixer(2)
     _, form = _pass(model, x, label, 0.1, "linf")
-    whole = problem_of(form)
-    apart = problem_of(form, numbers=0)
-    assert whole.units.slopes.shape[1] > apart.units.slopes.shape[1] == 18 + len(apart.slope)
-    first = start(whole, torch.arange(3))
+    whole = make_problem(form)
+    apart = make_problem(form, numbers=0)
+    assert whole.relus.slopes.shape[1] > apart.relus.slopes.shape[1] == 18 + len(apart.slope)
+    first = start_nodes(whole, torch.arange(3))
     better, _ = ascend(whole, first, steps=100, rate=3e-3)
     value, _ = ascend(apart, first, steps=100, rate=3e-3)
     assert (better > value + 1e-4).all()
@@ -278,18 +278,18 @@ def test_errors_that_rows_share_cancel():
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm):
     model, x, label = _mixer(1)
-    problem = problem_of(_pass(model, x, label, 0.1, norm)[1])
-    _, nodes = ascend(problem, start(problem, torch.arange(3)), steps=20, rate=1e-2)
-    value, t = bound(problem, nodes)
+    problem = make_problem(_pass(model, x, label, 0.1, norm)[1])
+    _, nodes = ascend(problem, start_nodes(problem, torch.arange(3)), steps=20, rate=1e-2)
+    value, t = bound_nodes(problem, nodes)
     face = restrict_to_face(problem, t, 0.0, few=4)
-    assert face.units.slopes.shape[1] < problem.units.slopes.shape[1]
-    torch.testing.assert_close(bound(face, nodes)[0], value, rtol=0, atol=1e-12)
+    assert face.relus.slopes.shape[1] < problem.relus.slopes.shape[1]
+    torch.testing.assert_close(bound_nodes(face, nodes)[0], value, rtol=0, atol=1e-12)
     generator = torch.Generator().manual_seed(0)
     above = 0.0
     for size in (1e-3, 1e-1, 1.0, 100.0):
         y = nodes.y + size * torch.randn(nodes.y.shape, generator=generator).double()
-        off = bound(face, Nodes(nodes.which, nodes.state, y))[0]
-        off = off - bound(problem, Nodes(nodes.which, nodes.state, y))[0]
+        off = bound_nodes(face, Nodes(nodes.which, nodes.state, y))[0]
+        off = off - bound_nodes(problem, Nodes(nodes.which, nodes.state, y))[0]
         assert (off > -1e-9).all()
         above = max(above, off.max().item())
     assert above > 1e-6
@@ -300,16 +300,16 @@ def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
     """At a point, with the errors that its ReLUs have there: one multiplier at a time."""
     model, x, label = _plane(0)
     form, out = _pass(model, x, label, 3.0, "linf")
-    problem = problem_of(out)
+    problem = make_problem(out)
     side = 2 * torch.rand(300, 2, generator=torch.Generator().manual_seed(0)).double() - 1
-    e = torch.zeros(len(side), problem.units.slopes.shape[1], dtype=torch.float64)
+    e = torch.zeros(len(side), problem.relus.slopes.shape[1], dtype=torch.float64)
     e[:, :2] = side
     for depth in (0, 1):  # a ReLU of the second call reads the errors of the first
         own = problem.depth == depth
-        z = (problem.units.centre + e @ problem.units.slopes.mT)[:, own]
+        z = (problem.relus.centre + e @ problem.relus.slopes.mT)[:, own]
         error = (z.relu() - problem.slope[own] * z) / problem.offset[own] - 1
         e[:, problem.columns[own]] = error
-    z = problem.units.centre + e @ problem.units.slopes.mT
+    z = problem.relus.centre + e @ problem.relus.slopes.mT
     truth = problem.margins.centre[0] + e @ problem.margins.slopes[0]
     assert e.abs().max() <= 1 + 1e-9
     k, which = len(problem.slope), torch.zeros(len(e), dtype=torch.long)
@@ -320,7 +320,7 @@ def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
             state[:, unit] = torch.where(z[:, unit] > 0, 1, -1) * known
             y = torch.zeros(2, len(e), k, dtype=torch.float64)
             y[slot, :, unit] = 1.0
-            value, t = bound(problem, Nodes(which, state, y))
+            value, t = bound_nodes(problem, Nodes(which, state, y))
             added = value + t.abs().sum(1) + (t * e).sum(1) - truth
             assert (added < 1e-9).all()
             seen |= {(int(s), bool(a < -1e-3)) for s, a in zip(state[:, unit], added, strict=True)}

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from lipaudit.wings.certificates.bilinear import matmul, mul
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.lengths import lengths
+from lipaudit.wings.certificates.lengths import bound_lengths
 from lipaudit.wings.certificates.prove import ball, run
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
@@ -56,7 +56,7 @@ def test_no_vector_is_longer_and_the_bound_is_near(norm, dtype, axis, scale):
     form = _form(norm, dtype, seed=axis, scale=scale)
     weight = torch.rand(form.shape, generator=torch.Generator().manual_seed(2)).double()
     linear, quadratic, errors = _longest(form, weight, axis, norm)
-    long, rest = (each.squeeze(axis) for each in lengths(form, axis, weight))
+    long, rest = (each.squeeze(axis) for each in bound_lengths(form, axis, weight))
     slack = torch.linalg.vector_norm(weight * form.slack, dim=axis)
     assert (long >= linear).all()
     assert (rest >= torch.maximum(quadratic, errors - slack)).all()
@@ -69,7 +69,7 @@ def test_no_vector_is_longer_where_squares_underflow(norm):
     form = _form(norm, torch.float64)
     rows = 1e-170 * form.generators
     form = Form(form.centre, rows, 1e-170 * form.slack, form.symbols)
-    for bound, each in zip(lengths(form, 1), (rows[:N], rows[N:]), strict=True):
+    for bound, each in zip(bound_lengths(form, 1), (rows[:N], rows[N:]), strict=True):
         assert (bound.squeeze(1) >= each.abs().amax((0, 2))).all()  # the size of an entry
 
 
@@ -78,11 +78,11 @@ def test_lengths_around_another_point(norm):
     """Far from the form, about its distance; at its centre, as without a point."""
     form = _form(norm, torch.float64)
     far = torch.full_like(form.centre, 1e3)
-    _, rest = lengths(form, 1, around=far)
+    _, rest = bound_lengths(form, 1, around=far)
     distance = torch.linalg.vector_norm(far, dim=1, keepdim=True)
     assert (rest >= distance).all()
     assert (rest <= 1.1 * distance).all()
-    assert torch.equal(lengths(form, 1, around=0 * far)[1], lengths(form, 1)[1])
+    assert torch.equal(bound_lengths(form, 1, around=0 * far)[1], bound_lengths(form, 1)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
@@ -97,7 +97,7 @@ def test_one_direction_and_a_ball_are_exact(dtype):
         torch.zeros(50).double(),
         symbols,
     )
-    long, rest = lengths(form, -1)
+    long, rest = bound_lengths(form, -1)
     exact = torch.linalg.vector_norm(along.double().sum(0))
     assert 2 <= long < 2 * 1.1
     assert exact <= rest < exact * (1.01 if dtype is torch.float32 else 1 + 1e-9)
@@ -109,21 +109,23 @@ def test_many_errors_are_not_all_large_at_once():
     rows = torch.randn(4001, 64, generator=torch.Generator().manual_seed(4)).double()
     rows[0] = 0
     form = Form(torch.zeros(64).double(), rows, torch.zeros(64).double(), symbols)
-    _, rest = lengths(form, -1)
+    _, rest = bound_lengths(form, -1)
     signs = (rows[1:] @ rows[1:].mT @ rows[1:].sign()[:, 0]).sign()
     assert torch.linalg.vector_norm(signs @ rows[1:]) <= rest
-    assert rest < 0.25 * torch.linalg.vector_norm(form.nonlinear)
+    assert rest < 0.25 * torch.linalg.vector_norm(form.nonlinear_radius)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 def test_symbols_of_rows_and_across_them(dtype):
     """Blocks count as the stack that they fold, along rows and across them."""
     x = ball(torch.rand(1, 5, 3).double(), 0.3, norm="linf", order=2, dtype=dtype)
-    form = run(lambda t: F.gelu(t), x).settle()
+    form = run(lambda t: F.gelu(t), x).symbolize_slack()
     assert form.blocks
-    stack = form.copy().whole()
+    stack = form.copy().make_dense()
     for axis in (-1, -2):
-        for one, other in zip(lengths(form.copy(), axis), lengths(stack, axis), strict=True):
+        for one, other in zip(
+            bound_lengths(form.copy(), axis), bound_lengths(stack, axis), strict=True
+        ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-12)
 
 
@@ -188,13 +190,13 @@ def test_products_know_the_symbols_that_both_factors_share(norm, dtype, points, 
     torch.testing.assert_close(low, -most.fill_diagonal_(0.0), **close)
 
 
-@pytest.mark.parametrize("settle", [0.0, math.inf], ids=["block", "slack"])
+@pytest.mark.parametrize("slack_share", [0.0, math.inf], ids=["block", "slack"])
 @pytest.mark.parametrize("first", [0, 2], ids=["input", "error"])
 @pytest.mark.parametrize("swap", [False, True])
-def test_every_kind_of_symbol_counts_in_full_in_a_product(first, settle, swap):
+def test_every_kind_of_symbol_counts_in_full_in_a_product(first, slack_share, swap):
     """d = (a + b) / 2 and d + c: the ends are d (d + c) = 2 at a = b = c, and ab/4 r_-^2 = 1/2."""
-    symbols = ball(torch.zeros(1, 2), 1.0, settle=settle).symbols
-    symbols.birth(torch.ones(2))
+    symbols = ball(torch.zeros(1, 2), 1.0, slack_share=slack_share).symbols
+    symbols.add_errors(torch.ones(2))
     none, shared = torch.zeros(1, 1).double(), torch.zeros(4, 1, 1).double()
     shared[first : first + 2] = 0.5
     pair = [Form(none, shared, none + slack, symbols) for slack in (1.0, 0.0)]
@@ -203,10 +205,10 @@ def test_every_kind_of_symbol_counts_in_full_in_a_product(first, settle, swap):
     assert -0.5 - 1e-9 < low <= -0.5
 
 
-@pytest.mark.parametrize("settle", [0.0, math.inf], ids=["block", "slack"])
-def test_the_mean_of_the_values_is_subtracted_where_weights_are_off(settle):
+@pytest.mark.parametrize("slack_share", [0.0, math.inf], ids=["block", "slack"])
+def test_the_mean_of_the_values_is_subtracted_where_weights_are_off(slack_share):
     """The centre sums to 17 / 16, a row to 1: weights (0.25, 0.75) are at an end of the range."""
-    symbols = ball(torch.zeros(1, 1), 1.0, settle=settle).symbols
+    symbols = ball(torch.zeros(1, 1), 1.0, slack_share=slack_share).symbols
     p, off = torch.tensor([[0.3125, 0.75]]).double(), torch.tensor([[0.0625, 0.0]]).double()
     weights = Form(p, torch.zeros(1, 1, 2).double(), off, symbols, weights=(p - p, p / p))
     values = torch.tensor([[0.0], [1.0]]).double()
@@ -223,7 +225,7 @@ def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
     p, off = torch.tensor([[0.25, 0.75]]).double(), 1e-3
     scaled = torch.zeros(symbols.first_error + 1, 1, 2, dtype=torch.float64)
     scaled[-1] = 0.1 * p
-    symbols.birth(torch.ones(1))
+    symbols.add_errors(torch.ones(1))
     weights = Form(p, scaled, torch.full_like(p, off), symbols, weights=(p - p, p / p))
     values = torch.tensor([[0.0], [1.0]]).double()
     still = Form(values, torch.zeros(symbols.first_error, 2, 1).double(), 0 * values, symbols)
@@ -235,9 +237,9 @@ def test_what_scales_a_whole_row_of_weights_is_not_seen_behind_attention(order):
 def _pair(norm, dtype, seed, shapes):
     """Two forms of the same symbols with random rows of every kind; squares mostly positive."""
     symbols = ball(
-        torch.zeros(1, N), 1.0, norm=norm, order=2, dtype=dtype, settle=math.inf
+        torch.zeros(1, N), 1.0, norm=norm, order=2, dtype=dtype, slack_share=math.inf
     ).symbols
-    symbols.birth(torch.ones(ERRORS))
+    symbols.add_errors(torch.ones(ERRORS))
     generator = torch.Generator().manual_seed(seed)
 
     def draw(shape):
@@ -302,7 +304,7 @@ LINEAR, SQUARE, ERROR = 0, 1, 2
 def test_products_at_order_two_that_are_known(product, x, y, ends, norm, dtype):
     """Of forms in one input e and one error eps, centre 0."""
     symbols = ball(torch.zeros(1, 1), 1.0, norm=norm, order=2, dtype=dtype).symbols
-    symbols.birth(torch.ones(1))
+    symbols.add_errors(torch.ones(1))
 
     def make(rows, shape):
         stack = torch.zeros(3, *shape, dtype=dtype)
@@ -347,7 +349,7 @@ def test_what_weights_are_off_by_moves_all_channels_of_a_value(moved, order, dty
     Slack of weights and values of the input, or weights of the input and values of errors.
     """
     symbols = ball(torch.zeros(1, 2), 1.0, order=order, dtype=dtype).symbols
-    symbols.birth(torch.ones(2))
+    symbols.add_errors(torch.ones(2))
     half, off = torch.full((1, 2), 0.5).double(), torch.full((1, 2), 0.1).double()
     move = torch.zeros(symbols.n, 1, 2, dtype=dtype)
     if moved == "input":

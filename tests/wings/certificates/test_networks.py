@@ -238,7 +238,7 @@ def test_what_is_certified_is_what_attacks_see(tmp_path):
         sample = loaded.batch_for(net)[-1:]
         point, output = net.point(sample), net.output(sample)
         moving = torch.arange(point.numel()).view(point.shape) < 4
-        start = ball(point, 0.0, moving=moving, settle=math.inf)
+        start = ball(point, 0.0, moving=moving, slack_share=math.inf)
         assert start.dtype is torch.float32
         form = run(functools.partial(net.forward, batch=sample), start, module=net.module)
         assert (form.centre - output).abs().amax() < 1e-5 * output.abs().amax()
@@ -254,7 +254,7 @@ SOME = torch.arange(192).view(1, 3, 8, 8) < 12
 def test_rows_that_nothing_reads_are_not_computed(name, order):
     model, ranges, births = _network(name), [], []
     for call in (run, lambda model, x: model(x)):  # the rules alone compute all rows
-        x = ball(PIXELS, 0.001, order=order, settle=0.0, moving=SOME)
+        x = ball(PIXELS, 0.001, order=order, slack_share=0.0, moving=SOME)
         ranges.append(margins(call(model, x), 1).range())
         births.append(x.symbols.count)
     for one, other in zip(*ranges, strict=True):
@@ -304,8 +304,8 @@ def test_blocks_say_what_rows_say(norm, order, points, excess, monkeypatch):
     folded = run(_blocks_at_work, x)
     assert folded.blocks
     assert excess(folded, e, _blocks_at_work(inputs)) <= 1e-13
-    settle = type(x).settle
-    monkeypatch.setattr(type(x), "settle", lambda form: settle(form).whole())
+    symbolize = type(x).symbolize_slack
+    monkeypatch.setattr(type(x), "symbolize_slack", lambda form: symbolize(form).make_dense())
     plain = run(_blocks_at_work, ball(X, 0.1, norm=norm, order=order))
     assert not plain.blocks
     for one, other in zip(folded.range(), plain.range(), strict=True):
@@ -316,8 +316,8 @@ def test_a_block_with_one_group_a_row_has_the_same_coefficients():
     radius = torch.rand(1, HEADS, TOKENS, 3, dtype=torch.float64)
     radius[0, 1, 2] = 0
     block = create_errors(radius, 7, torch.float64)
-    (merged,) = block.move(lambda t: t.transpose(1, 2).flatten(2))
-    by_row = merged.by_row()
+    (merged,) = block.rearrange(lambda t: t.transpose(1, 2).flatten(2))
+    by_row = merged.split_by_row()
     assert by_row is not None
     assert (by_row.group == by_row.group[..., :1]).all()
     stacks = [torch.zeros(by_row.end, 1, TOKENS, 3 * HEADS).double() for _ in range(2)]
@@ -325,5 +325,5 @@ def test_a_block_with_one_group_a_row_has_the_same_coefficients():
         each.add_to(stack)
     torch.testing.assert_close(*stacks, rtol=0, atol=0)
     torch.testing.assert_close(stacks[0].sum(0), radius.transpose(1, 2).flatten(2))
-    (across,) = merged.move(lambda t: t.transpose(1, 2))
-    assert across.by_row() is None
+    (across,) = merged.rearrange(lambda t: t.transpose(1, 2))
+    assert across.split_by_row() is None

@@ -13,7 +13,7 @@ from lipaudit.wings.certificates import curves
 from lipaudit.wings.certificates.affine import linear
 from lipaudit.wings.certificates.form import Form
 from lipaudit.wings.certificates.prove import ball, run
-from lipaudit.wings.certificates.symbols import LIBRARY, cast_up, gamma, summed_up
+from lipaudit.wings.certificates.symbols import LIBRARY_ULPS, cast_up, gamma, round_up_sum
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -51,7 +51,7 @@ def test_chains_of_affine_maps_in_rational_arithmetic(dtype, seed):
     """Two maps that cancel, a residual and a scale, at the corners, to the last digit."""
     first, second = _cancelling(6, 8, seed), _wild(6, 6, seed=seed + 50)
     bias, x = _wild(6, seed=seed + 10), 1 + _wild(1, 8, seed=seed + 20).abs() * 1e-6
-    start = ball(x, 1e-3, dtype=dtype, settle=1e9)  # slack stays slack
+    start = ball(x, 1e-3, dtype=dtype, slack_share=1e9)  # slack stays slack
     once = linear(start, first, bias)
     form = (linear(once, second) + once) * 0.1
     tenth = Fraction(0.1)
@@ -138,8 +138,8 @@ SMOOTH = {
     "log": (curves.LOG, mpmath.log),
     "sin": (curves.SIN, mpmath.sin),
     "cos": (curves.COS, mpmath.cos),
-    "cube": (curves.monomial(3), lambda x: x**3),
-    "seventh": (curves.monomial(7), lambda x: x**7),
+    "cube": (curves.make_monomial(3), lambda x: x**3),
+    "seventh": (curves.make_monomial(7), lambda x: x**7),
 }
 POSITIVE = ("rsqrt", "sqrt", "reciprocal", "log")
 
@@ -153,7 +153,7 @@ def _arguments(name: str) -> Tensor:
 def test_functions_of_the_library_and_their_derivatives_are_as_close_as_assumed(name):
     f, exact = SMOOTH[name]
     x = _arguments(name)
-    allowed = 2 * LIBRARY * gamma(1, torch.float64) * (f.value(x).abs() + f.offset(x).abs())
+    allowed = 2 * LIBRARY_ULPS * gamma(1, torch.float64) * (f.value(x).abs() + f.offset(x).abs())
     with mpmath.workdps(40):
         for value, point, off in zip(*(t.tolist() for t in (f.value(x), x, allowed)), strict=True):
             assert abs(mpmath.mpf(value) - exact(mpmath.mpf(point))) <= off
@@ -169,7 +169,7 @@ def test_helpers_err_upwards():
     values = torch.rand(1000, dtype=torch.float64)
     assert (cast_up(values, torch.float32).double() >= values).all()
     single = torch.rand(1000, 20)
-    total = summed_up(single.sum(0), 1000)
+    total = round_up_sum(single.sum(0), 1000)
     exact = [sum(_exact(single[:, column])) for column in range(20)]
     assert all(Fraction(t) >= e for t, e in zip(total.tolist(), exact, strict=True))
     assert (total / single.double().sum(0) < 1 + 1e-4).all()

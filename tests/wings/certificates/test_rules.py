@@ -41,7 +41,7 @@ def test_no_point_of_the_ball_leaves_a_form(place, name, points, excess):
         off, about = excess(form, e, truth), (norm, order, eps, dtype)
         assert off <= 1e-13 * truth.abs().amax(), about
         if small and name not in NEVER_SMALL:
-            assert form.nonlinear.sum() <= 5e-5 * form.sizes.linear.sum(), about
+            assert form.nonlinear_radius.sum() <= 5e-5 * form.radii.linear.sum(), about
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_encoder_layers_of_torch(points, excess):
 
 def test_symbols_keep_what_slack_forgets():
     """y - y of an operation with an error is zero in symbols, twice the error in slack."""
-    x = ball(weights(1, TOKENS, WIDTH), 0.1, settle=0.0)
+    x = ball(weights(1, TOKENS, WIDTH), 0.1, slack_share=0.0)
     form = F.gelu(x)
-    loose = (form - form).mass + (form - form).slack
-    form.settle()
-    tight = (form - form).mass + (form - form).slack
+    loose = (form - form).symbol_radius + (form - form).slack
+    form.symbolize_slack()
+    tight = (form - form).symbol_radius + (form - form).slack
     assert loose.amax() > 1e-3
     assert tight.amax() < 1e-12
 
@@ -216,9 +216,9 @@ def test_quadratic_parts_against_all_corners_and_eigenvalues(norm, dtype):
     spread = torch.randn(n, n, 50, generator=generator, dtype=torch.float64)
     one_sided = spread[:, None, 0] * spread[None, :, 0]  # of rank one: the bounds are sharp
     q = torch.cat([spread, one_sided, -one_sided], -1)
-    rows = torch.cat([torch.zeros(n, q.shape[-1]), symbols.pack(q).float()]).to(dtype)
+    rows = torch.cat([torch.zeros(n, q.shape[-1]), symbols.pack_quadratic(q).float()]).to(dtype)
     low, high = symbols.quadratic_range(rows)
-    packed = symbols.pack(q).float().double()
+    packed = symbols.pack_quadratic(q).float().double()
     i, j = symbols.pairs
     form = torch.zeros(n, n, q.shape[-1], dtype=torch.float64)
     form[i, j] += packed / 2

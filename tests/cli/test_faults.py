@@ -211,8 +211,7 @@ def test_options_of_texts_are_refused_for_images_unless_they_are_configured():
 
 # Broad handlers that raise again, report, or ask no model: they need not ask whose fault it is.
 BESIDE = {"api.py": 1, "engine/execute.py": 2, "engine/launcher.py": 2, "models/precision.py": 1,
-          "models/attention/events.py": 1, "wings/training/commands.py": 2,
-          "wings/training/watching.py": 1}  # fmt: skip
+          "wings/training/commands.py": 2, "wings/training/watching.py": 1}  # fmt: skip
 
 
 def test_every_broad_handler_asks_whose_fault_it_is():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
@@ -14,6 +15,8 @@ from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
+from lipaudit.models.attention.uses import Uses
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.products import dense_jacobian
 from tests.models.attention.tiny import WIDTH, Tiny, tiny_net
 from tests.nets import Calls, draw, own_batch
@@ -108,6 +111,22 @@ def test_model_without_attention_is_told_the_likely_causes_and_what_needs_none()
         assert cause in caught.value.advice
     for command in ("lipaudit jacobian", "lipaudit attack"):
         assert command in caught.value.advice
+
+
+def attend_by_hand(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [flex_attention, attend_by_hand])
+def test_attention_for_compilers_is_counted_where_nothing_is_compiled(attend):
+    compiled = torch.compile(attend)
+    uses = Uses(lambda: "block")
+    with exact_arithmetic(torch.device("cpu")), torch.no_grad(), uses:
+        q, k, v = torch.randn(3, 1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+        for t in (q, k, v):
+            uses.mark(t)
+        compiled(q, k, v)
+    assert uses.counts == {"block": 1}
 
 
 def mix_states(bcd, out, x):

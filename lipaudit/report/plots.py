@@ -22,7 +22,10 @@ Tip = tuple[str, Span, Span]
 MANY = 500
 """Charts with more points or cells embed a PNG in the SVG, to keep pages small."""
 MOST_TIPS = 1200
-"""Largest number of tooltips in a chart: they make most of a page's size."""
+"""Largest number of tooltips in a chart: they make most of a page's size.
+
+A map with more cells has none. Of more points, the largest have one.
+"""
 DARK = 0.46
 """Luma (BT.601) at which black and white have equal contrast."""
 
@@ -63,7 +66,8 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     frames.name_ticks(axes.xaxis, block.columns, most)
     frames.name_ticks(axes.yaxis, block.rows, most)
     written = not block.square and values.size <= MANY and width <= 20
-    for index, (y, x) in enumerate(np.ndindex(values.shape)):
+    tips = values.size <= MOST_TIPS
+    for y, x in np.ndindex(values.shape):
         value = block.values[y][x]
         text = cells.format_value(value, block.column)
         if written:
@@ -72,7 +76,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
                 luma = np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11))
                 ink = "#ffffff" if luma < DARK else "#000000"
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
-        if index < MOST_TIPS:
+        if tips:
             place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
             yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 

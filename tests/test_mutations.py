@@ -30,8 +30,8 @@ g_k is never below p_(k+1), so that ties keep their row
 + return kth * (others + following)
 ||M|| is never above g_1
   theory/softmax.py tests/theory/test_softmax.py
-- return torch.minimum(root, rows.g1)
-+ return root
+- return torch.minimum(norm, rows.g1)
++ return norm
 values are of size one
   theory/spectral.py tests/theory/test_scale.py
 - exponents = torch.frexp(largest.cpu()).exponent
@@ -50,8 +50,8 @@ where the two precisions disagree the norm is met again
 + if False:
 a norm has converged only within its proven limit
   theory/spectral.py tests/theory/spectral/test_lanczos.py
-- reached = self.proves(within)
-+ reached = self.proves(1e9)
+- return (self.proves(within) & is_accurate) | self.exhausted
++ return is_accurate | self.exhausted
 masks are told by the bias, not by P
   theory/heads.py tests/theory/test_heads.py
 - later = self.visible(start, stop).triu(start + 1)

@@ -343,7 +343,7 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
 
     from lipaudit.theory import softmax
     from lipaudit.theory.heads import rows_in_reach
-    from lipaudit.theory.spectral import map_norm
+    from lipaudit.theory.matrix_norms import map_norm
 
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]

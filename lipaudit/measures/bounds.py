@@ -368,7 +368,7 @@ def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, fl
     from lipaudit.measures.layers import per_sample, require_bounds_hold
     from lipaudit.models.attention.numeric import compute_numeric_norms
     from lipaudit.theory.head_norms import forward_error
-    from lipaudit.theory.spectral import spectral_norm
+    from lipaudit.theory.matrix_norms import spectral_norm
 
     site = layer.site
     ids = layer.batch.ids

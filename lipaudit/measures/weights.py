@@ -232,7 +232,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
     """Return a row per head of a layer: norms and stable ranks of W_QK and W_OV."""
     import torch
 
-    from lipaudit.theory.spectral import product_values
+    from lipaudit.theory.matrix_norms import product_values
 
     site = layer.site
     why = site.reason
@@ -291,7 +291,7 @@ def _read_map(weight: Tensor) -> Cells:
     """Return the norm, the stable rank and the condition number of a linear map."""
     import torch
 
-    from lipaudit.theory.spectral import product_values
+    from lipaudit.theory.matrix_norms import product_values
 
     rows, columns = weight.shape
     tall = weight if rows >= columns else weight.mT

@@ -27,8 +27,8 @@ UPHILL = 12
 def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, "batch heads"]:
     """Return the largest ||J(X')|| found with ||X' - X||_F <= r, for each head; a lower bound.
 
-    In turn the unit vector u goes to J J^T u and X' to the end of the gradient of ||J^T u|| in the
-    ball: power steps on both, exact as r falls. ||J^T u|| is never above ||J(X')||.
+    Each step replaces the unit vector u by J J^T u (a power iteration), and moves X' along the
+    gradient of ||J^T u|| to the edge of the ball. ||J^T u|| is never above ||J(X')||.
 
     Args:
         heads: heads of self-attention with affine (or constant) projections; others give NaN.
@@ -36,55 +36,59 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
         seeds: one per sample.
     """
     if heads.x_kv is not None or not are_affine(heads):
-        return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
+        return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
     unit, size = unit_values(heads.to(torch.float64))
-    # No derivative depends on a constant in the values; its rounding error does: see `mean_value`.
+    # A constant added to all values changes no derivative, but its rounding error: `mean_value`.
     mean = mean_value(unit.attention(), unit.v)
     unit = unit.with_same_map(v=unit.v - mean)
-    n = unit.q.shape[2]
-    dv = unit.v.shape[3]
+    n, dv = unit.v.shape[2:]  # self-attention has as many queries as values
     starts = random_starts(seeds, n * dv).to(unit.q)
-    u = starts[unit.sample].view(-1, 1, n, dv)
-    norms = [_climb_in_ball(some, r, u) for some in split_heads(unit)]
+    u = starts[unit.sample].view(-1, 1, n, dv)  # (batch, 1, n, dv): one start for all heads
+    norms = [_climb_in_ball(group, r, u) for group in split_heads(unit)]
     return torch.cat(norms, 1) * size.to(u)
 
 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    """Return the largest ||J^T u|| on the way of each head, from the starts u of the samples."""
-    # In the coordinates that the projections of a head read; R preserves lengths there.
+    """Return the largest ||J^T u|| of any step, (batch, heads), from start vectors u."""
+    # Tokens moved by dX change q, k, v by dX W, W = [W_Q W_K W_V]. With W = Z R (Z^T Z = 1) it is
+    # enough to search over moves dX = move Z^T: then dX W = move R, and ||dX||_F = ||move||_F.
     weights = [projection.weight for projection in projections(heads)]
-    read = torch.linalg.qr(torch.cat(weights, -1), mode="r").R
-    move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])
-    largest = torch.zeros_like(heads.q[..., 0, 0])
+    triangle = torch.linalg.qr(torch.cat(weights, -1), mode="r").R  # R, (heads, channels, 3 d)
+    move = heads.q.new_zeros(*heads.q.shape[:3], triangle.shape[1])
+    largest = heads.q.new_zeros(heads.q.shape[:2])
     u = u.expand(-1, heads.q.shape[1], -1, -1)
     for step in range(AT_X + UPHILL):
-        height, uphill, along = _slopes(heads, read, move, _unit_matrices(u))
-        largest = torch.maximum(largest, height)
-        u = along
-        if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
+        norm, move_gradient, u = _differentiate_norm(heads, triangle, move, _unit_matrices(u))
+        largest = torch.maximum(largest, norm)
+        if step >= AT_X:  # to the edge of the ball in half of the ascent, along it in the other
             share = min(1.0, 2 * (step - AT_X + 1) / UPHILL)
-            move = r * share * _unit_matrices(uphill)
+            move = r * share * _unit_matrices(move_gradient)
     return largest
 
 
-def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u."""
+def _differentiate_norm(
+    heads: Heads, triangle: Tensor, move: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u.
+
+    The gradient in a unit vector u is J J^T u / ||J^T u||: the next u of a power iteration.
+    """
     move = move.detach().clone().requires_grad_()
     u = u.detach().clone().requires_grad_()
     widths = [heads.q.shape[-1], heads.k.shape[-1], heads.v.shape[-1]]
     with torch.enable_grad():
-        dq, dk, dv = torch.split(move @ read, widths, -1)
+        dq, dk, dv = torch.split(move @ triangle, widths, -1)
         moved = replace(heads, q=heads.q + dq, k=heads.k + dk, v=heads.v + dv)
         output = moved.attention() @ moved.v
         (pulled,) = pull_back(output, move, u, create_graph=True)
-        height = torch.linalg.vector_norm(pulled, dim=(-2, -1))
-        uphill, along = torch.autograd.grad(height.sum(), (move, u))
-    return height.detach(), uphill, along
+        norm = torch.linalg.vector_norm(pulled, dim=(-2, -1))
+        move_gradient, u_gradient = torch.autograd.grad(norm.sum(), (move, u))
+    return norm.detach(), move_gradient, u_gradient
 
 
 def _unit_matrices(t: Tensor) -> Tensor:
-    # By the largest entry first: squares of entries below 1e-154 vanish, and what is divided by
-    # the tiny number in place of their sum is no unit vector.
+    """Divide each matrix by its Frobenius norm; a zero matrix stays zero."""
+    # By the largest entry first: squares of entries below 1e-154 would underflow to zero.
     tiny = torch.finfo(t.dtype).tiny
     largest = t.abs().amax((-2, -1), keepdim=True)
     t = t / largest.clamp_min(tiny)

@@ -32,28 +32,36 @@ if TYPE_CHECKING:
 def logit_gradients(
     heads: Heads, name: Literal["q", "k"], chunk: slice
 ) -> Float[Tensor, "batch heads chunk partners d"]:
-    """Return a_ij = dS_ij / dq_i of some queries i, by query; or b_ij = dS_ij / dk_j, by key."""
+    """Return the gradients of the logits S_ij in some queries q_i, or in some keys k_j.
+
+    Args:
+        heads: the heads of one layer.
+        name: q for a_ij = dS_ij / dq_i, by query and key; k for b_ij = dS_ij / dk_j, by key and
+            query.
+        chunk: which queries (keys).
+    """
+    # a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij: see `Pairs`.
     pairs = heads.pairs or Pairs()
-    slope = pairs.slope
+    slope = pairs.slope  # f
     if name == "q":
         rows = heads.q
         partners = heads.k
-        more = pairs.with_q
+        added = pairs.with_q  # r
     else:
         rows = heads.k
         partners = heads.q
-        more = pairs.with_k
-        if more is not None:
-            more = more.transpose(2, 3)
+        added = pairs.with_k  # t
+        if added is not None:
+            added = added.transpose(2, 3)
         if slope is not None:
             slope = slope.mT
-    # a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij
     scale = heads.scale[..., None, None, None]
-    gradients = scale * partners[:, :, None]
+    gradients = scale * partners[:, :, None]  # (batch, heads, 1, partners, d)
     if slope is not None:
         gradients = slope[:, :, chunk, :, None] * gradients
-    if more is not None:
-        gradients = gradients + more[:, :, chunk]
+    if added is not None:
+        gradients = gradients + added[:, :, chunk]
+    # Plain logits have the same gradients for every query: one copy serves the whole chunk.
     count = len(range(rows.shape[2])[chunk])
     return gradients.expand(-1, -1, count, -1, -1)
 
@@ -81,12 +89,12 @@ def mean_value(
 ) -> Float[Tensor, "*batch 1 dv"]:
     """Return z, the mean of the values under P, for c_ij = P_ij ((v_j - z) - (o_i - z)).
 
-    Without a sink, where a row of P sums to 1 or is 0, c_ij is the same for every z. But the
-    rounding error of v_j - o_i is a share of the length of the values: with z taken off, a share
-    of how far they lie apart. The gradients of logits that multiply it may be of any size.
+    Where rows of P sum to 1 or are 0 (no sink), subtracting z from all values leaves c_ij as it
+    is. But the rounding error of v_j - o_i falls: it is relative to the length of the values, and
+    that is now the distance between them. The gradients of logits multiply this error.
 
     Args:
-        p: P, or some of its rows: any z will do.
+        p: P, or some of its rows: any weighted mean will do.
         v: values.
 
     >>> v = torch.full((1, 3, 2), 1e6, dtype=torch.float64)
@@ -109,37 +117,55 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
         v: values, (..., m, d_v).
         sink: the share of a sink in each row, (..., n, 1), or None.
     """
-    largest, key = p.max(-1, keepdim=True)
-    others = p.scatter(-1, key, 0.0)
+    largest, key = p.max(-1, keepdim=True)  # P_ia and a, (..., n, 1)
+    others = p.scatter(-1, key, 0.0)  # P_ij of the keys j != a
     images = others @ v
-    share = others.sum(-1, keepdim=True)
+    share = others.sum(-1, keepdim=True)  # 1 - P_ia
     if sink is not None:
         share = share + sink
     channels = v.shape[-1]
-    value = v.gather(-2, key.expand(*key.shape[:-1], channels))
+    value = v.gather(-2, key.expand(*key.shape[:-1], channels))  # v_a, (..., n, d_v)
     gap = share * value - images
-    o = images.addcmul_(largest, value)
+    o = images.addcmul_(largest, value)  # o_i = sum_{j != a} P_ij v_j + P_ia v_a
     return Anchored(o, key, gap, largest * gap, share)
 
 
-def anchor_blocks(
-    blocks: Iterable[tuple[Tensor, slice, slice]], v: Tensor, sink: Tensor | None
-) -> Anchored:
-    """Return `anchor_outputs` of all queries, given some rows of P, queries and keys at a time."""
+class MapRows(NamedTuple):
+    """Some rows of P: those of a chunk of queries, on all keys that they can see.
+
+    Attributes:
+        p: P of these queries and keys; P is 0 on the other keys.
+        queries: which queries.
+        keys: which keys.
+    """
+
+    p: Tensor
+    queries: slice
+    keys: slice
+
+    @property
+    def first_key(self) -> int:
+        """Return the index of the first of these keys among all keys."""
+        return self.keys.start or 0
+
+
+def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> Anchored:
+    """Return `anchor_outputs` of all queries, given P in blocks of rows.
+
+    Args:
+        blocks: all rows of P, in order.
+        v: values, (..., m, d_v).
+        sink: the share of a sink in each row, (..., n, 1), or None.
+    """
     parts = []
-    for p, i, keys in blocks:
+    for block in blocks:
         sink_rows = None
         if sink is not None:
-            sink_rows = sink[..., i, :]
-        rows = anchor_outputs(p, v[..., keys, :], sink_rows)
-        parts.append(rows._replace(key=rows.key + (keys.start or 0)))
-    return Anchored(
-        o=torch.cat([rows.o for rows in parts], -2),
-        key=torch.cat([rows.key for rows in parts], -2),
-        gap=torch.cat([rows.gap for rows in parts], -2),
-        c=torch.cat([rows.c for rows in parts], -2),
-        share=torch.cat([rows.share for rows in parts], -2),
-    )
+            sink_rows = sink[..., block.queries, :]
+        rows = anchor_outputs(block.p, v[..., block.keys, :], sink_rows)
+        parts.append(rows._replace(key=rows.key + block.first_key))
+    # One tensor for each field of `Anchored`, joined along the queries.
+    return Anchored._make(torch.cat(tensors, -2) for tensors in zip(*parts, strict=True))
 
 
 class InputSide(NamedTuple):
@@ -158,14 +184,26 @@ class InputSide(NamedTuple):
     weight: Tensor
 
 
-def map_rows(heads: Heads, kept: Tensor | None) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield rows of P, (problems, queries, keys), which queries and keys; P is 0 elsewhere."""
-    if kept is not None:
-        yield kept, slice(None), slice(None)
+def map_rows(heads: Heads, p: Tensor | None) -> Iterator[MapRows]:
+    """Yield all rows of P, (problems, queries, keys): P itself, or computed in chunks if None."""
+    if p is not None:
+        yield MapRows(p, slice(None), slice(None))
         return
     for start, stop in heads.row_blocks():
-        p, keys = rows_in_reach(heads, start, stop)
-        yield p.flatten(0, 1), slice(start, stop), keys
+        rows, keys = rows_in_reach(heads, start, stop)
+        yield MapRows(rows.flatten(0, 1), slice(start, stop), keys)
+
+
+class PairTerms(NamedTuple):
+    """The terms r_ij by query, or t_ij by key, of the gradients of logits (see `Pairs`).
+
+    Attributes:
+        vectors: the distinct sets of terms, (sets, tokens, partners, d).
+        sets: index of the set of each problem: batch rows and heads may share one.
+    """
+
+    vectors: Tensor
+    sets: Tensor
 
 
 @dataclass(frozen=True)
@@ -178,11 +216,10 @@ class Attend:
         heads: the heads of the problems.
         p: P; None if a sample's maps exceed the limit. Each use then computes rows again.
         q, k: queries and keys times s.
-        v, o: values, without a sink less their mean, and their outputs.
+        v, o: values (without a sink: less their mean) and their outputs.
         key, c: a, the key with the largest P_ia, (problems, n, 1), and c_ia.
         slope: f of the logits, (problems, n, m), or None.
-        extra: the distinct r by query (`q`) and t by key (`k`), and which of them is that of each
-            problem: rows and heads may share one.
+        extra: r by query (`q`) and t by key (`k`), where the logits have them.
         local: G of the projections that are not affine, (problems or 1, tokens, d, e).
         sides: the projections.
     """
@@ -196,7 +233,7 @@ class Attend:
     key: Tensor
     c: Tensor
     slope: Tensor | None
-    extra: dict[str, tuple[Tensor, Tensor]]
+    extra: dict[str, PairTerms]
     local: dict[str, Tensor]
     sides: list[InputSide]
 
@@ -204,39 +241,40 @@ class Attend:
         """Return the cotangent of x W of every input for the cotangent u of O."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
-        largest = (u * self.c).sum(-1, keepdim=True)
+        largest = (u * self.c).sum(-1, keepdim=True)  # <u_i, c_ia>
+        # The cotangents of q, k and v, those that are not constant.
         total = {}
         for side in self.sides:
             for name in side.names:
                 total[name] = torch.zeros_like(getattr(self, name))
-        for p, i, j in map_rows(self.heads, self.p):
-            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), the largest of a row apart.
-            rows_of_u = u[:, i]
-            key = self.key[:, i] - (j.start or 0)
-            ds = rows_of_u @ self.v[:, j].mT
-            ds.sub_(inner[:, i]).mul_(p)
-            ds.scatter_(-1, key, largest[:, i])
-            plain = ds
+        for block in map_rows(self.heads, self.p):
+            p, queries, keys = block
+            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), and <u_i, c_ia> at key a.
+            u_rows = u[:, queries]
+            ds = u_rows @ self.v[:, keys].mT
+            ds.sub_(inner[:, queries]).mul_(p)
+            ds.scatter_(-1, self._anchors(block), largest[:, queries])
+            scaled = ds  # ds_ij f_ij
             if self.slope is not None:
-                plain = ds * self.slope
-            if "q" in total:
-                rows = plain @ self.k[:, j]
-                if "q" in self.extra:  # sum_j ds_ij r_ij
-                    rows = rows + _times_sets(ds, *self.extra["q"])
-                total["q"][:, i] += rows
-            if "k" in total:
-                rows = plain.mT @ self.q[:, i]
-                if "k" in self.extra:  # sum_i ds_ij t_ij
-                    rows = rows + _times_sets(ds.mT, *self.extra["k"])
-                total["k"][:, j] += rows
+                scaled = ds * self.slope
+            if "q" in total:  # sum_j ds_ij (f_ij s k_j + r_ij)
+                rows = scaled @ self.k[:, keys]
+                if "q" in self.extra:
+                    rows = rows + _times_sets(ds, self.extra["q"])
+                total["q"][:, queries] += rows
+            if "k" in total:  # sum_i ds_ij (f_ij s q_i + t_ij)
+                rows = scaled.mT @ self.q[:, queries]
+                if "k" in self.extra:
+                    rows = rows + _times_sets(ds.mT, self.extra["k"])
+                total["k"][:, keys] += rows
             if "v" in total:
-                total["v"][:, j] += p.mT @ rows_of_u
+                total["v"][:, keys] += p.mT @ u_rows
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
         for side in self.sides:
-            rows_of_side = [total[name] for name in side.names]
-            pulled.append(torch.cat(rows_of_side, -1))
+            by_name = [total[name] for name in side.names]
+            pulled.append(torch.cat(by_name, -1))
         return pulled
 
     def push(self, inputs: list[Tensor]) -> Tensor:
@@ -248,35 +286,44 @@ class Attend:
         for name, g in self.local.items():
             tangents[name] = torch.einsum("pne,pnde->pnd", tangents[name], g)
         outputs = []
-        for p, i, j in map_rows(self.heads, self.p):
-            # dO = P dV + sum_j P_ij dS_ij (v_j - o_i), c_ia apart and the others by row sums.
+        for block in map_rows(self.heads, self.p):
+            p, queries, keys = block
+            # dO_i = sum_j P_ij dv_j + sum_j dS_ij P_ij (v_j - o_i)
             if "v" in tangents:
-                out = p @ tangents["v"][:, j]
+                out = p @ tangents["v"][:, keys]
             else:
-                out = torch.zeros_like(self.o[:, i])
-            ds = self._push_logits(tangents, i, j)
+                out = torch.zeros_like(self.o[:, queries])
+            ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
-                key = self.key[:, i] - (j.start or 0)
-                largest = ds.gather(-1, key)
-                dp = ds.mul_(p).scatter_(-1, key, 0.0)
+                # The second sum: key a apart, sum_j dp_ij v_j - (sum_j dp_ij) o_i of the others.
+                anchors = self._anchors(block)
+                largest = ds.gather(-1, anchors)
+                dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
                 total = dp.sum(-1, keepdim=True)
-                out.baddbmm_(dp, self.v[:, j])
-                out.addcmul_(total, self.o[:, i], value=-1)
-                out.addcmul_(largest, self.c[:, i])
+                out.baddbmm_(dp, self.v[:, keys])
+                out.addcmul_(total, self.o[:, queries], value=-1)
+                out.addcmul_(largest, self.c[:, queries])
             outputs.append(out)
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs, 1)
 
-    def _push_logits(self, tangents: dict[str, Tensor], i: slice, j: slice) -> Tensor | None:
+    def _anchors(self, block: MapRows) -> Tensor:
+        """Return key a of each query, counted from the block's first, (problems, queries, 1)."""
+        return self.key[:, block.queries] - block.first_key
+
+    def _push_logits(
+        self, tangents: dict[str, Tensor], queries: slice, keys: slice
+    ) -> Tensor | None:
         """Return dS of some queries and keys; None where q and k are constant."""
+        # dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>
         ds = None
         if "q" in tangents:
-            dq = tangents["q"][:, i]
-            ds = dq @ self.k[:, j].mT
+            dq = tangents["q"][:, queries]
+            ds = dq @ self.k[:, keys].mT
         if "k" in tangents:
-            q = self.q[:, i]
-            dk = tangents["k"][:, j].mT
+            q = self.q[:, queries]
+            dk = tangents["k"][:, keys].mT
             if ds is None:
                 ds = q @ dk
             else:
@@ -285,12 +332,14 @@ class Attend:
             return None
         if self.slope is not None:
             ds = ds * self.slope
-        for name, (vectors, sets) in self.extra.items():
-            if name in tangents:  # <r_ij, dq_i>, <t_ij, dk_j>
-                more = _times_sets(tangents[name], vectors.mT, sets)
+        # Heads with `extra` keep P, so these are all queries and keys.
+        for name, terms in self.extra.items():
+            if name in tangents:
+                by_partner = terms._replace(vectors=terms.vectors.mT)
+                added = _times_sets(tangents[name], by_partner)
                 if name == "k":
-                    more = more.mT
-                ds = ds + more
+                    added = added.mT
+                ds = ds + added
         return ds
 
     @property
@@ -310,8 +359,8 @@ class Attend:
         if slope is not None:
             slope = slope[index]
         extra = {}
-        for name, (vectors, sets) in self.extra.items():
-            extra[name] = vectors, sets[index]
+        for name, terms in self.extra.items():
+            extra[name] = terms._replace(sets=terms.sets[index])
         local = {}
         for name, g in self.local.items():
             local[name] = g if len(g) == 1 else g[index]
@@ -330,17 +379,13 @@ class Attend:
         )
 
 
-def _times_sets(rows: Tensor, vectors: Tensor, sets: Tensor) -> Tensor:
-    """Return rows_i X_i, (problems, tokens, c), where each set of problems has its own X_i."""
-    # One product for each set and token, without copying X.
-    used = sorted(set(sets.tolist()))
-    if len(used) == 1:
-        products = rows.transpose(0, 1) @ vectors[used[0]]
-        return products.transpose(0, 1)
-    images = rows.new_empty(*rows.shape[:2], vectors.shape[-1])
-    for i in used:
-        problems = (sets == i).nonzero()[:, 0]
-        products = rows[problems].transpose(0, 1) @ vectors[i]
+def _times_sets(rows: Tensor, terms: PairTerms) -> Tensor:
+    """Return rows_i R_i of every token i, (problems, tokens, c), R_i the vectors of its set."""
+    # All problems of a set at once, by token: R_i is not copied for every problem.
+    images = rows.new_empty(*rows.shape[:2], terms.vectors.shape[-1])
+    for index in set(terms.sets.tolist()):
+        problems = (terms.sets == index).nonzero()[:, 0]
+        products = rows[problems].transpose(0, 1) @ terms.vectors[index]
         images[problems] = products.transpose(0, 1)
     return images
 
@@ -361,8 +406,8 @@ def linearize_attention(heads: Heads) -> Attend:
         # Rows of P sum to 1, so v_j - o_i stays the same if the values are centred, and its
         # rounding error falls. Any mean with weights of the size of P's will do: those of the
         # first block of rows. With a sink the rows sum to less than 1, so v stays as it is.
-        some, _, keys = next(map_rows(heads, p))
-        v = v - mean_value(some, v[:, keys])
+        block = next(map_rows(heads, p))
+        v = v - mean_value(block.p, v[:, block.keys])
     else:
         sink = sink.flatten(0, 1)
     rows = anchor_blocks(map_rows(heads, p), v, sink)
@@ -383,8 +428,8 @@ def linearize_attention(heads: Heads) -> Attend:
     )
 
 
-def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, tuple[Tensor, Tensor]]]:
-    """Return `slope` and `extra` of `Attend`."""
+def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
+    """Return the fields `slope` and `extra` of `Attend`, one entry per problem."""
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()
     slope = pairs.slope
@@ -398,15 +443,15 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, tuple[Tensor,
     extra = {}
     for name, term in terms.items():
         vectors = term.flatten(0, 1)
-        # Which of the vectors are those of each problem: batch rows and heads may share one.
-        numbers = torch.arange(len(vectors), device=term.device)
-        numbers = numbers.view(term.shape[:2]).expand(shape)
-        extra[name] = vectors, numbers.flatten()
+        # Axes of length 1 in `term` are shared: expanded, their index repeats.
+        sets = torch.arange(len(vectors), device=term.device)
+        sets = sets.view(term.shape[:2]).expand(shape)
+        extra[name] = PairTerms(vectors, sets.flatten())
     return slope, extra
 
 
 def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
-    """Return G of the projections that are not affine: one for all problems, or one each."""
+    """Return the field `local` of `Attend`: G by name, one for all problems or one for each."""
     local = {}
     readers = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
     for name, projection in readers.items():
@@ -423,12 +468,12 @@ def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
 
 def _join_projections(heads: Heads) -> list[InputSide]:
     """Return the projections of each input side by side, without constants."""
-    to_keys = {"k": heads.to_k, "v": heads.to_v}
+    keys_and_values = {"k": heads.to_k, "v": heads.to_v}
     groups = {"x": {"q": heads.to_q}}
     if heads.x_kv is None:
-        groups["x"] |= to_keys
+        groups["x"] |= keys_and_values
     else:
-        groups["x_kv"] = to_keys
+        groups["x_kv"] = keys_and_values
     sides = []
     for source, readers in groups.items():
         weights = {name: to.weight for name, to in readers.items() if to is not None}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
-from lipaudit.theory import attend, products, spectral
+from lipaudit.theory import attend, matrix_norms, products
 from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
 from lipaudit.theory.ingredients import (
     Centred,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AffineRows:
-    """What the bounds of affine heads are made of, beside their maps and values."""
+    """Norms and inner products of u_i, a_i and z_j, which the bounds of affine heads need."""
 
     wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
     shared: Float[Tensor, "batch heads 1 1"]  # ||W_V^T X||, W_Q = X R, X^T X <= 1
@@ -51,19 +51,23 @@ class AffineRows:
     z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
 
 
-def affine_rows(known: Ingredients) -> AffineRows:
-    """Return the norms and inner products of u_i, a_i and z_j that bounds of affine heads need."""
-    at = known.at
-    weights = known.weights
-    q = known.heads.q
-    s = known.heads.scale[..., None, None]
-    # u_i = s W_K q_i. <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l and a_i = s (W_K^T W_V)^T q_i need
-    # products of weights only, so no row of the width D of tokens is formed.
+def affine_rows(ingredients: Ingredients) -> AffineRows:
+    """Return the norms and inner products of u_i, a_i and z_j of affine heads.
+
+    u_i = s W_K q_i is the gradient of the logits of query i, as a direction of the tokens;
+    a_i = W_V^T u_i, and z_j = s W_Q k_j.
+    """
+    at = ingredients.at
+    weights = ingredients.weights
+    q = ingredients.heads.q
+    s = ingredients.heads.scale[..., None, None]
+    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l and a_i = s (W_K^T W_V)^T q_i need products of weights
+    # only, so no row of the width D of tokens is formed.
     images = q @ (s * weights.to_u)
     u = vector_norm(images, dim=-1, keepdim=True)
     projected = q @ (s * weights.to_inside)
     inside = vector_norm(projected, dim=-1, keepdim=True)
-    # `left`: by how much the basis of X may be off, as a share of ||u_i||.
+    # The basis X of the range of W_Q may be off by the share `left` of ||u_i||.
     inside = inside + weights.left[:, None, None] * u
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(at.s),
@@ -77,19 +81,21 @@ def affine_rows(known: Ingredients) -> AffineRows:
 
 
 def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
-    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed.
+    """Bound s ||T_i W_Q^T||_F, how far query i moves O, by N x N kernels: no T_i is formed.
 
-    With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
-    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
-    terms add up to at most m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has
-    relative errors below those of sums of N terms of products.
+    s T_i W_Q^T = sum_j P_ij w_ij z_j^T, w_ij = v_j - o_i. With kappa_jl = <z_j, z_l> and
+    ||v_j - v_l||^2 = 2 h_jl its square is sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl).
+
+    Rounding: with m_k = sum_j P_ij ||z_j|| ||v_j||^k the terms of the sum add up to at most
+    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has relative errors below those
+    of sums of N terms of products.
     """
     # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
-    # either half may stand for both: ||w_il||^2 and, for -h_jl, <v_j, v_l> - ||v_l||^2.
+    # ||w_il||^2 may stand for both squares, and <v_j, v_l> - ||v_l||^2 for -h_jl.
     kappa = rows.z @ rows.z.mT
     inner = at.gram - at.v2.mT
     inner = at.p @ inner.mul_(kappa)
-    totals = (at.p @ rows.z) @ rows.z.mT
+    totals = (at.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
     inner.addcmul_(totals, at.w2)
     squares = inner.mul_(at.p).sum(-1)
 
@@ -118,25 +124,22 @@ KEYS_MATTER = 0.25
 """Smallest ratio of B B^T to A A^T for which tighter block norms are worth their cost."""
 
 
-def bound_by_blocks(known: Ingredients) -> PerHead:
+def bound_by_blocks(ingredients: Ingredients) -> PerHead:
     """Return an upper bound of the Jacobian norm at X, for heads of every kind.
 
-    Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
-    `gram_bound`. Others: ||B||, where beta_ij is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the
-    triangle inequality) and (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split
-    along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
-    key/value input B = [P∘beta, diag t].
+    Small heads: from the exact norms of the blocks of J J^T. Affine ones: `gram_bound`. Others:
+    ||B|| of the matrix of `_bound_local_blocks`.
     """
-    heads = known.heads
+    heads = ingredients.heads
     joint = heads.x_kv is None
-    pairs = known.at.p[0, 0].numel()
-    entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]
+    pairs = ingredients.at.p[0, 0].numel()
+    entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]  # of J of one head on one batch row
     if joint and entries <= heads.policy.dense_entries:
         return _bound_dense_blocks(heads)
     if are_affine(heads):
-        return gram_bound(known.at, affine_rows(known), joint=joint)
-    blocks = _bound_local_blocks(heads, known.at, joint=joint)
-    return spectral.nonnegative_norm(blocks)
+        return gram_bound(ingredients.at, affine_rows(ingredients), joint=joint)
+    blocks = _bound_local_blocks(heads, ingredients.at, joint=joint)
+    return matrix_norms.nonnegative_norm(blocks)
 
 
 def _bound_dense_blocks(heads: Heads) -> Tensor:
@@ -146,17 +149,17 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
     norms = []
     sizes = []
     for b in range(len(heads.q)):
-        j = products.dense_jacobian(heads.row(b)).flatten(0, 1)
+        jacobian = products.dense_jacobian(heads.row(b)).flatten(0, 1)  # (heads, n dv, inputs)
         # In units of its largest entry no power of J overflows.
-        largest = j.abs().amax((-2, -1))
-        size = largest.clamp_min(torch.finfo(j.dtype).tiny)
-        j = j / size[:, None, None]
-        gram = j @ j.mT
+        largest = jacobian.abs().amax((-2, -1))
+        size = largest.clamp_min(torch.finfo(jacobian.dtype).tiny)
+        jacobian = jacobian / size[:, None, None]
+        gram = jacobian @ jacobian.mT
         blocks = gram.reshape(-1, n, dv, n, dv)
-        blocks = blocks.transpose(-3, -2)
-        norms.append(spectral.spectral_norm(blocks))
+        blocks = blocks.transpose(-3, -2)  # (heads, n, n, dv, dv)
+        norms.append(matrix_norms.spectral_norm(blocks))
         sizes.append(size)
-    squares = spectral.nonnegative_norm(torch.stack(norms))
+    squares = matrix_norms.nonnegative_norm(torch.stack(norms))
     return torch.stack(sizes) * squares.sqrt()
 
 
@@ -177,27 +180,28 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
 
 
 def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
-    """Bound ||J||.
+    """Bound ||J|| of affine heads by ||J||^2 <= ||M|| + 2 ||A B^T||, (batch, heads).
 
-    `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
+    M has upper limits of the norms of the blocks of J J^T without A B^T; J = A + B + C is what
+    moves through values, keys and queries. `joint`: queries and keys read one input. Where they
+    read two, C overlaps with neither A nor B.
     """
-    pw = at.w2.sqrt().mul_(at.p)
+    pw = at.w2.sqrt().mul_(at.p)  # P_ij ||v_j - o_i||
     t = query_term(at, rows)
     f = row_lengths(at, rows, pw)
-    matrix = block_norms(at, rows, pw, t, f, joint=joint)
+    matrix = block_norms(at, rows, pw, t, f, joint=joint)  # M
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1))
     largest = largest.clamp_min(torch.finfo(matrix.dtype).tiny)
     matrix = matrix.div_(largest[..., None, None])
-    z = spectral.positive_vector(matrix.float(), STEPS).to(matrix)
-    norm = spectral.nonnegative_norm(matrix, u=z)
-    z = z / vector_norm(z, dim=-1, keepdim=True)
+    leading = matrix_norms.positive_vector(matrix.float(), STEPS).to(matrix)
+    norm = matrix_norms.nonnegative_norm(matrix, u=leading)
+    leading = leading / vector_norm(leading, dim=-1, keepdim=True)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
-    share = 2 * spectral.product_rounding(at.p)
+    share = 2 * matrix_norms.product_rounding(at.p)
     norm = (1 + share) * (norm * largest)
-    # ||J||^2 <= ||M|| + 2 ||A B^T||
-    square = norm + 2 * value_key_norm(at, rows, f, z)
-    return square.nan_to_num(torch.inf).sqrt()  # NaN comes of numbers beyond the largest
+    square = norm + 2 * value_key_norm(at, rows, f, leading)
+    return square.nan_to_num(torch.inf).sqrt()  # an overflow may have made a NaN: no bound
 
 
 def block_norms(
@@ -209,7 +213,10 @@ def block_norms(
     *,
     joint: bool,
 ) -> Float[Tensor, "batch heads n n"]:
-    """Return M from its parts.
+    """Return M: upper limits of the norms of the blocks of J J^T, but for A B^T.
+
+    M_il bounds block (i, l) of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T, where J = A + B
+    + C: what moves through values, keys and queries.
 
     Args:
         at: maps and values.
@@ -221,55 +228,57 @@ def block_norms(
     """
     t = t[..., None]
     f = f[..., None]
-    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
-    turns = (rows.images @ rows.images.mT).abs_()
-    turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
+    # |<u_i, u_l>|, raised: it costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than
+    # rounding() allows.
+    inner_u = (rows.images @ rows.images.mT).abs_()
+    inner_u.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
     # B B^T: |<u_i, u_l>| ||F_i F_l^T||
     matrix = torch.minimum(pw @ pw.mT, f * f.mT)
-    matrix.mul_(turns)
+    matrix.mul_(inner_u)
     # A A^T: ||W_V||^2 P P^T
     value = rows.wv * at.p
     matrix += value @ value.mT
-    # C C^T
+    # C C^T: t_i^2, on the diagonal
     diagonal = matrix.diagonal(0, -2, -1)
     diagonal.add_(t[..., 0].square())
     if joint:
-        # (A + B) C^T: ||(Phi + w u^T) X|| <= ||Phi X|| + ||w|| ||X^T u||; block (l, i) is the
-        # transpose.
-        meeting = rows.shared * at.p
-        meeting.addcmul_(pw, rows.inside).mul_(t.mT)
-        matrix += meeting
-        matrix += meeting.mT
+        # (A + B) C^T: P_il ||(Phi + w_il u_i^T) X|| t_l <= P_il (||Phi X|| + ||w_il|| ||X^T u_i||)
+        # t_l; C (A + B)^T is its transpose.
+        overlap = rows.shared * at.p
+        overlap.addcmul_(pw, rows.inside).mul_(t.mT)
+        matrix += overlap
+        matrix += overlap.mT
     return matrix
 
 
 def row_lengths(at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n m"]) -> Rows:
-    """Bound ||F_i|| of every query, given P_ij ||w_ij||.
+    """Bound ||F_i|| of every query, F_i with the columns P_ij w_ij, given pw_ij = P_ij ||w_ij||.
 
     By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
     sum_i ||u_i||^2 ||F_i||_F^2, and A A^T at least ||W_V||^2 ||P^T e||^2 for a unit vector e.
     """
-    length = vector_norm(pw, dim=-1)
-    # sum_i ||u_i||^2 ||F_i||_F^2
+    length = vector_norm(pw, dim=-1)  # ||F_i||_F, (batch, heads, n)
+    # sum_i ||u_i||^2 ||F_i||_F^2, (batch, heads)
     lengths = rows.u[..., 0] * length
-    keys = lengths.square().sum(-1)
+    by_keys = lengths.square().sum(-1)
     # ||W_V||^2 ||P^T e||^2, e = 1 / sqrt n
     columns = at.p.sum(-2).square().sum(-1)
     weight = rows.wv[..., 0, 0].square()
-    values = weight * columns / at.p.shape[-2]
-    matter = ~(keys <= KEYS_MATTER * values)
-    if matter.any():
-        index = (*matter.nonzero(as_tuple=True), None)
+    by_values = weight * columns / at.p.shape[-2]
+    keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # a NaN counts as well
+    if keys_matter.any():
+        # These heads as (number, 1, n): the None stands for the axis of heads.
+        index = (*keys_matter.nonzero(as_tuple=True), None)
         spread = row_spread(at.pick(index), length[index])
-        length[matter] = spread[:, 0]
+        length[keys_matter] = spread[:, 0]
     return length
 
 
 def row_spread(at: Centred, length: Rows) -> Rows:
-    """Bound ||F_i||, given its Frobenius norm.
+    """Return the smaller of ||F_i||_F (`length`) and the Schatten-4 norm of F_i = V^T M(P_i).
 
-    By the Schatten-4 norm of F_i = V^T M(P_i), as in `sum_spread`: what is said there of the
-    tokens x_j holds for the values v_j, and m is o_i.
+    Both bound ||F_i||. The second is that of `sum_spread` with values v_j for tokens x_j, and o_i
+    for m; it counts only where rounding has left it enough digits.
     """
     tiny = torch.finfo(at.p.dtype).tiny
     # c_j = <v_j, o_i> - ||o_i||^2 / 2
@@ -288,22 +297,23 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     root = (power + error).clamp_min(0.0).sqrt()
     upper = (root + moved).sqrt()
     largest = (total * reach).square()
-    clear = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
-    return torch.where(clear, torch.minimum(upper, length), length)
+    has_digits = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
+    return torch.where(has_digits, torch.minimum(upper, length), length)
 
 
 def value_key_norm(
     at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
 ) -> PerHead:
-    """Bound ||A B^T||, given limits of ||F_i||.
+    """Bound ||A B^T||, what values and keys move together, given limits f_i of ||F_i||.
 
-    A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l: with rho_l >= ||P F_l^T||
-    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. For a unit vector
-    e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
-    Any e >= 0 will do; near the leading singular vector P' is small.
+    A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l. With rho_l >= ||P F_l^T||,
+    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||: the result is
+    ||diag(rho) a||. For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0, so that
+    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2. Any e >= 0 will do; near the leading left singular
+    vector of P, P' is small.
     """
     p = at.p
-    share = spectral.product_rounding(p)
+    share = matrix_norms.product_rounding(p)
     # A power step on P P^T, and y = P^T e.
     e = (e @ p) @ p.mT
     length = vector_norm(e, dim=-1, keepdim=True)
@@ -320,7 +330,7 @@ def value_key_norm(
     # ||P'||, P' = P - e y^T
     leading = e.mT @ y
     others = (p - leading).abs_().add_(leading, alpha=share)
-    others_norm = spectral.nonnegative_norm(others, 3)[..., None]
+    others_norm = matrix_norms.nonnegative_norm(others, 3)[..., None]
     # rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2
     rho = (1 + share) * torch.hypot(image + off, others_norm * f)
     # ||diag(rho) a|| is at most its Schatten-8 norm.
@@ -336,12 +346,16 @@ def value_key_norm(
 
 
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
-    """Return B, where queries and keys read one input (`joint`) or two."""
+    """Return B with B_ij >= ||J_ij||, (batch, heads, n, m), or (.., n, m + n) if not `joint`.
+
+    B_ij = P_ij beta_ij, plus t_i on the diagonal where queries and keys read one input (`joint`);
+    else B = [P∘beta, diag t].
+    """
     # What the largest entry of each row contributes, some queries at a time.
     per_query = at.p[:, :, 0].numel()
     chunks = heads.policy.chunks(at.p.shape[2], per_query)
-    maps = ((at.p[:, :, i], i, slice(None)) for i in chunks)
-    largest = attend.anchor_blocks(maps, at.v, heads.sink_share())
+    rows = (attend.MapRows(at.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
+    largest = attend.anchor_blocks(rows, at.v, heads.sink_share())
     blocks = _local_beta(heads, at, largest)
     blocks.mul_(at.p)
     t = _local_query_term(heads, at, largest)
@@ -355,7 +369,11 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
 
 
 def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
-    """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
+    """Return beta_ij >= ||Phi^v_j + w u^T|| of every query and key, some keys at a time.
+
+    The smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
+    (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split along u and across it).
+    """
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
     root = factor(to_k)
@@ -375,23 +393,24 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
     channels = root.shape[-2] + 3 * mixed.shape[-2]
     per_key = p[..., 0].numel() * channels
     for j in heads.policy.chunks(p.shape[-1], per_key):
+        # u_ij and a_ij, (batch, heads, keys, channels, n)
         key_map = _pick(key_maps, j).mT
         b = attend.logit_gradients(heads, "k", j).mT
         u = (root @ key_map) @ b
         a = _pick(value_maps, j) @ mixed @ key_map
         a = a @ b
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
-        anchored = rows.key.mT == tokens[j, None]
-        anchored = anchored[:, :, :, None]
+        is_largest = rows.key.mT == tokens[j, None]
+        is_largest = is_largest[:, :, :, None]
         outputs = rows.o.mT[:, :, None]
         gaps = rows.gap.mT[:, :, None]
         w = at.v[..., j, :, None] - outputs
-        w = torch.where(anchored, gaps, w)
+        w = torch.where(is_largest, gaps, w)
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
         norm = _pick(norms, j)[..., None]
-        u2 = u.square().sum(-2)
+        u2 = u.square().sum(-2)  # ||u||^2, (batch, heads, keys, n)
         w2 = w.square().sum(-2)
         split = (a.square().sum(-2) / u2).nan_to_num(0.0)
         split = split + 2 * (a * w).sum(-2)
@@ -402,7 +421,10 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
 
 
 def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
-    """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
+    """Return t_i, s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, (batch, heads, n).
+
+    Some queries at a time; s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i, c_ij = P_ij (v_j - o_i).
+    """
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     m, d = heads.k.shape[2:]
@@ -413,13 +435,12 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
     t = torch.empty_like(at.p[..., 0])
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
-        # c_ij = P_ij (v_j - o_i), with the largest entry of each row apart.
+        # c_ij, (batch, heads, queries, m, d_v), with the largest entry of each row apart.
         c = at.v[:, :, None] - rows.o[:, :, i, None]
         c = at.p[:, :, i, :, None] * c
         largest = rows.key[:, :, i, :, None]
         largest = largest.expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
-        # s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i
         a = attend.logit_gradients(heads, "q", i)
         images = c.mT @ a @ _pick(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
@@ -428,7 +449,7 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
 
 
 def _pick(per_token: Tensor, chunk: slice) -> Tensor:
-    """Take some of the tokens (third axis), or the one that stands for all."""
+    """Return the entries of some tokens (third axis); an axis of length 1 serves all tokens."""
     if per_token.shape[2] == 1:
         return per_token
     return per_token[:, :, chunk]

@@ -39,7 +39,7 @@ from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, squared_distances
-from lipaudit.theory.spectral import spectral_norm
+from lipaudit.theory.matrix_norms import spectral_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -100,18 +100,19 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
     tokens = Tokens(heads)
     heads, size = unit_values(heads)
     parts = []
-    for some in split_heads(heads):
-        known = Ingredients(some, tokens)
+    for group in split_heads(heads):
+        ingredients = Ingredients(group, tokens)
         terms = {
-            "p_norm": known.p_norm,
-            "softmax_norm_max": known.softmax_norm_max,
-            "x_norm": tokens.norm.expand_as(known.p_norm),
-            "radius": tokens.radius.expand_as(known.p_norm),
+            "p_norm": ingredients.p_norm,
+            "softmax_norm_max": ingredients.softmax_norm_max,
+            "x_norm": tokens.norm.expand_as(ingredients.p_norm),
+            "radius": tokens.radius.expand_as(ingredients.p_norm),
         }
         for bound in records:
-            terms[bound.name] = _compute(bound, known) * (1 + ROUNDING)
+            terms[bound.name] = _compute(bound, ingredients) * (1 + ROUNDING)
         parts.append(terms)
     whole = _concatenate(parts, 1)
+    # The bounds are those of values divided by `size`; J is proportional to the values.
     size = size.to(heads.v.device)
     for bound in records:
         whole[bound.name] = whole[bound.name] * size
@@ -119,6 +120,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
 
 
 def _concatenate(parts: list[dict[str, Tensor]], axis: int) -> dict[str, Tensor]:
+    """Join the tensors of each name along the batch rows (0) or the heads (1)."""
     whole = {}
     for name in parts[0]:
         whole[name] = torch.cat([part[name] for part in parts], axis)
@@ -129,18 +131,24 @@ def split_heads(heads: Heads) -> Iterator[Heads]:
     """Yield some heads of a layer at a time: a temporary stays near `map_entries` numbers."""
     batch, count, n, d = heads.q.shape
     m, dv = heads.v.shape[2:]
-    per_row = n * m
+    # The largest temporary of one head on one batch row: P, or local Jacobians of its tokens.
+    entries = n * m
     if not are_affine(heads):
-        per_row = max(n * m, n * d * d, m * d * dv)
+        entries = max(n * m, n * d * d, m * d * dv)
     policy = heads.policy
-    for index in policy.chunks(count, batch * per_row, policy.map_entries):
+    for index in policy.chunks(count, batch * entries, policy.map_entries):
         yield heads.pick(index)
 
 
-def _compute(bound: Bound, known: Ingredients) -> Tensor:
-    shape = known.heads.q.shape[:2]
+def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
+    """Return the values of a bound, (batch, heads), in float64.
+
+    Raises:
+        EvaluationError: the function of the bound fails, or returns something else.
+    """
+    shape = ingredients.heads.q.shape[:2]
     try:
-        values = known.once(bound.compute)
+        values = ingredients.once(bound.compute)
         if not isinstance(values, Tensor):
             raise _describe_result(type(values).__name__, shape)
         if values.shape != shape or not values.is_floating_point():
@@ -156,6 +164,7 @@ def _compute(bound: Bound, known: Ingredients) -> Tensor:
 
 
 def _describe_result(result: object, shape: torch.Size) -> TypeError:
+    """Return the error for a bound whose result has another type, or another shape."""
     return TypeError(f"returned {result}, not floats of shape {tuple(shape)} (batch, heads)")
 
 
@@ -169,7 +178,7 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     Args:
         heads: self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
-        sharp: the bound at X, where it is known.
+        sharp: the bound at X, where it is ingredients.
 
     Raises:
         UsageError: r is negative.
@@ -183,21 +192,23 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
         sharp = head_bounds(heads, bounds=[SHARP])["sharp"]
     if r == 0:
         return sharp
+    # ||J(X')|| <= ||J(X)|| + integral of C, for values of size one, times their size.
     unit, size = unit_values(heads)
-    parts = [bound_growth(some, r) for some in split_heads(unit)]
+    parts = [bound_growth(group, r) for group in split_heads(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 
 
 def bound_growth(heads: Heads, r: float) -> Tensor:
-    """Bound what the norm of the Jacobian grows by within the radius."""
+    """Bound the integral of C from 0 to r: what ||J|| can grow by on the ball, (batch, heads)."""
     point = read_point(heads)
     curvatures = []
     for panel in range(PANELS):
+        # C grows with the radius, so its value at the end of a panel bounds it on the panel.
         end = r * (panel + 1) / PANELS
         curvatures.append(bound_curvature(point, bound_moves(point, end)))
     integral = r / PANELS * torch.stack(curvatures).sum(0)
-    # inf - inf or 0 inf appears where a number overflows.
+    # Where a number overflowed, inf - inf or 0 inf may have made a NaN: there is no bound.
     return integral.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
@@ -213,18 +224,18 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
         r: radius, as in `ball_sharp`.
     """
     heads, size = unit_values(heads.to(torch.float64))
-    known = Ingredients(heads, Tokens(heads))
+    ingredients = Ingredients(heads, Tokens(heads))
     size = (1 + ROUNDING) * size.to(heads.v.device)
     return {
-        "hu": hu(known, r) * size,
-        "castin": castin(known, r) * size,
-        "mean_field": mean_field(known, r) * size,
+        "hu": hu(ingredients, r) * size,
+        "castin": castin(ingredients, r) * size,
+        "mean_field": mean_field(ingredients, r) * size,
     }
 
 
 @dataclass(frozen=True)
 class BallPoint:
-    """What is known at X, and which of two limits each row takes on every ball around it."""
+    """What is known at X, the centre of all balls, and which of two limits each row uses."""
 
     p: Float[Tensor, "batch heads n m"]  # 0 where masked, at least the smallest number elsewhere
     z: Float[Tensor, "batch heads n m"]  # ||z_j - E_i z||
@@ -232,22 +243,22 @@ class BallPoint:
     u: Float[Tensor, "batch heads n 1"]  # ||u_i||
     wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
     a: Float[Tensor, "batch heads 1 1"]  # ||A||
-    slope: Float[Tensor, "batch heads n m"]  # of log P_ij
-    bend: Float[Tensor, "batch heads n m"]  # the factor of ||A|| rho^2 in its growth
-    one_hot: Bool[Tensor, "batch heads n 1"]  # whether the second form of `spread` is less
-    uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `bound_weights` is
+    slope: Float[Tensor, "batch heads n m"]  # of log P_ij: a_ij of `_log_growth`
+    bend: Float[Tensor, "batch heads n m"]  # b_ij of `_log_growth`
+    one_hot: Bool[Tensor, "batch heads n 1"]  # `spread` is 2 P (1 - P) in place of P
+    uneven: Bool[Tensor, "batch heads n 1"]  # the limit with weights is `bound_weights`
 
 
 def read_point(heads: Heads) -> BallPoint:
-    """Return what is known at X."""
-    known = Ingredients(heads, Tokens(heads))
-    at = known.at
-    rows = affine_rows(known)
+    """Return the quantities at X from which the limits on every ball follow."""
+    ingredients = Ingredients(heads, Tokens(heads))
+    at = ingredients.at
+    rows = affine_rows(ingredients)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     tiny = torch.finfo(at.p.dtype).tiny
     p = at.p.clamp_min(tiny) * visible
-    # z_j less its mean under P_i
+    # z_ij = ||z_j - E_i z||, the mean under P_i
     mean = p @ rows.z
     mean2 = mean.square().sum(-1, keepdim=True)
     z2 = rows.z.square().sum(-1, keepdim=True)
@@ -258,10 +269,11 @@ def read_point(heads: Heads) -> BallPoint:
     a = spectral_norm(factor(to_q) @ factor(to_k).mT)
     a = at.s.abs() * a[..., None]
     slope, bend = _log_growth(p, z, rows.u)
-    # Which form of `spread` is less, and which limit of the weighted one.
+    # Two limits of the variance of f under P_i hold: the one with the smaller largest entry.
     twice = 2 * p * _others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
+    # Two limits of the variance with weights w_ij: by w_ij, or by the largest of the row.
     uneven, _ = bound_weights(p, p, w)
     widest = w.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * widest
@@ -280,6 +292,7 @@ def read_point(heads: Heads) -> BallPoint:
 
 
 def _row_length(rows: Tensor) -> Tensor:
+    """Return the length of each row, (..., n, 1)."""
     return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
 
@@ -291,15 +304,16 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     a coefficient of length a_ij, and e_i^T A sum_l c_l e_l, which is at most
     ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
     """
-    i = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-    others = _others(p)
+    identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    others = _others(p)  # 1 - P_ij
+    # For each i and j, (batch, heads, n, m): |c_i| = P_ii, or 1 - P_ii where j = i.
     diagonal = p.diagonal(0, -2, -1)[..., None]
-    c_i = diagonal * (1 - i) + others * i  # |c_i|
+    c_i = diagonal * (1 - identity) + others * identity
     square = others.square() + _others(p.square())  # sum_l c_l^2
-    # a_ij = ||(z_j - E_i z, u_i c)||
+    # a_ij^2 = ||(z_j - E_i z, u_i c)||^2, where both act on e_i at once.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
     slope = slope.sqrt()
-    # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
+    # b_ij: the largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
     bend = 0.5 * (c_i + square.sqrt())
     return slope, bend
 
@@ -312,7 +326,7 @@ def _others(p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BallLimits:
-    """What nothing exceeds on the ball of radius rho."""
+    """Upper limits on the ball of radius rho."""
 
     p: Tensor  # P_ij
     spread: Tensor  # h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2
@@ -323,8 +337,8 @@ class BallLimits:
 
 
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
-    """Bound how far everything moves on the ball of radius rho."""
-    # No log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
+    """Return the upper limits of P, u, z and v on the ball of radius rho."""
+    # No log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2: see `_log_growth`.
     bend = at.bend * at.a
     growth = at.p.log() + at.slope * rho + bend * (rho * rho)
     p = growth.clamp_max(0.0).exp()
@@ -334,8 +348,9 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     spread = torch.where(at.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
     u = at.u + rho * at.a
-    # The variance over any weights is at most that around the mean at X; the moves of z_j and v_j
-    # along W_K^T e_j and W_V^T e_j vary by at most `widest` times the length of E.
+    # Standard deviations under P_i. The variance around any point is at least that around the
+    # mean, so distances from the mean at X will do; the moves of z_j and v_j deviate by at most
+    # `widest` times the length of the move.
     z = _deviation(p, at.z) + rho * at.a * widest
     v = _deviation(p, at.w) + rho * at.wv * widest
     # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
@@ -346,15 +361,20 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
 
 
 def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
-    """Bound C on a ball, given what nothing exceeds there."""
+    """Bound C, the largest second derivative on a ball, given upper limits on it.
+
+    With x_j = ||f_j||^2 and y = spread x, row i of D^2 O is at most, in norm,
+    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last is split into x and
+    y, so the row is (H x)_i, and C is at most the length of the longest column of H.
+    """
     widest = at.w.amax(-1, keepdim=True)
-    longest = widest + on.shift
-    # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
+    longest = widest + on.shift  # of v_j - o_i, on the whole ball
+    # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = 2 * at.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X. Where `uneven`
-    # does not hold, the larger of both goes on from it: no limit falls as rho grows.
+    # `weighted` has sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j weighted_ij x_j, w that at X. Where
+    # `uneven` is no limit (`holds`), the larger of both stands: no limit falls as rho grows.
     even = on.spread * widest
     uneven, holds = bound_weights(at.p, on.p, at.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
@@ -372,22 +392,24 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
 
 
 def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
-    """Return (sum_j P_ij ||.||_j^2)^1/2."""
+    """Return (sum_j P_ij lengths_ij^2)^1/2, (..., n, 1)."""
     variance = (p * lengths.square()).sum(-1, keepdim=True)
     return variance.sqrt()
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p_ij (w_ij + |d_ij| D_i / (m_i - D_i)), and whether D_i <= m_i / 2, so that it holds.
+    """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, and where it holds.
 
-    m_i = sum_j centre_ij w_ij, d = w - m and D_i = sum_j p_ij |d_ij|. In one coordinate t of f,
-    with means over P_i, E w (t - E t)^2 = E w t^2 - 2 E t E w t + E w (E t)^2
-    = E w t^2 - 2 E t E d t - (m - E d) (E t)^2 <= E w t^2 + (E d t)^2 / (m - E d); and
-    (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
+    h_ij = p_ij (w_ij + |d_ij| D_i / (m_i - D_i)) with m_i = sum_j centre_ij w_ij, d = w - m and
+    D_i = sum_j p_ij |d_ij|, for every P <= p; it holds where D_i <= m_i / 2.
+
+    In one coordinate t of f, with means over P_i, E w (t - E t)^2
+    = E w t^2 - 2 E t E w t + E w (E t)^2 = E w t^2 - 2 E t E d t - (m - E d) (E t)^2
+    <= E w t^2 + (E d t)^2 / (m - E d); and (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
     """
-    mean = (centre * w).sum(-1, keepdim=True)
-    off = (w - mean).abs()
-    size = (p * off).sum(-1, keepdim=True)
-    holds = 2 * size <= mean
-    share = torch.where(holds, size / (mean - size), 1.0)
-    return p * (w + off * share), holds
+    mean = (centre * w).sum(-1, keepdim=True)  # m
+    distance = (w - mean).abs()  # |d|
+    total = (p * distance).sum(-1, keepdim=True)  # D
+    holds = 2 * total <= mean
+    share = torch.where(holds, total / (mean - total), 1.0)
+    return p * (w + distance * share), holds

@@ -98,13 +98,13 @@ def head_norms(heads: Heads, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
     tensor([[2.]], dtype=torch.float64)
     """
     parts = []
-    for some in _split_problems(heads):
-        unit, size = unit_values(some)
-        norms = _solve(some, unit, products.head_products, seeds, accuracy)
-        norms = norms.times(size.repeat(len(some.q)))
-        parts.append(norms)
+    for group in _split_problems(heads):
+        # J is proportional to the values: solve for values of size one, multiply by their size.
+        unit, size = unit_values(group)
+        norms = _solve(group, unit, products.head_products, seeds, accuracy)
+        parts.append(norms.times(size.repeat(len(group.q))))
     shape = heads.q.shape[:2]
-    return Norms.join(parts, lambda each: torch.cat(each).view(shape))
+    return Norms.join(parts, lambda tensors: torch.cat(tensors).view(shape))
 
 
 def layer_norms(
@@ -123,20 +123,20 @@ def layer_norms(
     accuracy = {"within": LAYER_WITHIN} | accuracy
     before: list[Norms] = []
     after: list[Norms] = []
-    for some in _split_rows(heads):
-        unit, size = unit_values(some)
+    for group in _split_rows(heads):
+        # Values of size one, and the size of each head: it goes to the heads' gains or to W_O.
+        unit, size = unit_values(group)
         if concat or heads.out is None:
-            # All values have size about one: each head keeps its size relative to the largest.
             largest = size.amax()
             linearize = partial(products.layer_products, out=None, gains=size / largest)
-            norms = _solve(some, unit, linearize, seeds, accuracy)
+            norms = _solve(group, unit, linearize, seeds, accuracy)
             before.append(norms.times(float(largest)))
         if heads.out is not None:
             gains = size.to(heads.out.device)
             out = heads.out.double() * gains[:, None, None]
-            out, exponent = take_size(out)
+            out, exponent = take_size(out)  # W_O of size one, times 2^exponent
             linearize = partial(products.layer_products, out=out, gains=size)
-            norms = _solve(some, unit, linearize, seeds, accuracy)
+            norms = _solve(group, unit, linearize, seeds, accuracy)
             after.append(norms.times(2.0 ** int(exponent)))
     return LayerNorms(
         concat=Norms.join(before, torch.cat) if before else None,
@@ -145,14 +145,14 @@ def layer_norms(
 
 
 def _split_rows(heads: Heads) -> list[Heads]:
-    """Split a layer with longer maps than are kept into its batch rows."""
+    """Split a layer whose maps P are too large to be stored into its batch rows."""
     if len(heads.row_blocks()) == 1:
         return [heads]
     return [heads.row(b) for b in range(len(heads.q))]
 
 
 def _split_problems(heads: Heads) -> list[Heads]:
-    """Split a layer with longer maps than are kept into single problems."""
+    """Split a layer whose maps P are too large to be stored into single heads of single rows."""
     if len(heads.row_blocks()) == 1:
         return [heads]
     problems: list[Heads] = []
@@ -170,6 +170,9 @@ def _solve(
 ) -> Norms:
     """Return norms of `unit`, never above the truth, apart from rounding in float64.
 
+    The iteration runs in the precision of the heads; in single precision its last product is made
+    again in double, and the whole iteration where the two do not agree.
+
     Args:
         heads: the heads, in the precision of the iteration.
         unit: the same with values of size one.
@@ -177,31 +180,32 @@ def _solve(
         seeds: one per sample.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
-    family = linearize(unit)
-    guess = family.guess()
+    problems = linearize(unit)
+    guess = problems.guess()
     start = _draw_starts(heads, seeds, guess)
-    norms = spectral_norms(family.select, start, guess=guess, vectors=True, **accuracy)
+    norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
     # The rescaled values are computed in float64, as for the bounds.
     double, _ = unit_values(heads.to(torch.float64))
-    family = linearize(double)
-    # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
-    # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
+    problems = linearize(double)
+    # ||J^T u|| / ||u|| in double. At an angle e from the leading vector
+    # ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2, and no u gives more than ||J||: errors
+    # of single precision in u cannot raise the norm, and hardly lower it.
     assert norms.vector is not None
     vector = norms.vector.double()
     length = vector_norm(vector, dim=1).clamp_min(1e-300)
-    norm = (family.pulled_norm(vector) / length).cpu()
+    norm = (problems.pulled_norm(vector) / length).cpu()
     # P of large logits differs between the precisions, and so does the leading vector.
     difference = (norms.norm - norm).abs()
-    again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]
+    again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]  # indices of problems
     upper = torch.maximum(norms.upper, norm)
     norms = replace(norms, norm=norm, upper=upper, vector=None)
     if len(again):
         rows = again.to(start.device)
         start = start[rows].double()
         guess = guess[rows].double()
-        repeats = spectral_norms(family.select(again).select, start, guess=guess, **accuracy)
+        repeats = spectral_norms(problems.select(again).select, start, guess=guess, **accuracy)
         norms.norm[again] = repeats.norm
         norms.upper[again] = repeats.upper
         norms.converged[again] = repeats.converged
@@ -212,12 +216,12 @@ def _solve(
 def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
     """Return a start per problem, shaped as its guess (problems, n channels), zero at padding."""
     start = random_starts(seeds, guess.shape[1]).to(heads.q)
-    start = start[heads.sample]
+    start = start[heads.sample]  # (batch rows, n channels)
     if heads.valid is not None:
-        rows = start.view(len(start), heads.q.shape[2], -1)
+        rows = start.view(len(start), heads.q.shape[2], -1)  # (batch rows, n, channels)
         rows = rows * heads.valid[..., None]
         start = rows.flatten(1)
-    return start.repeat_interleave(len(guess) // len(start), 0)
+    return start.repeat_interleave(len(guess) // len(start), 0)  # the same for all heads
 
 
 def splitting_gain(
@@ -256,17 +260,17 @@ def splitting_gain(
     # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i. These are
     # the blocks of the Jacobian with constant keys and values.
     parts = _split_problems(heads)
-    limits = exact.flatten().chunk(len(parts))
-    blocks = []
-    for some, limit in zip(parts, limits, strict=True):
-        constant = some.with_same_map(to_k=None, to_v=None)
-        family = products.head_products(constant)
-        start = _draw_starts(some, seeds, family.attend.o.flatten(1))
-        norms = spectral_norms(family.select, start, tol=tol)
+    exact_parts = exact.flatten().chunk(len(parts))
+    block_norms = []
+    for part, exact_part in zip(parts, exact_parts, strict=True):
+        constant = part.with_same_map(to_k=None, to_v=None)
+        problems = products.head_products(constant)
+        start = _draw_starts(part, seeds, problems.attend.o.flatten(1))
+        norms = spectral_norms(problems.select, start, tol=tol)
         # Below ||J|| the gain is 1, for any value of the block norm.
-        known = norms.converged | (norms.upper <= limit)
-        blocks.append(torch.where(known, norms.norm, torch.nan))
-    largest = torch.cat(blocks).view_as(exact)
+        is_certain = norms.converged | (norms.upper <= exact_part)
+        block_norms.append(torch.where(is_certain, norms.norm, torch.nan))
+    largest = torch.cat(block_norms).view_as(exact)
     return torch.where(largest <= exact, 1.0, largest / exact)
 
 
@@ -290,6 +294,7 @@ def forward_error(heads: Heads) -> PerHead:
     tensor([[-5.]])
     """
     eps = torch.finfo(heads.q.dtype).eps
+    # l_i = max_j s ||q_i|| ||k_j|| + max_j |B_ij|, (batch, heads, n)
     queries = vector_norm(heads.q, dim=-1)
     longest_key = vector_norm(heads.k, dim=-1).amax(-1, keepdim=True)
     logits = heads.scale.abs()[..., None] * queries * longest_key
@@ -297,17 +302,20 @@ def forward_error(heads: Heads) -> PerHead:
         largest = []
         for start, stop in heads.row_blocks():
             bias = heads.bias_rows(start, stop).nan_to_num(0.0).abs()
-            seen = bias * heads.visible(start, stop)
-            largest.append(seen.amax(-1))
+            visible_bias = bias * heads.visible(start, stop)
+            largest.append(visible_bias.amax(-1))
         logits = logits + torch.cat(largest, -1)
-    moved = 2 * eps * logits
+    moves = 2 * eps * logits  # d_i
     if heads.valid is not None:
-        moved = moved * heads.valid[:, None]
-    return torch.expm1(2 * moved.amax(-1)).clamp_max(1.0)
+        moves = moves * heads.valid[:, None]
+    return torch.expm1(2 * moves.amax(-1)).clamp_max(1.0)  # exp(2 d) - 1
 
 
 def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
+
+    E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), with E = gamma (T(c) + T(d)), once for each: see
+    the top of this file for T.
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -318,41 +326,44 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     >>> bound_error(affine_heads(x, eye, eye, eye), torch.ones(1, 1)).log10().round()
     tensor([[-12.]], dtype=torch.float64)
     """
-    share = _sum_error(heads)
-    true, lost = _bound_parts(heads)
+    gamma = _sum_error(heads)
+    t_c, t_d = _bound_parts(heads)
     if len(heads.row_blocks()) > 1:  # both compute P anew, in different orders
-        share = share + forward_error(heads)
-    # E = gamma (T(c) + T(d)), and E^2 + gamma (T(c) + E)^2
-    error = share * (true + lost)
-    square = error.square() + share * (true + error).square()
-    twice = (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
-    return 2 * error + square / twice
+        gamma = gamma + forward_error(heads)
+    error = gamma * (t_c + t_d)  # E
+    square = error.square() + gamma * (t_c + error).square()
+    twice_norm = (2 * norm).clamp_min(torch.finfo(norm.dtype).tiny)
+    return 2 * error + square / twice_norm
 
 
 def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
-    There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
-    both at most 2 P_ij max ||v||, v less its mean under P at X.
+    It is E = gamma (T(c) + T(d)), see the top of this file. Within r P is any map: ||P||^2 <= N.
+    Autograd subtracts o_i from every v_j, so that c and d are both at most 2 P_ij max ||v||, v
+    less its mean under P at X.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
-    q, k = _largest_gradients(heads)
+    in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
     centred = heads.v - attend.mean_value(heads.attention(), heads.v)
-    v = _longest(centred)
+    longest_value = _longest(centred)
     # Within r no row moves by more than r ||Phi||.
     s = heads.scale.abs()
-    q = q + r * s * phi_q
-    k = k + r * s * phi_k
-    v = v + r * phi_v
+    in_keys = in_keys + r * s * phi_q
+    in_queries = in_queries + r * s * phi_k
+    longest_value = longest_value + r * phi_v
     # T(c) with ||P|| <= N^1/2 and ||c_ij|| <= 2 P_ij max ||v||
-    root = heads.q.shape[2] ** 0.5
-    logits = root * q * phi_k + k * phi_q
-    parts = root * phi_v + 2 * v * logits
-    return 2 * _sum_error(heads) * parts
+    root_n = heads.q.shape[2] ** 0.5
+    by_logits = root_n * in_keys * phi_k + in_queries * phi_q
+    t_c = root_n * phi_v + 2 * longest_value * by_logits
+    return 2 * _sum_error(heads) * t_c
 
 
 def _sum_error(heads: Heads) -> Tensor:
-    """Return gamma: more than n u / (1 - n u) for the n terms of all sums, u = eps / 2."""
+    """Return gamma, the relative error of all sums of one product together.
+
+    It is more than n u / (1 - n u), n the number of terms of all sums, u = eps / 2.
+    """
     n, d = heads.q.shape[2:]
     m, dv = heads.v.shape[2:]
     width = heads.x.shape[-1]
@@ -361,15 +372,20 @@ def _sum_error(heads: Heads) -> Tensor:
 
 
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return T(c) and T(d), in chunks of queries."""
+    """Return T(c) and T(d), (batch, heads) each: upper limits of the parts of J.
+
+    T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
+    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||, with the gradients b and a of the logits in keys
+    and queries. T(d) has d_ij, the cancellation in v_j - o_i, for c_ij = P_ij (v_j - o_i).
+    """
     phi_q, phi_k, phi_v = _bound_projections(heads)
-    q, k = _largest_gradients(heads)
+    in_keys, in_queries = _largest_gradients(heads)
     v = heads.v
     sink = heads.sink_share()
-    columns = torch.zeros_like(heads.k[..., 0])
-    # Of c, and of d: sum_ij ||c_ij||^2, and max_i sum_j ||c_ij||
+    column_sums = torch.zeros_like(heads.k[..., 0])  # sum_i P_ij, (batch, heads, m)
+    # First of c, then of d, (2, batch, heads): sum_ij ||c_ij||^2, and max_i sum_j ||c_ij||.
     squares = torch.zeros(2, *heads.q.shape[:2]).to(heads.q)
-    most = torch.zeros_like(squares)
+    largest_row_sum = torch.zeros_like(squares)
     for start, stop in heads.row_blocks():
         p = heads.rows(start, stop)
         if sink is None:
@@ -380,33 +396,35 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
             sink_rows = sink[:, :, start:stop]
         rows = attend.anchor_outputs(p, v, sink_rows)
         # ||c_ij|| = P_ij ||v_j - o_i||, with the largest entry of each row apart.
-        true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
-        largest = vector_norm(rows.c, dim=-1, keepdim=True)
-        true = true.scatter(-1, rows.key, largest)
+        c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
+        c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
         # d_ij = 2 P_ij max ||v||, in the largest entry 2 (1 - P_ia) max ||v||
-        lost = p.scatter(-1, rows.key, rows.share)
-        lost = 2 * _longest(v)[..., None, None] * lost
-        columns += p.sum(-2)
-        for part, c in enumerate((true, lost)):
-            squares[part] += c.square().sum((-2, -1))
-            row_sums = c.sum(-1)
-            most[part] = torch.maximum(most[part], row_sums.amax(-1))
+        d = p.scatter(-1, rows.key, rows.share)
+        d = 2 * _longest(v)[..., None, None] * d
+        column_sums += p.sum(-2)
+        for part, norms in enumerate((c, d)):
+            squares[part] += norms.square().sum((-2, -1))
+            row_sums = norms.sum(-1)
+            largest_row_sum[part] = torch.maximum(largest_row_sum[part], row_sums.amax(-1))
     # ||P||^2 <= (largest sum of a row, 1) (largest sum of a column).
-    values = columns.amax(-1).sqrt() * phi_v
-    true, lost = values + q * squares.sqrt() * phi_k + k * most * phi_q
-    return true, lost
+    by_values = column_sums.amax(-1).sqrt() * phi_v
+    by_keys = in_keys * squares.sqrt() * phi_k
+    t_c, t_d = by_values + by_keys + in_queries * largest_row_sum * phi_q
+    return t_c, t_d
 
 
 def _bound_projections(heads: Heads) -> list[Tensor]:
     """Return upper limits of ||Phi||_F for the queries, keys and values of each head."""
     limits = []
     for projection in projections(heads):
+        # ||Phi_i||_F = ||G_i W^T||_F <= ||G_i||_F ||W||_F
         local = matrix_norm(local_map(projection)).amax(-1)
         limits.append(local * matrix_norm(projection.weight))
     return limits
 
 
 def _longest(rows: Float[Tensor, "batch heads n d"]) -> PerHead:
+    """Return the length of the longest row."""
     return vector_norm(rows, dim=-1).amax(-1)
 
 

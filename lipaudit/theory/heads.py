@@ -136,31 +136,29 @@ class Heads:
             whole: keep the sink as a last key, so that rows sum to 1 with sinks, too.
         """
         q = self.q[..., start:stop, :]
-        k = self.k
-        if self.pairs is not None:
-            # The bias holds all logits: a product over no channels is zero.
-            q = q[..., :0]
-            k = k[..., :0]
-        scale = self.scale[..., None, None]
-        logits = (scale * q) @ k.mT
+        if self.pairs is None:
+            scale = self.scale[..., None, None]
+            logits = (scale * q) @ self.k.mT  # (batch, heads, rows, m)
+        else:  # then `bias`, added below, holds all logits
+            logits = q.new_zeros(*q.shape[:-1], self.k.shape[2])
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
-        hidden = None
+        sees_nothing = None
         if self.bias is not None:
             logits = logits + self.bias_rows(start, stop)
-            hidden = logits.amax(-1, keepdim=True) == -torch.inf
+            sees_nothing = logits.amax(-1, keepdim=True) == -torch.inf
         if self.sink is not None:
             sink = self.sink
-            if sink.shape[-1] > 1:
+            if sink.shape[-1] > 1:  # one per query
                 sink = sink[..., start:stop]
             rows = logits.shape[:-1]
             last_key = sink[..., None].expand(*rows, 1)
             logits = torch.cat([logits, last_key], -1)
 
         p = torch.softmax(logits, -1)
-        if hidden is not None:
-            # Not nan_to_num: a NaN in q or k must stay.
-            p = p.masked_fill(hidden, 0.0)
+        if sees_nothing is not None:
+            # Softmax of such a row is NaN. Not nan_to_num: a NaN in q or k must stay.
+            p = p.masked_fill(sees_nothing, 0.0)
         if self.sink is not None and not whole:
             p = p[..., :-1]
         if self.valid is not None:
@@ -176,19 +174,19 @@ class Heads:
                 self._maps[self.q.dtype] = p
         if whole or self.sink is None:
             return p
-        on_keys = p[..., :-1]
+        p_of_keys = p[..., :-1]
         if self.valid is not None:
-            on_keys = on_keys.contiguous()
-        return on_keys
+            p_of_keys = p_of_keys.contiguous()
+        return p_of_keys
 
     def _lacks_graph(self, p: Tensor) -> bool:
-        """Return whether gradients are to pass through P, and this P was kept without a graph."""
+        """Return whether gradients are to pass through P, while this P has no graph."""
         if not torch.is_grad_enabled():
             return False
         if p.is_inference():
             return True
-        given = (self.q, self.k, self.scale, self.bias, self.sink)
-        return any(t is not None and t.requires_grad for t in given)
+        sources = (self.q, self.k, self.scale, self.bias, self.sink)
+        return any(t is not None and t.requires_grad for t in sources)
 
     def _compute_map(self) -> Tensor:
         """Return P, with the sink as a last key."""
@@ -236,9 +234,9 @@ class Heads:
         return seen
 
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Split the queries; all at once if the maps of a sample are within `map_limit`."""
+        """Return (start, stop) of chunks of queries; one if a sample's maps fit `map_limit`."""
         count, n = self.q.shape[1:3]
-        row_entries = count * self.k.shape[2]
+        row_entries = count * self.k.shape[2]  # of one query in all heads
         if n * row_entries <= self.policy.map_limit:
             return [(0, n)]
         size = max(1, self.policy.chunk_entries // row_entries)
@@ -249,7 +247,7 @@ class Heads:
         if self.bias is None:
             return torch.zeros_like(self.scale)[..., None, None]
         rows = self.bias
-        if rows.shape[-2] > 1:
+        if rows.shape[-2] > 1:  # one row per query
             rows = rows[..., start:stop, :]
         if rows.dtype != torch.bool:
             return rows.to(self.q.dtype)
@@ -272,7 +270,7 @@ class Heads:
         return True
 
     def _future(self, start: int, stop: int) -> Tensor:
-        """Return which keys are later than the queries start..stop-1."""
+        """Return which keys j > i are later than the queries i = start..stop-1, (rows, m)."""
         shape = (stop - start, self.k.shape[2])
         return torch.ones(shape, dtype=torch.bool, device=self.q.device).triu(start + 1)
 
@@ -290,13 +288,13 @@ class Heads:
 
     def pick(self, index: slice, axis: Literal[0, 1] = 1) -> Heads:
         """Return some of the heads (all batch rows), or along axis 0 some batch rows."""
-        names = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
+        with_axis = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
         changes: dict[str, Any] = {}
         if axis == 0:
-            names += ["x", "x_kv", "valid", "sample"]
+            with_axis += ["x", "x_kv", "valid", "sample"]
         elif self.out is not None:
             changes["out"] = self.out[index]
-        for name in names:
+        for name in with_axis:
             changes[name] = _slice(getattr(self, name), axis, index)
         maps = {}
         for dtype, p in self._maps.items():
@@ -319,6 +317,7 @@ class Heads:
         return replace(self, **changes)._share_maps(self._maps)
 
     def _share_maps(self, maps: dict[torch.dtype, Tensor]) -> Heads:
+        """Take over the maps P of other heads, and return self."""
         object.__setattr__(self, "_maps", maps)  # frozen, and `replace` would not share P
         return self
 
@@ -399,7 +398,7 @@ def rows_in_reach(
     """Return P for the queries start..stop-1 and a slice of keys; P is 0 on other keys.
 
     For a causal mask these are the keys up to the last query, for a sliding window those from the
-    first window to the last.
+    first window to the last. Skipping the others saves their share of every product.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> heads = replace(affine_heads(torch.zeros(1, 8, 3), *torch.ones(3, 1, 3, 4)), causal=True)
@@ -413,24 +412,16 @@ def rows_in_reach(
             keys = slice(0, stop)
     elif bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
         rows = bias
-        if rows.shape[-2] > 1:
+        if rows.shape[-2] > 1:  # one row per query
             rows = rows[..., start:stop, :]
-        seen = rows.flatten(0, 2).any(0).nonzero()
-        keys = slice(0, 1)  # if no key is seen: one of them, where P is 0, too
-        if len(seen):
-            keys = slice(int(seen[0]), int(seen[-1]) + 1)
+        visible = rows.flatten(0, 2).any(0).nonzero()  # indices of keys that some query can see
+        keys = slice(0, 1)  # without any, one key must do: P = 0 there, too
+        if len(visible):
+            keys = slice(int(visible[0]), int(visible[-1]) + 1)
         bias = bias[..., keys]
-    reached = replace(
-        heads,
-        k=heads.k[:, :, keys],
-        v=heads.v[:, :, keys, :0],  # P does not depend on values
-        bias=bias,
-        x_kv=None,
-        to_k=None,
-        to_v=None,
-        out=None,
-    )
-    return reached.rows(start, stop), keys
+    # P of fewer keys needs their keys and bias; the rest need only agree in shape.
+    fewer_keys = replace(heads, k=heads.k[:, :, keys], v=heads.v[:, :, keys], bias=bias, x_kv=None)
+    return fewer_keys.rows(start, stop), keys
 
 
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
@@ -479,10 +470,8 @@ def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
 
 
 _SWAMPED = 16
-"""Times the values that their bias may be: it drops out of J, but it costs them their digits.
-
-Not with a sink, where the rows of P sum to less than 1: there the bias acts.
-"""
+"""How many times larger than x W_V the bias of the values may be. It drops out of J (without a
+sink, rows of P sum to 1), but a large bias costs the values their last digits."""
 
 
 def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
@@ -497,13 +486,14 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     (tensor([1.9015, 1.9015, 1.9015, 1.9015]), tensor(True), True)
     """
     if heads.to_v is None:
-        v, exponents = take_size(heads.v, 0, 2, 3)
+        v, exponents = take_size(heads.v, 0, 2, 3)  # all axes but the heads
         return heads.with_same_map(v=v), exponents.double().exp2()
     to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
     if to_v.local is None and to_v.bias is not None and heads.sink is None:
+        # v = x W_V + b. Where b swamps x W_V, compute the values without b: J stays the same.
         bias = to_v.bias[:, None]
-        without_bias = (v - bias).abs().amax((0, 2, 3))
+        without_bias = (v - bias).abs().amax((0, 2, 3))  # (heads,)
         largest_bias = bias.abs().amax((1, 2))
         if not (largest_bias <= _SWAMPED * without_bias).all():
             v = heads.key_input[:, None] @ to_v.weight
@@ -511,7 +501,10 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
 
 
 def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " heads"]]:
-    """Return the projection with Phi^v divided by powers of two, and their exponents."""
+    """Return the projection with Phi^v = G W^T of each head divided by 2^exponent; the exponents.
+
+    Both W and G are brought to size one, so neither overflows; their exponents add up.
+    """
     weight = to_v.weight
     if weight.stride(0) == 0:
         # An expanded weight stays expanded: heads that are normalised together share it.

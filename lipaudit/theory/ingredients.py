@@ -24,8 +24,8 @@ from lipaudit.theory.heads import (
     local_map,
     projections,
 )
+from lipaudit.theory.matrix_norms import gram_root, map_norm, spectral_norm
 from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral import gram_root, map_norm, spectral_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,6 +40,12 @@ class Centred:
     """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
 
     With a sink neither has its mean taken off: see `Ingredients.at`.
+
+    Attributes:
+        p: P.
+        seen: 1 for keys that some query can see, else 0.
+        k, v, o: centred keys and values, and the outputs P V.
+        s: scale of the logits.
     """
 
     p: Float[Tensor, "batch heads n m"]
@@ -50,15 +56,9 @@ class Centred:
     s: Float[Tensor, "batch heads 1 1"]
 
     def pick(self, index: Any) -> Centred:
-        """Index all of them."""
-        return Centred(
-            p=self.p[index],
-            seen=self.seen[index],
-            k=self.k[index],
-            v=self.v[index],
-            o=self.o[index],
-            s=self.s[index],
-        )
+        """Apply an index of the axes (batch, heads) to every tensor."""
+        tensors = (self.p, self.seen, self.k, self.v, self.o, self.s)
+        return Centred(*(tensor[index] for tensor in tensors))
 
     @cached_property
     def o2(self) -> Float[Tensor, "batch heads n 1"]:
@@ -152,10 +152,11 @@ class Tokens:
         mean = x.sum(1, keepdim=True) / count
         self.off = valid * (x - mean)
         self.radius = vector_norm(x, dim=-1).amax(-1, keepdim=True)
+        # X, or [X 1] if any projection has a bias; padded rows stay zero.
         self._x = x
-        readers = (heads.to_q, heads.to_k, heads.to_v)
-        if any(to is not None and to.bias is not None for to in readers):
-            self._x = torch.cat([x, valid], -1)
+        for projection in (heads.to_q, heads.to_k, heads.to_v):
+            if projection is not None and projection.bias is not None:
+                self._x = torch.cat([x, valid], -1)
         lengths = vector_norm(self._x, dim=-1)
         self.longest = lengths.amax(-1, keepdim=True)
         self.frobenius = vector_norm(lengths, dim=-1, keepdim=True)
@@ -173,7 +174,7 @@ def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
 
 
 class Ingredients:
-    """What the bounds of some heads of a layer are made of, each computed when first asked for.
+    """Quantities that several bounds of some heads of a layer share, computed on first use.
 
     Attributes:
         heads: in float64, W_V of each of about size one.
@@ -189,7 +190,7 @@ class Ingredients:
         self._computed: dict[Callable[..., Any], Any] = {}
 
     def once(self, compute: Callable[[Ingredients], T]) -> T:
-        """Return compute(self), and keep it for the next that asks."""
+        """Return compute(self); further calls with this function return the same value."""
         if compute not in self._computed:
             self._computed[compute] = compute(self)
         value: T = self._computed[compute]
@@ -203,11 +204,12 @@ class Ingredients:
         k = _append_bias(to_k)
         v = _append_bias(to_v)
         value = spectral_norm(to_v.weight)
-        root = gram_root(to_q.weight)
-        # X with W_Q = X R but for rounding, ||X|| <= 1. Row by row X solves x (R + dR) = w with
-        # |dR| <= d u |R| (Higham, Theorem 8.5), so ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||,
-        # while ||R y||^2 is at least (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the
-        # error is at most the share `left` of ||R y||.
+        root = gram_root(to_q.weight)  # R with R^T R = W_Q^T W_Q
+        # A basis X of the range of W_Q: W_Q = X R but for rounding, ||X|| <= 1. Row by row X
+        # solves x (R + dR) = w with |dR| <= d u |R| (Higham, Theorem 8.5), so
+        # ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||, while ||R y||^2 is at least
+        # (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the error is at most the share
+        # `left` of ||R y||.
         basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
         wide, narrow = to_q.weight.shape[-2:]
         eps = torch.finfo(basis.dtype).eps
@@ -236,15 +238,15 @@ class Ingredients:
     def at(self) -> Centred:
         """P, and the centred keys, values and outputs.
 
-        M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in s k_j. With a sink
-        it does not. (Other logits have gradients of their own, see `pairs`: no keys enter there.)
+        Where the rows of P sum to 1 (no sink), a constant added to all v, or all s k, changes no
+        derivative: without their means less cancels. (Logits of `pairs` do not read the keys.)
         """
         heads = self.heads
         p = heads.attention()
-        # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
+        # Keys that masks do not hide, even where P = 0: P may be positive elsewhere in a ball.
         visible = heads.visible(0, p.shape[2]).any(-2)
         visible = visible.expand(*p.shape[:2], -1)
-        seen = visible.to(p)[..., None]
+        seen = visible.to(p)[..., None]  # (batch, heads, m, 1)
         k = heads.k
         v = heads.v
         if heads.sink is None:
@@ -266,7 +268,8 @@ class Ingredients:
 
     @cached_property
     def _row_maxima(self) -> Tensor:
-        # M of the keys is a part of M with the sink: its norm is at most that.
+        """Return max_i g_1(P_i) and max_i ||M(P_i)||, (2, batch, heads)."""
+        # With a sink as a last key: M of the keys alone is a part of that M, and no larger.
         p = self.heads.attention(whole=True)
         maxima = []
         for start, stop in self.heads.row_blocks():
@@ -306,44 +309,49 @@ def _append_bias(projection: Projection) -> Tensor:
     return torch.cat([projection.weight, projection.bias[:, None]], 1)
 
 
-def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
+def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||). For
-    plain logits every G_i is s K_c, the keys less their mean, and every H_j is s Q.
+    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||): G_i has
+    the gradients of the logits of query i as rows, H_j those of key j. For plain logits every G_i
+    is s K_c, the keys less their mean, and every H_j is s Q.
     """
-    heads = known.heads
-    at = known.at
+    heads = ingredients.heads
+    at = ingredients.at
     to_q, to_k, _ = projections(heads)
-    queries = at.p.sum(-1) > 0
+    queries = at.p.sum(-1) > 0  # without padding, (batch, heads, n)
     keys = at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:
         q = heads.q * queries[..., None]
-        in_keys = _largest_image(q, to_k, keys, known.policy)
-        in_queries = _largest_image(at.k, to_q, queries, known.policy)
+        in_keys = _largest_image(q, to_k, keys, ingredients.policy)
+        in_queries = _largest_image(at.k, to_q, queries, ingredients.policy)
         reach = heads.scale.abs() * (in_keys + in_queries)
     else:
-        in_queries = _largest_gradient(known, "q", to_q, queries)
-        in_keys = _largest_gradient(known, "k", to_k, keys)
+        in_queries = _largest_gradient(ingredients, "q", to_q, queries)
+        in_keys = _largest_gradient(ingredients, "k", to_k, keys)
         reach = in_queries + in_keys
     return values, spectral_norm(at.v) * reach
 
 
 def _largest_gradient(
-    known: Ingredients, name: Literal["q", "k"], projection: Projection, used: Tensor
+    ingredients: Ingredients, name: Literal["q", "k"], projection: Projection, used: Tensor
 ) -> Tensor:
-    """Return max_i ||G_i Phi^q_i||, or max_j ||H_j Phi^k_j||, of logits of any kind."""
-    heads = known.heads
-    p = known.at.p
+    """Return the largest norm of the derivative of a token's logits, in q (name q) or in k (k).
+
+    That is max_i ||G_i Phi^q_i||, or max_j ||H_j Phi^k_j||, over the tokens that are `used`, some
+    at a time.
+    """
+    heads = ingredients.heads
+    p = ingredients.at.p  # (batch, heads, tokens, partners)
     if name == "k":
         p = p.mT
     norms = torch.zeros_like(p[..., 0])
-    local = local_map(projection)
+    local = local_map(projection)  # Phi_i = local_i W^T
     weight = factor(projection).mT
     partners = p[:, :, 0].numel()
     per_token = 2 * partners * heads.q.shape[-1]
-    for i in known.policy.chunks(p.shape[2], per_token):
+    for i in ingredients.policy.chunks(p.shape[2], per_token):
         phi = local
         if local.shape[2] > 1:
             phi = local[:, :, i]
@@ -358,9 +366,10 @@ def _largest_gradient(
 def sum_spread(
     p: Float[Tensor, "*batch n m"], gram: Float[Tensor, "*batch m m"], c: Tensor
 ) -> Float[Tensor, "three *batch n"]:
-    """Return ||X^T M(P_i)|| in the Schatten-4 norm, to its power.
+    """Return the fourth power of the Schatten-4 norm of X^T M(P_i), which bounds its norm.
 
-    With w_j = P_ij^2, g the Gram matrix of X and c_j = <x_j, m> - ||m||^2 / 2 the power is
+    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2, g the Gram
+    matrix of X and c_j = <x_j, m> - ||m||^2 / 2 the power is
     sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2 with A = sum_jl w_j w_l g_jl^2,
     B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2, R = sum_j w_j c_j and W = sum_j w_j.
 
@@ -376,8 +385,8 @@ def sum_spread(
     b = (w @ gram).mul_(wc).sum(-1)
     # C = sum_j w_j c_j^2
     cc = c.mul_(wc).sum(-1)
-    r = wc.sum(-1)
-    total = w.sum(-1)
+    r = wc.sum(-1)  # R
+    total = w.sum(-1)  # W
     # A - 4 B + 2 W C + 2 R^2
     power = a - 4 * b + 2 * total * cc + 2 * r.square()
     terms = a + 2 * total * cc
@@ -389,9 +398,8 @@ def bound_token_spread(
 ) -> PerHead:
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
-    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. Its Schatten-4 norm takes three
-    products with the Gram matrix for all rows (`sum_spread`), and is within 1% of the spectral
-    norm on trained heads.
+    By the Schatten-4 norm: it takes three products with the Gram matrix for all rows
+    (`sum_spread`), and is within 1% of the spectral norm on trained heads.
 
     Sums of N terms of sums have relative errors of at most e / 2, e = 2 (N + 16) eps, so that of
     the power is below 3 e (A + 2 W C); that of c is below e / 2, which moves the root of the power
@@ -408,7 +416,8 @@ def bound_token_spread(
     sums = sum_spread(flat, gram, c)
     power, terms, total = sums.view(3, *p.shape[:3])
     e = 2 * rounding(p)
-    # Its root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum w_j.
+    # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: errors of c move
+    # it by at most 2 (e / 2) sum w_j.
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
     square = (1 + e) * (root + e * total)
     square = square.amax(-1) * largest[:, None]
@@ -418,28 +427,29 @@ def bound_token_spread(
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
     """Return max_i ||rows Phi_i|| over the tokens that are used, some at a time.
 
-    E = (rows Phi_i)(rows Phi_i)^T has ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2): eigenvalues
-    are computed only for tokens whose upper limit reaches every lower one.
+    Only the eigenvalues of tokens that may have the largest norm are computed: see the limits of
+    ||E||, E = (rows Phi_i)(rows Phi_i)^T, below.
     """
-    small = torch.linalg.qr(rows, mode="r").R
-    small = small[:, :, None]
-    local = local_map(projection)
+    # ||triangle Phi|| = ||rows Phi||, and the triangle has no more rows than channels.
+    triangle = torch.linalg.qr(rows, mode="r").R
+    triangle = triangle[:, :, None]
+    local = local_map(projection)  # Phi_i = local_i W^T
     weight = factor(projection).mT
     batch, heads, _, d = rows.shape
     entries = batch * heads * d * weight.shape[-1]
     parts = []
     for i in policy.chunks(local.shape[2], entries):
-        images = small @ local[:, :, i] @ weight
+        images = triangle @ local[:, :, i] @ weight
         if projection.local is not None:
             images = images * used[..., i, None, None]
-        # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
+        # ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2)
         e = images @ images.mT
         square = matrix_norm(e @ e)
         lower = (square / matrix_norm(e)).nan_to_num(0.0)
-        lower = lower.amax(-1, keepdim=True)
+        lower = lower.amax(-1, keepdim=True)  # no token below the largest lower limit matters
         norm = square.sqrt()
-        largest = norm >= lower * (1 - 1e-9)
-        eigenvalues = torch.linalg.eigvalsh(e[largest])
-        norm[largest] = eigenvalues[..., -1].clamp_min(0.0)
+        may_be_largest = norm >= lower * (1 - 1e-9)
+        eigenvalues = torch.linalg.eigvalsh(e[may_be_largest])
+        norm[may_be_largest] = eigenvalues[..., -1].clamp_min(0.0)
         parts.append(norm.amax(-1))
     return torch.stack(parts).amax(0).sqrt()

@@ -30,10 +30,10 @@ def jasmin(
 ) -> Float[Tensor, ""]:
     """Return the JaSMin penalty of one layer ([Y25] section 5).
 
-    Of each map: the largest, or mean, of log g_1(P_i) over its rows for k = 0, of
-    log g_1(P_i)/g_k(P_i) for k > 1; summed over heads, averaged over the batch. A model's penalty
-    is the sum over its layers. The second one is 0 exactly where the k + 1 largest entries of a
-    row are equal, and log(k/(k-1)) where k entries are and the others are 0.
+    A map's penalty is the largest (or mean) row penalty: log g_1(P_i) for k = 0,
+    log g_1(P_i)/g_k(P_i) for k > 1. A layer's is summed over heads and averaged over the batch, a
+    model's is the sum over its layers. For k > 1 a row has penalty 0 exactly where its k + 1
+    largest entries are equal, and log(k/(k-1)) where k entries are equal and the others are 0.
 
     Args:
         attention: maps P; rows sum to one.
@@ -57,7 +57,9 @@ def jasmin(
 def jasmin_rows(
     p: Float[Tensor, "*rows keys"], k: int
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """Return the penalty of each row, and whether the row counts; at least in float32.
+    """Return the penalty of each row (at least in float32), and whether the row counts.
+
+    A row counts if it has more than k entries above 0.
 
     Raises:
         ValueError: k is 1 or negative.
@@ -98,14 +100,16 @@ def jasmin_of_largest(
         raise ValueError(f"k is 0 or more than 1, not {k}")
     missing = max(2, k + 1) - top.shape[-1]
     top = F.pad(top, (0, max(0, missing)))
-    value = _g(top, 1).clamp_min(EPS).log()
+    penalty = _g(top, 1).clamp_min(EPS).log()
     if k:
-        value = value - (_g(top, k) + EPS).log()
-    return value, top[..., k].detach() > 0
+        penalty = penalty - (_g(top, k) + EPS).log()
+    # Entry k is the (k + 1)-th largest.
+    return penalty, top[..., k].detach() > 0
 
 
 def _g(top: Tensor, k: int) -> Tensor:
     """Return g_k from the k + 1 largest entries; its rounding error is negligible beside EPS."""
+    # g_k = p_(k) (1 - p_(k) + p_(k+1))
     kth = top[..., k - 1]
     following = top[..., k]
     return kth * (1 - kth + following)
@@ -150,6 +154,7 @@ def specformer(
         tensor(9.)
     """
     v = vector[..., None]
-    with torch.no_grad():
+    with torch.no_grad():  # one power step, without a gradient
         v = F.normalize(weight.mT @ (weight @ v), dim=-2)
+    # sum_h ||W_h v_h||^2
     return (weight @ v).square().sum(), v[..., 0]

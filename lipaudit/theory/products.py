@@ -65,7 +65,7 @@ class HeadProducts:
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
+        """Return ||J^T u|| of every problem, from y = J_qkv^T u: its square is y^T W^T W y."""
         square = u.new_zeros(len(u))  # without a projection J is 0
         pulled = self.attend.pull(u.view_as(self.attend.o))
         for y, gram in zip(pulled, self.grams, strict=True):
@@ -82,16 +82,16 @@ class HeadProducts:
         return HeadProducts(self.attend.select(index), grams)
 
     def guess(self) -> Tensor:
-        """Return the leading left vector of P kron W_V^T, (problems, n dv), or 0."""
+        """Guess the leading left singular vector: that of P kron W_V^T, (problems, n dv), or 0."""
         attend = self.attend
         weight = attend.value_weight
         if weight is None:
             return torch.zeros_like(attend.o).flatten(1)
-        # The norm and left vector of a Kronecker product are those of its factors.
-        tokens = _token_images(attend, attend.v.new_ones(1))
+        # The leading left vector of a Kronecker product is the product of those of its factors.
+        tokens = _token_images(attend, attend.v.new_ones(1))  # of P, (problems, 1, n)
         values, vectors = torch.linalg.eigh(weight.mT @ weight)
         norm = values[:, -1:].clamp_min(0.0).sqrt()
-        channels = norm * vectors[..., -1]
+        channels = norm * vectors[..., -1]  # of W_V^T, (heads, dv)
         channels = channels.repeat(len(tokens) // len(channels), 1)
         return (tokens.mT * channels[:, None]).flatten(1)
 
@@ -100,11 +100,13 @@ class HeadProducts:
 class LayerProducts:
     """J J^T u of all heads together: of sum_h O_h W_O,h, or of the heads side by side.
 
+    A problem is one batch row here, but one head on one batch row in `attend`.
+
     Attributes:
-        attend: the derivative of the outputs of all heads; a problem here is one batch row.
+        attend: the derivative of the outputs of all heads.
         weights: W of each input, the heads side by side, (D, heads e).
         out: W_O, (heads, d_v, D_out); None for heads side by side.
-        gains: of each head, where they are side by side.
+        gains: factor of each head's output, where they are side by side.
     """
 
     attend: Attend
@@ -113,16 +115,16 @@ class LayerProducts:
     gains: Tensor
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Return J J^T u of every problem, (rows, n channels)."""
+        """Return J J^T u of every batch row, (rows, n channels)."""
         count = len(self.gains)
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
             y = x @ weight
-            y = y.view(*x.shape[:2], count, -1)
+            y = y.view(*x.shape[:2], count, -1)  # (rows, tokens, heads, e)
             by_head.append(y.transpose(1, 2).flatten(0, 1))
         o = self.attend.push(by_head)
         o = o.view(len(u), count, *o.shape[1:])
-        o = o.transpose(1, 2)
+        o = o.transpose(1, 2)  # (rows, n, heads, dv)
         if self.out is None:
             o = self.gains[:, None] * o
         else:
@@ -130,7 +132,7 @@ class LayerProducts:
         return o.flatten(1)
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """J^T u for every input, (rows, tokens, D)."""
+        """Return J^T u for every input, (rows, tokens, D)."""
         n, dv = self.attend.o.shape[1:]
         count = len(self.gains)
         if self.out is not None:
@@ -138,16 +140,16 @@ class LayerProducts:
         u = u.reshape(len(u), n, count, dv)
         if self.out is None:
             u = self.gains[:, None] * u
-        by_head = u.transpose(1, 2).flatten(0, 1)
+        by_head = u.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
         images = []
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
             rows = y.view(len(u), count, *y.shape[1:])
-            rows = rows.transpose(1, 2).flatten(2)
+            rows = rows.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
             images.append(rows @ weight.mT)
         return images
 
     def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every problem."""
+        """Return ||J^T u|| of every batch row."""
         square = u.new_zeros(len(u))
         for x in self.pull(u):
             square = square + x.square().sum((1, 2))
@@ -158,12 +160,17 @@ class LayerProducts:
         count = len(self.gains)
         if len(rows) * count == len(self.attend.q):
             return self
+        # Problems of `attend` are ordered by row, then by head.
         index = rows[:, None] * count + torch.arange(count)
         index = index.flatten().to(self.attend.q.device)
         return replace(self, attend=self.attend.select(index))
 
     def guess(self) -> Tensor:
-        """Return the image under all values of the b kron y that they stretch most, or 0."""
+        """Guess the leading left singular vector of every batch row, (rows, n channels), or 0.
+
+        With P constant J sends tokens X to the outputs P_h X W_V,h W_O,h. The guess is the largest
+        image of an X = b y^T: one token vector b, the channels y.
+        """
         attend = self.attend
         out = self.out
         weight = attend.value_weight
@@ -178,23 +185,23 @@ class LayerProducts:
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
-            sizes = out.square().sum((1, 2))
-        # b by ||W_O||_F^2 of each head; a_h = P_h b are its images, `inner` all <a_h, a_g>.
+            sizes = out.square().sum((1, 2))  # ||W_O,h||_F^2
+        # a_h = P_h b for a b that all maps together send far, and <a_h, a_g> of all heads.
         a = _token_images(attend, sizes).view(-1, count, n)
         inner = a @ a.mT
-        flat = weight.transpose(0, 1).flatten(1)
+        all_values = weight.transpose(0, 1).flatten(1)  # W_V of all heads, (D, heads dv)
 
         def multiply(y: Tensor) -> Tensor:
-            # t = W_V^T y goes to sum_h a_h kron W_O,h^T t_h; this is what returns of that to each.
-            t = (y @ flat).view(-1, count, dv)
+            """Return F^T F y, F y being the image of b y^T: sum_h a_h kron W_O,h^T t_h."""
+            t = (y @ all_values).view(-1, count, dv)  # t_h = W_V,h^T y
             if out is None:
                 t = inner.diagonal(0, 1, 2)[..., None] * t
             else:
-                sent = inner @ torch.einsum("bhd,hdo->bho", t, out)
-                t = torch.einsum("bho,hdo->bhd", sent, out)
-            return t.flatten(1) @ flat.mT
+                projected = inner @ torch.einsum("bhd,hdo->bho", t, out)
+                t = torch.einsum("bho,hdo->bhd", projected, out)
+            return t.flatten(1) @ all_values.mT
 
-        start = random_starts([0], len(flat)).to(flat)
+        start = random_starts([0], len(all_values)).to(all_values)
         start = start.expand(len(inner), -1)
         norms = spectral_norms(
             lambda _: multiply,
@@ -205,8 +212,9 @@ class LayerProducts:
             rebuild=2.0,
             vectors=True,
         )
+        # The image of b y^T for the leading y.
         assert norms.vector is not None
-        t = (norms.vector @ flat).view(-1, count, dv)
+        t = (norms.vector @ all_values).view(-1, count, dv)
         if out is None:
             image = a.mT[..., None] * t[:, None]
         else:
@@ -215,12 +223,12 @@ class LayerProducts:
 
 
 def head_products(heads: Heads) -> HeadProducts:
-    """Return the map u -> J J^T u of every head of a layer; it needs W^T W of each projection."""
+    """Return the map u -> J J^T u of every head of a layer."""
     attend = linearize_attention(heads)
     grams = []
     for side in attend.sides:
-        gram = side.weight.mT @ side.weight
-        grams.append(gram.repeat(len(heads.q), 1, 1))
+        gram = side.weight.mT @ side.weight  # W^T W, (heads, e, e)
+        grams.append(gram.repeat(len(heads.q), 1, 1))  # one per problem: row by row, all heads
     return HeadProducts(attend, grams)
 
 
@@ -236,23 +244,26 @@ def layer_products(
 
 
 def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
-    """P b of every problem, (problems, 1, n), for one b a row, shared by as many heads as sizes.
+    """Return P_h b of every problem, (problems, 1, n), for a token vector b that maps send far.
 
-    Power steps on sum_h size_h P_h^T P_h are enough for a guess.
+    As many heads as there are sizes share one b, near the leading vector of
+    sum_h size_h P_h^T P_h: a few power steps are enough for a guess.
     """
     count = len(sizes)
     problems, n, _ = attend.q.shape
     images = attend.v.new_ones(problems, 1, n)
     for _ in range(_TOKEN_STEPS):
-        back = attend.v.new_zeros(problems, 1, attend.k.shape[1])
-        for p, i, j in map_rows(attend.heads, attend.p):
-            back[..., j] += images[..., i] @ p
-        by_head = back.view(-1, count, back.shape[2])
+        # b = sum_h size_h P_h^T images_h, (problems, 1, m), of length one, the same for all heads
+        # of a row.
+        pulled = attend.v.new_zeros(problems, 1, attend.k.shape[1])
+        for p, queries, keys in map_rows(attend.heads, attend.p):
+            pulled[..., keys] += images[..., queries] @ p
+        by_head = pulled.view(-1, count, pulled.shape[2])
         total = (sizes[:, None] * by_head).sum(1, keepdim=True)
         b = normalize(total, dim=-1).repeat_interleave(count, 0)
         parts = []
-        for p, _, j in map_rows(attend.heads, attend.p):
-            parts.append(b[..., j] @ p.mT)
+        for p, _, keys in map_rows(attend.heads, attend.p):
+            parts.append(b[..., keys] @ p.mT)
         images = torch.cat(parts, 2)
     return images
 
@@ -288,10 +299,10 @@ def sketched_vjp_x(
         z = by_head @ directions
         square = square + z.square().sum((2, 3))
         pulled[side.source] = z
-    factor = size / square.sqrt().clamp_min(_DEAD)
+    factor = size / square.sqrt().clamp_min(_DEAD)  # of each head and row
     rows = {}
     for source, z in pulled.items():
-        rows[source] = torch.einsum("bhnr,bh->bnr", z, factor)
+        rows[source] = torch.einsum("bhnr,bh->bnr", z, factor)  # the sum over the heads
     return u * factor[..., None, None], rows
 
 
@@ -306,8 +317,10 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
-    # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
-    # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
+    # Block (i, j) of J, output token i by input token j, with T_i = sum_j c_ij a_ij^T:
+    #     J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i.
+    # a and b are the gradients of the logits in queries and keys: s k_j and s q_i if plain. In
+    # einsum: b batch, h head, i query, j key, a channel of values, d of queries, x of tokens.
     p = heads.attention()
     v = heads.v
     if heads.sink is None:
@@ -330,11 +343,11 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     b = logit_gradients(heads, "k", slice(None))
     u = torch.einsum("bhjid,bhjdx->bhijx", b, phi_k)
     over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
-    # delta_ij T_i Phi^q_i, T_i = sum_j c_ij a_ij^T
+    # delta_ij T_i Phi^q_i
     a = logit_gradients(heads, "q", slice(None))
     t = torch.einsum("bhija,bhijd->bhiad", c, a)
     diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
-    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
+    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)  # (b, h, i, a, j, x)
     if heads.x_kv is None:
         jacobian = (over_keys + over_queries).flatten(4)
     else:

@@ -1,7 +1,8 @@
-"""Vector-Jacobian products of a graph, without what `torch.autograd.grad` imports for a cotangent.
+"""Vector-Jacobian products of a graph, without importing sympy.
 
-It compares the shape of a cotangent with symbolic sizes, and so imports sympy: 0.5 s of CPU time
-in every process, more than a small model takes. The gradient of a scalar needs no cotangent.
+`torch.autograd.grad(value, inputs, u)` compares the shape of u with symbolic sizes, and so imports
+sympy: 0.5 s of CPU time in every process, more than a small model takes. The gradient of a scalar
+needs no u.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 
 
 class _Scalar(torch.autograd.Function):
-    """A scalar whose gradient with respect to a tensor is a given cotangent."""
+    """A scalar whose gradient with respect to `value` is the last of the given cotangents."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, cotangents: list[Tensor]) -> Tensor:
         ctx.cotangents = cotangents
-        return value.new_zeros(())
+        return value.new_zeros(())  # the number does not matter, only its gradient
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.cotangents[-1], None
+        return ctx.cotangents[-1], None  # the second: a list has no gradient
 
 
 def _make_scalar(value: Tensor, cotangents: list[Tensor]) -> Tensor:
-    """Return a scalar whose gradient at the value is the last cotangent of a list."""
+    """Return a scalar whose gradient with respect to `value` is the list's last cotangent.
+
+    The list may grow until the backward pass.
+    """
     # As in `torch.autograd.grad`, it does not matter whether the caller records a graph.
     with torch.inference_mode(False), torch.enable_grad():
         scalar: Tensor = _Scalar.apply(value, cotangents)
@@ -60,11 +64,12 @@ def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
     Raises:
         RuntimeError: an operation cannot be mapped over.
     """
-    current: list[Tensor] = []
-    scalar = _make_scalar(value, current)
+    cotangents_so_far: list[Tensor] = []
+    scalar = _make_scalar(value, cotangents_so_far)
 
     def pull(cotangent: Tensor) -> Tensor:
-        current.append(cotangent)
+        # `vmap` calls this once, with a tensor that stands for every row of the cotangents.
+        cotangents_so_far.append(cotangent)
         return torch.autograd.grad(scalar, leaf, retain_graph=True)[0]
 
     rows: Tensor = torch.vmap(pull)(cotangents)

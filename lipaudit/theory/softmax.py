@@ -93,7 +93,7 @@ def profile_rows(
         >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
         tensor([0.2500])
     """
-    rows = _sort_rows(p, k)
+    rows = _sort_rows(p, k)  # ascending: the k-th largest entry is the k-th from the end
     kth = rows.p[..., -k]
     following = rows.p[..., -k - 1]
     if keys is None:
@@ -134,6 +134,7 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     """
     keys = profile.keys
     g1 = profile.g1
+    # The regime of each row, as a code of `SHARES`.
     kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
     kind[g1 > threshold] = INTERMEDIATE
@@ -156,14 +157,16 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
 
 
 def _where(counts: Tensor, value: Tensor) -> Tensor:
+    """Return the values of the rows that count, NaN elsewhere."""
     return value.masked_fill(~counts, torch.nan)
 
 
 def _g(kth: Tensor, others: Tensor, following: Tensor) -> Tensor:
-    """g_k = p_(k) (1 - p_(k) + p_(k+1)) ([Y25] Definition 1), and p_(k+1) where rounding is below.
+    """Return g_k = p_(k) (1 - p_(k) + p_(k+1)) ([Y25] Definition 1), given 1 - p_(k) as `others`.
 
     sigma_k(M) <= g_k <= p_(k) and sigma_{k-1}(M) >= p_(k) ([Y25] Theorem 4); g_1 >= ||M||, and
-    g_1 <= 1/2. On a tie g_k = p_(k+1): there the product may lack its last digit.
+    g_1 <= 1/2. On a tie g_k = p_(k+1): there the product may be one rounding below, hence the
+    maximum.
     """
     return torch.maximum(kth * (others + following), following)
 
@@ -179,7 +182,7 @@ class _Ordered(NamedTuple):
 
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
-    """Sort rows, padded with zeros to more than k entries."""
+    """Sort rows in ascending order, padded with zeros to at least k + 1 entries."""
     if p.shape[-1] <= k:
         p = F.pad(p, (0, k + 1 - p.shape[-1]))
     if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of topk's time
@@ -197,14 +200,17 @@ def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
 def _secular_root(rows: _Ordered) -> Tensor:
     """Return ||M(p)||, exact to 5e-13 relative, in O(n) per row.
 
-    ||M|| is the root in [p_(2), g_1] of the secular equation sum_j p_j / (p_j - lambda) = 0. It is
-    solved for t = lambda - p_(2), from g_1 = p_(2) + (1 - p_(1)) gap down. Ties p_(1) = p_(2) give
-    p_(1), one-hot rows 0. With r_j = p_j / (lambda - p_j) and gap = p_(1) - p_(2) it is
-    sum_{j>1} r_j = p_(1) / (gap - t). A step goes to the root t' of (c + b / t') (gap - t') =
-    p_(1): with b = t^2 sum_j r_j (1 + r_j) / lambda the left factor lies above sum_{j>1} r_j(t')
-    and touches it at t.
+    ||M|| is the root lambda in [p_(2), g_1] of the secular equation sum_j p_j / (p_j - lambda)
+    = 0, the characteristic equation of diag(p) - p p^T. Ties p_(1) = p_(2) give p_(1), one-hot
+    rows 0.
+
+    It is solved for t = lambda - p_(2), downwards from g_1, where t = (1 - p_(1)) gap with
+    gap = p_(1) - p_(2). With r_j(t) = p_j / (lambda - p_j) the equation is
+    sum_{j>1} r_j(t) = p_(1) / (gap - t). A Newton-like step models the left side by c + b / t',
+    which agrees with it at t'= t in value and slope, if b = t^2 sum_j r_j (1 + r_j) / lambda, and
+    lies above it elsewhere; it goes to the root t' of (c + b / t') (gap - t') = p_(1).
     """
-    tail = rows.p[..., :-1]
+    tail = rows.p[..., :-1]  # all entries but p_(1)
     gap = rows.first - rows.second
     below = rows.second[..., None] - tail
     start = rows.others * gap
@@ -220,7 +226,7 @@ def _secular_root(rows: _Ordered) -> Tensor:
         c = total - slope
         b = slope.mul_(t)
         # (c + b / t') (gap - t') = p_(1) is c t'^2 + 2 half t' - b gap = 0 with
-        # 2 half = p_(1) + b - c gap.
+        # 2 half = p_(1) + b - c gap. Its root is b gap / (half + (half^2 + b gap c)^1/2).
         half = rows.first + b
         half.addcmul_(c, gap, value=-1).mul_(0.5)
         b.mul_(gap)
@@ -229,5 +235,5 @@ def _secular_root(rows: _Ordered) -> Tensor:
         t = b / root.add_(half)
         if not ((before - t).abs_() > 1e-6 * t).any():  # the next step squares the error
             break
-    root = torch.where(start > 0, rows.second + t, rows.second)
-    return torch.minimum(root, rows.g1)  # ||M|| <= g_1: the last digit of the sum may say else
+    norm = torch.where(start > 0, rows.second + t, rows.second)
+    return torch.minimum(norm, rows.g1)  # ||M|| <= g_1, which rounding of the sum may exceed

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory import POLICY, TOL, WITHIN, Policy
+from lipaudit.theory import TOL, WITHIN
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 def shift_exponent(
     t: Float[Tensor, "*shape"], exponent: Int[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return t 2^exponent, exact if t can hold it: in two steps, as 2^exponent may overflow.
+    """Return t 2^exponent, exact if it fits: in two steps, as 2^exponent alone may overflow.
 
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
@@ -71,10 +71,10 @@ def shift_exponent(
 
 
 def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
-    """Divide by the power of two next to the largest entry along some axes; of all without axes.
+    """Divide by the power of two next to the largest entry along some axes, or of all without any.
 
     Returns:
-        The quotient, and the exponents, (others,) on the CPU; 0 for 0.
+        The quotient, and the exponents of the other axes, flat, on the CPU; 0 for 0.
 
     >>> take_size(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
     tensor([2, 0], dtype=torch.int32)
@@ -84,152 +84,19 @@ def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
     return shift_exponent(t, -exponents), exponents.flatten()
 
 
-_STEPS = 11  # to ||P||
-_LONG_STEPS = 60  # of maps whose Gram matrix is not formed
+def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
+    """Return the t above theta_1 with log det(t - T) = level, for every problem.
 
-
-def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value of each matrix, from the smaller of its two Gram matrices.
-
-    Examples:
-        >>> spectral_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
-        tensor(5.)
-    """
-    if a.shape[-2] <= a.shape[-1]:
-        gram = a @ a.mT
-    else:
-        gram = a.mT @ a
-    largest = torch.linalg.eigvalsh(gram)[..., -1]
-    return largest.clamp_min(0.0).sqrt()
-
-
-def product_values(
-    a: Float[Tensor, "*batch n d"], b: Float[Tensor, "*batch m d"] | None = None
-) -> Float[Tensor, "*batch r"]:
-    """Return the singular values of each A B^T, or A, but zeros that its size d implies.
-
-    With A = Q R and B = P S they are those of R S^T, because the columns of Q and P are
-    orthonormal.
-
-    Examples:
-        >>> product_values(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0]]))
-        tensor([10.])
-    """
-    core = torch.linalg.qr(a, mode="r").R
-    if b is not None:
-        core = core @ torch.linalg.qr(b, mode="r").R.mT
-    return torch.linalg.svdvals(core)
-
-
-def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
-    """Return R with ||R y|| >= ||A y||, equal but for rounding: a Cholesky factor of A^T A.
-
-    Examples:
-        >>> gram_root(torch.tensor([[3.0], [4.0]]))
-        tensor([[5.0000]])
-    """
-    gram = a.mT @ a
-    diagonal = gram.diagonal(0, -2, -1)
-    trace = diagonal.sum(-1, keepdim=True)
-    # R^T R = G + shift + error. In units of u trace(G): forming G costs n, Cholesky m + 1 (Higham,
-    # Theorem 10.3: |error| <= gamma_{m+1} |R|^T |R|); the shift is 4 (n + m).
-    n, m = a.shape[-2:]
-    info = torch.finfo(a.dtype)
-    shift = 2 * (n + m) * info.eps * trace + info.tiny
-    diagonal.add_(shift)
-    return torch.linalg.cholesky_ex(gram, upper=True).L
-
-
-def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor, "*batch 1 m"]:
-    """Return u > 0 near the leading singular vector of matrices with entries >= 0."""
-    u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
-    for _ in range(steps):
-        before = u
-        u = u @ b.mT @ b
-        u = u / u.amax(-1, keepdim=True)
-        u = u.nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
-        # An accelerator would wait for the answer longer than the steps take.
-        if u.device.type == "cpu":
-            change = (u - before).abs().amax()
-            if float(change) < 1e-6:
-                break
-    return u
-
-
-def nonnegative_norm(
-    b: Float[Tensor, "*batch n m"],
-    steps: int = 10,
-    *,
-    u: Float[Tensor, "*batch 1 m"] | None = None,
-) -> Float[Tensor, "*batch"]:
-    """Return an upper bound of the spectral norm of matrices with entries >= 0.
-
-    ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
-    power steps, so the bound falls towards ||B|| and never below it: 0.3% above it after 10
-    steps on attention maps, rarely 1%. It is raised by its rounding error.
+    With level = log(beta_1 ... beta_k / delta) this is an upper limit of lambda_1 with probability
+    1 - ETA: see the top of this file. Newton's method in y = log(t - theta_1), where the left side
+    is convex and increasing: started to the right it only descends, so every iterate is a limit
+    too.
 
     Args:
-        b: the matrices.
-        steps: number of power steps.
-        u: the vectors, if they are known.
-
-    Examples:
-        >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
-        tensor(3.0000)
+        ritz: eigenvalues theta of T, ascending, (problems, k).
+        level: right side of the equation, (problems,).
     """
-    if u is None:
-        # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
-        u = positive_vector(b.float(), steps).to(b)
-    # No sum cancels: B u is off by m u, the second product by n u more, relatively; the root
-    # halves it. product_rounding is four times that.
-    image = (u @ b.mT) @ b
-    square = (image / u).amax((-2, -1))
-    return square.sqrt() * (1 + product_rounding(b))
-
-
-def product_rounding(b: Tensor) -> float:
-    """Return more than twice the relative rounding error of products with a matrix >= 0."""
-    n, m = b.shape[-2:]
-    return (n + m + 16) * torch.finfo(b.dtype).eps
-
-
-def map_norm(
-    p: Float[Tensor, "*batch n m"], tol: float = 1e-6, *, policy: Policy = POLICY
-) -> Float[Tensor, "*batch"]:
-    """Return ||P|| of attention maps, never too small and too large by at most `tol`, relatively.
-
-    The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||. If they differ by more
-    than `tol`, as on one map in ten of a trained model, the norm is that of the eigenvalues. Maps
-    with more than `policy.map_limit` entries instead get more steps and the first certificate:
-    never too small, but maybe less tight.
-
-    Examples:
-        >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
-        tensor(1., dtype=torch.float64)
-    """
-    long = p.shape[-2] * p.shape[-1] > policy.map_limit
-    steps = _LONG_STEPS if long else _STEPS
-    u = positive_vector(p.float(), steps).to(p)
-    u = u @ p.mT @ p  # a last step removes errors of single precision
-    u = u / vector_norm(u, dim=-1, keepdim=True)
-    u = u.nan_to_num(1.0).clamp_min(1e-30)
-    image = u @ p.mT
-    square = ((image @ p) / u).amax((-2, -1))
-    norm = square.sqrt()
-    lower = torch.linalg.matrix_norm(image)
-    apart = norm > (1 + tol) * lower
-    if apart.any() and not long:
-        norm[apart] = spectral_norm(p[apart])
-    return norm
-
-
-def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
-    """Return the t above theta_1 with log det(t - T) = level.
-
-    Newton's method in y = log(t - theta_1), where the left side is convex and increasing: started
-    to the right it only descends, so every iterate is a limit too.
-    """
-    top = ritz[:, -1].clamp_min(0.0)
+    top = ritz[:, -1].clamp_min(0.0)  # theta_1
     gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
     # f(y) = y + sum_i log(e^y + gap_i) lies above k y and above y + sum_i log gap_i: where either
     # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
@@ -256,19 +123,21 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
 
     Source: Kato, J. Phys. Soc. Japan 4, 1949.
     """
+    # All in units of theta_1.
     tiny = torch.finfo(ritz.dtype).tiny
-    top = ritz[:, -1:].clamp_min(tiny)
+    top = ritz[:, -1:].clamp_min(tiny)  # theta_1
     gaps = (top - ritz[:, :-1]) / top
     gaps = gaps.clamp_min(1e-300)
-    # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
+    # The squared last entry of T's top eigenvector: the product of the distances to the shorter
+    # T's eigenvalues over that of the distances to its own other ones.
     distances = (top - shorter) / top
     distances = distances.clamp_min(0.0)
-    last = (distances / gaps).prod(1)
-    residual = (beta / top[:, 0]).square() * last
+    last_square = (distances / gaps).prod(1)
+    residual_square = (beta / top[:, 0]).square() * last_square  # |r|^2, r = A x - theta_1 x
     # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
     if ritz.shape[1] == 1:
-        return residual.sqrt()
-    return torch.minimum(residual.sqrt(), residual / gaps[:, -1])
+        return residual_square.sqrt()
+    return torch.minimum(residual_square.sqrt(), residual_square / gaps[:, -1])
 
 
 Products = Callable[[Tensor], Tensor]
@@ -313,7 +182,7 @@ class Norms:
 
     @classmethod
     def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
-        """Return the norms of several groups as one, without vectors."""
+        """Return the norms of several groups as one, without vectors; `join` joins tensors."""
         return Norms(
             norm=join([part.norm for part in parts]),
             upper=join([part.upper for part in parts]),
@@ -411,14 +280,15 @@ def spectral_norms(
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
-        fresh = running.has_settled(tol, within) & ~running.done
-        if not fresh.any():
+        newly_done = running.has_converged(tol, within) & ~running.done
+        if not newly_done.any():
             continue
-        running.record(norms, fresh)
-        norms.converged[running.index[fresh]] = True
-        running.done |= fresh
+        running.record(norms, newly_done)
+        norms.converged[running.index[newly_done]] = True
+        running.done |= newly_done
         if running.done.all():
             return norms
+        # Products of finished problems cost time: drop them once they are enough.
         if int(running.done.sum()) >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
@@ -427,7 +297,7 @@ def spectral_norms(
 
 
 class _Krylov:
-    """The running problems: one row each in every tensor.
+    """The state of the Lanczos process, one row per running problem in every tensor.
 
     Attributes:
         index: indices among the caller's problems.
@@ -448,14 +318,15 @@ class _Krylov:
 
     def __init__(self, start: Tensor, guess: Tensor | None) -> None:
         count, size = start.shape
-        live = start.ne(0).sum(1)
+        live = start.ne(0).sum(1)  # dimension of each space, without padding
         # By the power of two first: squares may underflow.
         u = F.normalize(take_size(start, 1)[0], dim=1)
         length = torch.ones(count).double()
-        # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
-        # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did.
         if guess is not None:
-            # In one dimension every vector is exact, and the sum of two opposite ones is zero.
+            # Start from u = (g + h) / |g + h|, g random, h the guess, both of length one. With
+            # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
+            # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did. In one
+            # dimension, where two opposite vectors would cancel, every start is exact: no guess.
             unit = F.normalize(take_size(guess, 1)[0], dim=1)
             mixed = u + unit * (live > 1)[:, None]
             length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
@@ -473,30 +344,30 @@ class _Krylov:
         self.beta = torch.zeros(count, dtype=torch.float64)
         self.ritz = torch.zeros(count, 0, dtype=torch.float64)
         self.shorter = self.ritz
-        # P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v fixed. For
-        # size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+        # delta with P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v
+        # fixed. For n = size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
         half = self.size.double() / 2
         log_quotient = torch.lgamma(half) - torch.lgamma(half - 0.5)
         log_density = log_quotient - 0.5 * math.log(math.pi)
         log_delta = math.log(ETA / 2) - log_density
-        # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
+        # log(1 / delta); `advance` adds log beta_k. p_k(t) = 1 / delta is log det(t - T) = level.
         self.level = length.log() - log_delta
         self.exponent = torch.zeros(count, dtype=torch.int64)
         self.repeated = torch.zeros(count, dtype=torch.int64)
 
     def image(self, products: Products) -> Tensor:
-        """Return A times the newest basis vector; at first, scale A to about the size of one."""
+        """Return A times the newest basis vector; the first time, scale A to about size one."""
         last = self._vector(self.steps).squeeze(1)
         image = self._apply(products, last)
         if self.steps:
             return image
         size = image.abs().amax(1).to("cpu", torch.float64)
         change = _choose_exponents(size)
-        far = change.abs() > _ROOM // 2
-        if far.any():
+        is_far = change.abs() > _ROOM // 2
+        if is_far.any():
             # It overflowed, or lost digits to underflow: once more, with A scaled.
-            self.exponent += change.where(far, 0)
-            self.repeated += far
+            self.exponent += change.where(is_far, 0)
+            self.repeated += is_far
             image = self._apply(products, last)
             size = image.abs().amax(1).to("cpu", torch.float64)
             change = _choose_exponents(size)
@@ -507,18 +378,22 @@ class _Krylov:
         return shift_exponent(image, change[:, None])
 
     def _apply(self, products: Products, u: Tensor) -> Tensor:
-        """Return A u, with A scaled by the exponents."""
+        """Return 2^exponent A u."""
         if not self.exponent.any():
             return products(u)
-        # What a vector cannot carry of the scale of A goes to its image.
+        # As much of the power as u can hold multiplies u, the rest its image.
         before = self.exponent.clamp(-_ROOM, _ROOM)
         after = self.exponent - before
         image = products(shift_exponent(u, before[:, None]))
         return shift_exponent(image, after[:, None])
 
     def advance(self, product: Tensor) -> None:
-        """Extend basis and T, given A times the newest basis vector."""
-        w = product.unsqueeze(1)
+        """Extend basis and T by one Lanczos step, given A times the newest basis vector.
+
+        w = A u_k - alpha_k u_k - beta_{k-1} u_{k-1}, made orthogonal to all earlier vectors;
+        beta_k = |w| and u_{k+1} = w / beta_k.
+        """
+        w = product.unsqueeze(1)  # (problems, 1, size)
         last = self._vector(self.steps)
         alpha = (w * last).sum(2, keepdim=True)
         w = torch.addcmul(w, alpha, last, value=-1)
@@ -527,9 +402,9 @@ class _Krylov:
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
-            count = self.steps + 1 - _GROWTH * i
-            filled = block[:, :count]
-            w.baddbmm_(w @ filled.mT, filled, alpha=-1)
+            count = self.steps + 1 - _GROWTH * i  # of vectors in this block and later ones
+            vectors = block[:, :count]
+            w.baddbmm_(w @ vectors.mT, vectors, alpha=-1)
         self.coupling = vector_norm(w, dim=2, keepdim=True)
         entries = torch.cat([alpha, self.coupling], 2)
         entries = entries[:, 0].to("cpu", torch.float64)
@@ -541,7 +416,7 @@ class _Krylov:
                 f"The Jacobian product of problem {problem} is not finite at step {self.steps}.",
                 "Look for infinite weights or activations, or compute in float64.",
             )
-        # T grows by a row and a column: alpha, beside it what coupled this step to the last.
+        # T grows by a row and a column: alpha_k on the diagonal, beta_{k-1} beside it.
         self.t = F.pad(self.t, (0, 1, 0, 1))
         self.t[:, -1, -1] = entries[:, 0]
         if self.steps > 1:
@@ -557,45 +432,46 @@ class _Krylov:
         length = self.coupling.clamp_min(torch.finfo(w.dtype).tiny)
         torch.div(w, length, out=self._vector(self.steps))
 
-    def has_settled(self, tol: float, within: float) -> Tensor:
-        """Return which problems fulfil the stop rule."""
+    def has_converged(self, tol: float, within: float) -> Tensor:
+        """Return which problems fulfil the stop rule: see `Norms.converged`."""
+        # Of A = J J^T: its eigenvalues are squares of the norms.
         estimate = kato_temple(self.ritz, self.shorter, self.beta)
-        accurate = estimate <= (1 + tol) ** 2 - 1
-        accurate |= self.proves(tol)
-        reached = self.proves(within)
-        return (reached & accurate) | self.exhausted
+        is_accurate = estimate <= (1 + tol) ** 2 - 1
+        is_accurate |= self.proves(tol)
+        return (self.proves(within) & is_accurate) | self.exhausted
 
     def proves(self, share: float) -> Tensor:
-        """Return where the norm is at most 1 + share times the Ritz value's root."""
-        # lambda_1 <= t with the start's probability where p_k(t) >= 1 / delta, and p_k increases
-        # beyond theta_1: det(t - T) = prod_i (t - theta_i) at t = (1 + share)^2 theta_1.
+        """Return where the norm is proven to be at most 1 + share times that of the Ritz value."""
+        # lambda_1 <= t, with the start's probability, where p_k(t) >= 1 / delta; p_k increases
+        # beyond theta_1. log det(t - T) = sum_i log(t - theta_i) at t = (1 + share)^2 theta_1.
         t = (1 + share) ** 2 * self.ritz[:, -1:]
         log_det = (t - self.ritz).log().sum(1)
         return log_det >= self.level
 
     def record(self, norms: Norms, mask: Tensor) -> None:
-        """Write what is known of some problems into the norms of all."""
-        which = self.index[mask]
+        """Write the results of some problems, True in the mask, into the norms of all."""
+        problems = self.index[mask]
         ritz = self.ritz[mask]
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
         limit = torch.where(self.exhausted[mask], top, limit)
+        # Norms are roots of eigenvalues of A, which is scaled by 2^exponent.
         half_exponent = -self.exponent[mask] // 2
-        norms.norm[which] = shift_exponent(top.sqrt(), half_exponent)
-        norms.upper[which] = shift_exponent(limit.sqrt(), half_exponent)
-        norms.products[which] = self.steps + self.repeated[mask]
-        if norms.vector is None or not len(which):
+        norms.norm[problems] = shift_exponent(top.sqrt(), half_exponent)
+        norms.upper[problems] = shift_exponent(limit.sqrt(), half_exponent)
+        norms.products[problems] = self.steps + self.repeated[mask]
+        if norms.vector is None or not len(problems):
             return
         # Ritz vectors: U times the eigenvectors of T.
         eigenvectors = torch.linalg.eigh(self.t[mask]).eigenvectors
-        norms.vector[which] = self._combine(mask, eigenvectors[:, :, -1])
+        norms.vector[problems] = self._combine(mask, eigenvectors[:, :, -1])
         if norms.second is not None and norms.second_vector is not None and self.steps > 1:
             second = ritz[:, -2].clamp_min(0.0).sqrt()
-            norms.second[which] = shift_exponent(second, half_exponent)
-            norms.second_vector[which] = self._combine(mask, eigenvectors[:, :, -2])
+            norms.second[problems] = shift_exponent(second, half_exponent)
+            norms.second_vector[problems] = self._combine(mask, eigenvectors[:, :, -2])
 
     def _combine(self, mask: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums of the basis vectors of some problems, with one weight per step."""
+        """Return U w of some problems, (problems, size), for weights w, one per step."""
         weights = weights.to(self.basis[0])
         rows = mask.nonzero()[:, 0].to(weights.device)
         total = torch.zeros_like(self.basis[0][rows, :1])
@@ -606,21 +482,25 @@ class _Krylov:
         return total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
-        """Remove the other problems."""
+        """Remove the problems that are False in the mask."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
         self.basis = [block[rows] for block in self.basis]
         self.coupling = self.coupling[rows]
+        # All other attributes but `steps` are tensors on the CPU, one row per problem.
         for name in vars(self).keys() - {"basis", "coupling", "steps"}:
             setattr(self, name, getattr(self, name)[mask])
 
     def _vector(self, k: int) -> Tensor:
+        """Return basis vector k of every problem, (problems, 1, size), a view."""
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
 
 
 def _choose_exponents(size: Tensor) -> Tensor:
     """Return even exponents that bring numbers to about one; 0 for those within 2^+-20 of it."""
+    # Even, because norms are roots: 2^exponent must have an exact one.
     half = (size.log2() / 2).round()
     change = -2 * half.clamp(-450, 450)
+    # It underflowed to 0, or overflowed: by how much is unknown.
     change = change.where(size > 0, _ROOM)
     change = change.where(size.isfinite(), -_ROOM)
     return change.where(change.abs() > 20, 0).long()

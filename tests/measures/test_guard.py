@@ -9,7 +9,7 @@ from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import head_bounds as theory
-from lipaudit.theory import spectral
+from lipaudit.theory import matrix_norms
 from lipaudit.theory.bounds.record import load_bounds
 
 PLAIN, BALLS = (bounds.BoundsOptions(layers=(0,), radius=r) for r in ((), "1/100"))
@@ -51,9 +51,9 @@ def spoil_ball(monkeypatch, norms, share):
 
 def spoil_layer(monkeypatch, norms, share):
     """Give a wrong ||W_O||, the only matrix whose norm is computed alone."""
-    true, rss = spectral.spectral_norm, norms["sharp"].square().sum(1).sqrt()
+    true, rss = matrix_norms.spectral_norm, norms["sharp"].square().sum(1).sqrt()
     least = (norms["layer_exact_out"][:, 0] / rss).max() * (1 - share)
-    monkeypatch.setattr(spectral, "spectral_norm", lambda a: least if a.ndim == 2 else true(a))
+    monkeypatch.setattr(matrix_norms, "spectral_norm", lambda a: least if a.ndim == 2 else true(a))
 
 
 @pytest.mark.parametrize("name", load_bounds())

@@ -1,8 +1,8 @@
 """An attention call of a model: its tensors, their axes, and their origins.
 
 The graph of a pass is cut at linear maps. `Origins` stores the origin of each leaf. An
-`AttentionCall` holds q, k, v, the form of the logits, and the output. A `Layout` converts the axes
-of a model to (windows, heads, tokens, width).
+`AttentionCall` holds q, k, v, the form of the logits, and the output. An `AxisLayout` converts the
+axes of a model to (windows, heads, tokens, width).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lipaudit.theory.pullback import pull_back
 
 RIGHT = "linear"
 LEFT = "linear from the left"
-"""Name of the operation, by the side of the weight."""
+"""The op in the address of a linear map, x W or W x: by the side of the weight."""
 
 Arrange = Callable[..., Tensor]
 """Moves the channels of a tensor to the last axis."""
@@ -69,7 +69,7 @@ class Linear:
 
 
 def join_linears(linears: Sequence[Linear]) -> Linear:
-    """Return linear maps of one input as one: y = (y_1, y_2, ...), x [W_1 W_2 ...]."""
+    """Return linear maps of one input as one: (y_1, y_2, ...) = x [W_1 W_2 ...]."""
     if len(linears) == 1:
         return linears[0]
     weights = []
@@ -205,11 +205,10 @@ class Explicit:
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
-        # Only down to q k^T: what lies before it, down to the linear maps, is not differentiated.
         pulled = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
-        # A cut between q k^T and the logits ends the walk: then there is no gradient.
+        # A call without a gradient: its graph is cut between q k^T and the logits.
         parts = [part for part in pulled if part is not None]
         if len(parts) < len(pulled):
             return None
@@ -223,7 +222,7 @@ class Explicit:
 
 Role = Literal["sample", "window", "head", "token"]
 ROLES: tuple[Role, ...] = ("sample", "window", "head", "token")
-"""What an axis may hold, in the order of `Layout.arrange`."""
+"""What an axis may hold, in the order of `AxisLayout.arrange`."""
 
 
 class Factor(NamedTuple):
@@ -237,7 +236,7 @@ TOKENS = (Factor("token"),)
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """The order of samples, windows, heads and tokens in the axes of an attention call.
 
     Attributes:
@@ -260,8 +259,10 @@ class Layout:
     @property
     def keeps_queries(self) -> bool:
         """Say whether the axis of queries holds all queries of a window and head, and no more."""
-        spread = any(factor.role == "token" for axis in self.leading for factor in axis)
-        return self.queries == TOKENS and not spread
+        has_leading_tokens = any(
+            factor.role == "token" for axis in self.leading for factor in axis
+        )
+        return self.queries == TOKENS and not has_leading_tokens
 
     def arrange(self, t: Tensor, samples: int) -> Tensor:
         """Return q, O or P, (..., queries, width), as (windows, heads, queries, width)."""
@@ -274,36 +275,44 @@ class Layout:
         factors, sizes = self._divide(t, TOKENS, samples)
         t = t.reshape(*sizes, t.shape[-1])
         for axis, factor in enumerate(factors[:-1]):
-            if factor.role == "token":  # the same keys for each
+            if factor.role == "token":  # further queries, which share their keys: one copy
                 t = t.narrow(axis, 0, 1)
-        shared = prod(factor.size for factor in self.queries if factor.role == "head")
         t = _sort_axes(t, factors)
-        if shared == 1:
+        # Heads in the axis of queries share their keys: one copy for each.
+        sharing_heads = prod(factor.size for factor in self.queries if factor.role == "head")
+        if sharing_heads == 1:
             return t
-        return t.repeat_interleave(shared, 1)
+        return t.repeat_interleave(sharing_heads, 1)
 
     def _divide(
         self, t: Tensor, rows: tuple[Factor, ...], samples: int
     ) -> tuple[list[Factor], list[int]]:
-        """Return the factors of all axes but the last, and their sizes."""
+        """Return the factors of all axes but the last, and their sizes.
+
+        Args:
+            t: the tensor, with the axes of the model.
+            rows: the factors of its last axis but one.
+            samples: number of samples in the batch.
+        """
         factors: list[Factor] = []
         sizes: list[int] = []
         axes = (*self.leading, rows)
         for axis, size in zip(axes, t.shape[:-1], strict=True):
-            known = []
+            # The size of each factor, 0 for the one that follows the data.
+            axis_sizes = []
             for part in axis:
-                known.append(samples if part.role == "sample" else part.size)
+                axis_sizes.append(samples if part.role == "sample" else part.size)
             if len(axis) == 1:
-                known = [size]
-            whole = prod(n for n in known if n)
-            if size % whole or (0 not in known and size != whole):
+                axis_sizes = [size]
+            fixed = prod(n for n in axis_sizes if n)
+            if size % fixed or (0 not in axis_sizes and size != fixed):
                 raise InputError(
-                    f"attention over an axis of {size}, which was a multiple of {whole} when the "
+                    f"attention over an axis of {size}, which was a multiple of {fixed} when the "
                     "model was loaded: heads and windows cannot be distinguished",
                     "Leave this layer out with --layers.",
                 )
             factors += axis
-            sizes += [n or size // whole for n in known]
+            sizes += [n or size // fixed for n in axis_sizes]
         return factors, sizes
 
 
@@ -311,7 +320,7 @@ def _sort_axes(t: Tensor, factors: Sequence[Factor]) -> Tensor:
     """Return t, with an axis per factor, as (windows, heads, tokens, width)."""
     ranks = [ROLES.index(factor.role) for factor in factors]
     order = sorted(range(len(factors)), key=lambda axis: ranks[axis])
-    counts = dict.fromkeys(ROLES, 1)
+    counts = dict.fromkeys(ROLES, 1)  # number of samples, windows, heads and tokens
     for factor, size in zip(factors, t.shape, strict=False):
         counts[factor.role] *= size
     windows = counts["sample"] * counts["window"]
@@ -339,7 +348,7 @@ class AttentionCall:
     origins: Origins = field(default_factory=Origins)
     finish: Callable[[Tensor], Tensor] = lambda t: t
 
-    def arrange(self, layout: Layout, samples: int) -> AttentionCall:
+    def arrange(self, layout: AxisLayout, samples: int) -> AttentionCall:
         """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
         q = layout.arrange(self.q, samples)
         o = layout.arrange(self.output, samples)
@@ -349,9 +358,8 @@ class AttentionCall:
         rows = self.q.shape[:-1]
         keys = self.k.shape[-2]
 
-        # All are views in the graph: a gradient with respect to the converted logits is that of
-        # the model's own.
         def place(pairs: Tensor) -> Tensor:
+            """Arrange logits or P, by a view: gradients in it are those in the model's own."""
             return layout.arrange(pairs.reshape(*rows, -1), samples)
 
         if isinstance(form, Explicit):
@@ -364,10 +372,12 @@ class AttentionCall:
             form = replace(form, logits=logits, p=p, weights=weights, place=place)
         else:
             mask = form.mask
-            if form.causal and not layout.keeps_queries:  # it counts the model's queries
+            if form.causal and not layout.keeps_queries:
+                # `causal` counts along the model's axis of queries, which will be divided.
                 mask = _hide_later(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
-            if mask is not None and layout.is_plain:  # a broadcast mask stays small
+            if mask is not None and layout.is_plain:
+                # Four axes; a broadcast mask stays small.
                 mask = mask[(None,) * (4 - mask.ndim)]
             elif mask is not None:
                 mask = place(mask.expand(*rows, keys))
@@ -376,7 +386,10 @@ class AttentionCall:
 
 
 def _hide_later(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
-    """Return a mask that also hides the keys behind each query."""
+    """Return a mask (if any) that also hides the keys j > i of each query i.
+
+    Additive, in the dtype of `like`; without a mask boolean: True for visible keys.
+    """
     later = torch.ones(queries, keys, dtype=torch.bool, device=like.device).triu(1)
     if mask is None:
         return ~later
@@ -407,42 +420,47 @@ class Loop:
         first = calls[0]
         cat = self.cat
         if self.axis == 1:  # heads have keys and values of their own
-            k = cat(c.k for c in calls)
-            v = cat(c.v for c in calls)
+            k = cat(call.k for call in calls)
+            v = cat(call.v for call in calls)
         else:  # chunks of queries share them
             k = _show_heads(first.k)
             v = _show_heads(first.v)
-        output = cat(c.output for c in calls)
-        shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
-        fused = [c.form for c in calls if isinstance(c.form, Fused)]
-        forms = [c.form for c in calls if isinstance(c.form, Explicit)]
-        form: Fused | Explicit
+        q = cat(call.q for call in calls)
+        output = cat(call.output for call in calls)
+        return AttentionCall(q, k, v, self._join_forms(calls), output, first.origins)
+
+    def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
+        """Return the logits of all calls as one; all are fused, or all are written out."""
+        fused: list[Fused] = []
+        written_out: list[Explicit] = []
+        masks = []
+        logits = []
+        maps = []
+        for call in calls:
+            form = call.form
+            rows = call.q.shape[:-1]
+            if isinstance(form, Explicit):
+                written_out.append(form)
+                logits.append(form.logits.reshape(*rows, -1))
+                maps.append(form.p.reshape(*rows, -1))
+            else:
+                fused.append(form)
+                if form.mask is not None:
+                    masks.append(form.mask.expand(*rows, call.k.shape[-2]))
         if fused:
-            masks = []
-            for f, s in zip(fused, shapes, strict=True):
-                if f.mask is not None:
-                    masks.append(f.mask.expand(s))
-            form = replace(fused[0], mask=cat(masks) if masks else None)
-        else:
-            logits = []
-            maps = []
-            for each, s in zip(forms, shapes, strict=True):
-                logits.append(each.logits.reshape(*s[:-1], -1))
-                maps.append(each.p.reshape(*s[:-1], -1))
-            form = Explicit(
-                products=tuple(edge for f in forms for edge in f.products),
-                logits=cat(logits),
-                p=cat(maps),
-                weights=cat(f.weights for f in forms),
-                others=any(f.others for f in forms),
-                axis=self.axis,
-                turned=forms[0].turned,
-            )
-        q = cat(c.q for c in calls)
-        return AttentionCall(q, k, v, form, output, first.origins)
+            return replace(fused[0], mask=self.cat(masks) if masks else None)
+        return Explicit(
+            products=tuple(edge for form in written_out for edge in form.products),
+            logits=self.cat(logits),
+            p=self.cat(maps),
+            weights=self.cat(form.weights for form in written_out),
+            others=any(form.others for form in written_out),
+            axis=self.axis,
+            turned=written_out[0].turned,
+        )
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:
-        """Join what the calls have."""
+        """Join one tensor of each call along the loop's axis."""
         return torch.cat([_show_heads(t) for t in parts], self.axis)
 
 

@@ -21,9 +21,9 @@ from lipaudit.models.attention import projections
 from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
+    AxisLayout,
     Explicit,
     Fused,
-    Layout,
     Loop,
 )
 from lipaudit.models.attention.logits import read_position_terms, read_product
@@ -58,7 +58,7 @@ def add_inputs(
         NotClosedForm: the call does not have this structure.
     """
     parts: dict[str, Projected] = {}
-    tokens: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}  # the input of each projection, (windows, tokens, D)
     for name in "qkv":
         form: ProjectionForm | None = getattr(structure, name)
         if form is not None:  # q may be constant
@@ -68,9 +68,9 @@ def add_inputs(
             tokens[name] = part.x
             # Padded tokens are no part of X: bounds by norms of X would count them.
             if batch.mask is not None and batch.mask.shape[1] == part.index.length:
-                real = part.index.pick(batch.mask)
-                tokens[name] = part.x * real[..., None]
-    memory = tokens["k"]
+                is_real = part.index.pick(batch.mask)
+                tokens[name] = part.x * is_real[..., None]
+    memory = tokens["k"]  # the input of keys and values
     out = None
     if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
         weight = read(structure.out.kept)
@@ -79,7 +79,7 @@ def add_inputs(
     if "q" in parts:
         x = tokens["q"]
         to_q = parts["q"].projection
-    else:
+    else:  # queries do not depend on the input: any X of the right shape
         windows, _, queries, _ = call.q.shape
         x = memory.new_zeros(windows, queries, memory.shape[2])
         to_q = None
@@ -204,6 +204,7 @@ def capture(
         if not pending:
             raise _AllRead
 
+    # Only at these linear maps the graph is cut.
     wanted = frozenset().union(*(site.sources for site in cut))
     tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
     with suppress(_AllRead), fork_random(net.module), exact_arithmetic(net.device):
@@ -224,17 +225,18 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """Return the layer of a call, while the model is inside the given module calls."""
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    plain = call
+    for_map = call
     if isinstance(call.form, Explicit):
-        # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
+        # `Layer.attention` needs P only, which the logits give: they become the bias of a q and k
+        # of width 0, whose product is 0.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q = logits.new_zeros(windows, heads, rows, 0)
         k = logits.new_zeros(windows, heads, keys, 0)
-        plain = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
+        for_map = replace(call, q=q, k=k, v=k, form=Fused(0.0, logits, causal=False))
     form_of_q = site.structure.q if site.structure else None
-    attention, _ = read_product(plain, batch, form_of_q)
-    if attention.q.shape[1] != site.heads:  # their number follows that of the tokens: misread
+    attention, _ = read_product(for_map, batch, form_of_q)
+    if attention.q.shape[1] != site.heads:  # an axis of tokens was taken for one of heads
         raise InputError(
             f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
             f"this batch and had {site.heads} when the model was loaded, so heads and tokens "
@@ -246,8 +248,11 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     if not scopes:
         return Layer(site, call, batch, attention, None, [])
     innermost = scopes[-1]
-    order = innermost.attentions
-    numbers = [order.index(address) for address in site.addresses if address in order]
+    calls_in_scope = innermost.attentions
+    numbers = []
+    for address in site.addresses:
+        if address in calls_in_scope:
+            numbers.append(calls_in_scope.index(address))
     return Layer(site, call, batch, attention, innermost, numbers)
 
 
@@ -327,7 +332,7 @@ class Site:
     structure: Structure | None
     reason: str | None
     address: Address
-    layout: Layout
+    layout: AxisLayout
     sources: frozenset[Address]
     explicit: bool
     scope: str
@@ -382,19 +387,19 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
     blocks counts in each.
     """
     # By identity: blocks may share one attention module under several paths.
-    holders = {id(module.get_submodule(site.module)) for site in sites}
+    attention_modules = {id(module.get_submodule(site.module)) for site in sites}
 
-    def holds(block: nn.Module) -> bool:
-        return any(id(part) in holders for part in block.modules())
+    def has_attention(block: nn.Module) -> bool:
+        return any(id(part) in attention_modules for part in block.modules())
 
-    lists = {n: part for n, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    stacks = {n: part for n, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     without = []
-    for name, stack in lists.items():
-        inside_other = any(name.startswith(f"{outer}.") for outer in lists)
-        if inside_other or not holds(stack):
+    for name, stack in stacks.items():
+        is_inside_other = any(name.startswith(f"{outer}.") for outer in stacks)
+        if is_inside_other or not has_attention(stack):
             continue
         for i, block in enumerate(stack):
-            if not holds(block):
+            if not has_attention(block):
                 without.append(f"{name}.{i}")
     return tuple(without)
 
@@ -428,40 +433,46 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         u = u * heads.valid[:, None, :, None]
     queries = [parts["q"]] if "q" in parts else []
     memory = [parts["k"], parts["v"]]
+    # The closed form: u, scaled, and R^T J^T u for each input.
     sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
-    most = 1 / (1 + forward_error(heads).to(u) / AGREES)
-    u, pulled = sketched_vjp_x(heads, u, most, sketches)
+    size = 1 / (1 + forward_error(heads).to(u) / AGREES)
+    u, pulled = sketched_vjp_x(heads, u, size, sketches)
     u = u.to(call.output)
-    # Gradients are compared at the inputs of the linear maps, where both are exact.
     readers = {"x": queries, "x_kv": memory}
-    closed = [(readers[name][0], z) for name, z in pulled.items()]
-    made_q = {id(leaf.tensor) for part in queries for leaf in part.leaves}
-    made_kv = {id(leaf.tensor) for part in memory for leaf in part.leaves}
-    one_input = heads.x_kv is None or not queries or bool(made_q & made_kv)
-    apart = []
-    for group in [queries + memory] if one_input else [queries, memory]:
+    closed_form = [(readers[name][0], z) for name, z in pulled.items()]
+    # By autograd, input by input. Gradients are compared at the inputs of the linear maps, where
+    # both are exact.
+    q_leaves = {id(leaf.tensor) for part in queries for leaf in part.leaves}
+    kv_leaves = {id(leaf.tensor) for part in memory for leaf in part.leaves}
+    groups = [queries, memory]
+    if heads.x_kv is None or not queries or not q_leaves.isdisjoint(kv_leaves):
+        groups = [queries + memory]
+    differences = []
+    for group in groups:
         difference = _pull_to_inputs(group, call, u)
-        # Less the same by the closed form, whose tokens are those of the attention.
-        for part, z in closed:
+        for part, z in closed_form:
             if any(part is other for other in group):
+                # Rows of z are the tokens of the attention: subtract them at theirs in the input.
                 samples = len(difference) // part.index.length
                 rows = part.index.rows(samples).flatten()
                 z = z.flatten(0, 1).to(difference)
                 difference = difference.index_add(0, rows, z, alpha=-1)
-        apart.append(torch.linalg.vector_norm(difference))
-    return bool(torch.stack(apart).norm() <= AGREES)
+        differences.append(torch.linalg.vector_norm(difference))
+    return bool(torch.stack(differences).norm() <= AGREES)
 
 
 def _pull_to_inputs(group: Sequence[Projected], call: AttentionCall, u: Tensor) -> Tensor:
-    """Return R^T J^T u by autograd, for what the linear maps of some projections read.
+    """Return R^T J^T u by autograd for the input of some projections, one row per token.
 
-    One row per token of their input.
+    R is the sketch of the input's channels.
     """
+    # A leaf that several projections read counts once.
     leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
     linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
     outputs = [leaf.tensor for leaf in leaves]
     gradients = pull_back(call.output, outputs, u, retain_graph=True, materialize_grads=True)
     sketch = _draw_sketch(group[0].x)
+    # Each linear map y = x W sends a gradient g in y to g W^T in x.
     images = []
     for linear, gradient in zip(linears, gradients, strict=True):
         directions = linear.weight.T @ sketch

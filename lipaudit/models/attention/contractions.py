@@ -25,8 +25,10 @@ LARGEST = 2**24
 class Contraction(NamedTuple):
     """A sum over products of entries of two tensors, with a letter for each axis.
 
+    x W of two axes each is x "ab", weight "bc", out "ac": b is summed over.
+
     Attributes:
-        x, given: one factor and its letters.
+        x, x_letters: one factor and the letters of its axes.
         weight, letters: the other factor, which may be a weight, and its letters.
         out: letters of the result.
         bias: added along the axes of the weight, or None.
@@ -34,7 +36,7 @@ class Contraction(NamedTuple):
     """
 
     x: Tensor
-    given: str
+    x_letters: str
     weight: Tensor
     letters: str
     out: str
@@ -45,8 +47,8 @@ class Contraction(NamedTuple):
     def width(self) -> int:
         """Return the number of entries of x that one sum runs over."""
         width = 1
-        for axis, size in zip(self.given, self.x.shape, strict=True):
-            if axis in self.letters and axis not in self.out:
+        for letter, size in zip(self.x_letters, self.x.shape, strict=True):
+            if letter in self.letters and letter not in self.out:
                 width *= size
         return width
 
@@ -55,56 +57,62 @@ class Contraction(NamedTuple):
         yield calls.RIGHT, self
         # A weight on the left is the same for all samples: with axes in common with the other
         # factor, it is a learned query.
-        x, given, weight, letters, out = self[:5]
-        common = set(given) & set(letters) & set(out)
+        common = set(self.x_letters) & set(self.letters) & set(self.out)
         if not self.entire and not common:
-            yield calls.LEFT, Contraction(weight, letters, x, given, out)
+            swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
+            yield calls.LEFT, swapped
 
     def read(self) -> Linear | None:
-        """Return y = x W; None if it is none.
+        """Return the linear map y = x W; None if nothing is summed over.
 
         Along common axes that are not summed over, each entry has its own block of W.
         """
-        x, given, weight, letters, out = self[:5]
-        for axis in set(given) & set(letters) & set(out):
-            place = letters.index(axis)
-            place_in_x = given.index(axis)
-            if _is_even(weight, place):
-                weight = weight.select(place, 0)
-                letters = letters.replace(axis, "")
-            elif _is_even(x, place_in_x):
-                x = x.select(place_in_x, 0)
-                given = given.replace(axis, "")
+        x, x_letters, weight, letters, out = self[:5]
+        # A common axis along which one factor is constant is an axis of the other one alone.
+        for letter in set(x_letters) & set(letters) & set(out):
+            axis = letters.index(letter)
+            x_axis = x_letters.index(letter)
+            if _is_constant_along(weight, axis):
+                weight = weight.select(axis, 0)
+                letters = letters.replace(letter, "")
+            elif _is_constant_along(x, x_axis):
+                x = x.select(x_axis, 0)
+                x_letters = x_letters.replace(letter, "")
         rows = [a for a in out if a not in letters]
-        blocks = [a for a in out if a in given and a in letters]
-        summed = [a for a in given if a in letters and a not in out]
-        columns = [a for a in out if a not in given]
+        blocks = [a for a in out if a in x_letters and a in letters]
+        summed = [a for a in x_letters if a in letters and a not in out]
+        columns = [a for a in out if a not in x_letters]
         if not summed:
             return None
-        x = x.permute([given.index(a) for a in rows + blocks + summed])
-        x = x.flatten(len(rows))
+        x = x.permute([x_letters.index(a) for a in rows + blocks + summed])
+        x = x.flatten(len(rows))  # (*rows, channels in)
         weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
         count = math.prod(weight.shape[: len(blocks)])
         if blocks and count * weight.numel() > LARGEST:
             return None
         first_column = len(blocks) + len(summed)
         width = math.prod(weight.shape[first_column:])
-        each = weight.reshape(count, x.shape[-1] // count, width)
-        whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
+        parts = weight.reshape(count, x.shape[-1] // count, width)
+        if blocks:
+            matrix: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+        else:
+            matrix = parts[0]
         order = [out.index(a) for a in rows + blocks + columns]
 
         def arrange(y: Tensor) -> Tensor:
+            """Return the result with axes (*rows, channels out)."""
             return y.permute(order).flatten(len(rows))
 
-        return Linear(x, whole, self.bias, arrange)
+        return Linear(x, matrix, self.bias, arrange)
 
 
-def _is_even(t: Tensor, axis: int) -> bool:
+def _is_constant_along(t: Tensor, axis: int) -> bool:
     """Say whether a tensor is constant along an axis, judged by its strides."""
     return t.shape[axis] == 1 or t.stride(axis) == 0
 
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction | None:
+    """Read the arguments of F.linear: "ab..y,zy->ab..z", y channels in, z channels out."""
     rows = ascii_lowercase[: input.ndim - 1]
     if weight.ndim < 2:
         return None
@@ -112,6 +120,7 @@ def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> C
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
+    """Read the arguments of torch.addmm, input + mat1 mat2; None with alpha or beta."""
     if scaling:
         return None
     return _read_linear(mat1, mat2.t(), input)
@@ -126,44 +135,47 @@ def _read_conv(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Contraction | None:
-    pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
+    """Read the arguments of a 1x1 convolution: "xyab..,zy->xzab..", x samples, y channels in."""
+    is_pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
     steps = {stride} if isinstance(stride, int) else set(stride)
     pads: set[Any] = {0}  # a string asks for the padding that keeps the size: none here
     if not isinstance(padding, str):
         pads = {padding} if isinstance(padding, int) else set(padding)
-    if not pointwise or steps != {1} or pads != {0}:
+    if not is_pointwise or steps != {1} or pads != {0}:
         return None
     weight = weight.flatten(1)
-    place = ascii_lowercase[: input.ndim - 2]
-    if groups > 1:  # channels kept apart: a block of W each
+    pixels = ascii_lowercase[: input.ndim - 2]
+    if groups > 1:  # each group of channels has a block of W
         weight = torch.block_diag(*weight.chunk(groups))  # type: ignore[no-untyped-call]
-    return Contraction(input, f"xy{place}", weight, "zy", f"xz{place}", bias, entire=True)
+    return Contraction(input, f"xy{pixels}", weight, "zy", f"xz{pixels}", bias, entire=True)
 
 
 def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
+    """Read the arguments of a matrix product: "ab..xy,ab..yz->ab..xz"."""
     if len(operands) != 2 or kwargs:
         return None
     a, b = operands
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
         return None
     axes = max(a.ndim, b.ndim) - 2
-    lead = ascii_lowercase[:axes]
+    leading = ascii_lowercase[:axes]
     # Leading axes are aligned at their end.
-    first = lead[axes + 2 - a.ndim :]
-    second = lead[axes + 2 - b.ndim :]
-    return Contraction(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
+    leading_of_a = leading[axes + 2 - a.ndim :]
+    leading_of_b = leading[axes + 2 - b.ndim :]
+    return Contraction(a, f"{leading_of_a}xy", b, f"{leading_of_b}yz", f"{leading}xz")
 
 
 def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
-    if isinstance(dims, int):
+    """Read the arguments of torch.tensordot; `dims` are the axes that are summed over."""
+    if isinstance(dims, int):  # the last ones of a, the first ones of b
         dims = range(a.ndim - dims, a.ndim), range(dims)
-    first = ascii_lowercase[: a.ndim]
-    second = list(ascii_lowercase[a.ndim :][: b.ndim])
+    a_letters = ascii_lowercase[: a.ndim]
+    b_letters = list(ascii_lowercase[a.ndim :][: b.ndim])
     for i, j in zip(*dims, strict=True):
-        second[j] = first[i]
-    kept = [c for c in first if c not in second]
-    kept += [c for c in second if c not in first]
-    return Contraction(a, first, b, "".join(second), "".join(kept))
+        b_letters[j] = a_letters[i]
+    out = [c for c in a_letters if c not in b_letters]
+    out += [c for c in b_letters if c not in a_letters]
+    return Contraction(a, a_letters, b, "".join(b_letters), "".join(out))
 
 
 def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
@@ -180,11 +192,11 @@ def read_einsum(equation: Any, *operands: Any) -> Contraction | None:
     first, comma, second = letters.partition(",")
     if not arrow or not comma or "," in second or "." in equation:
         return None
-    axes = set(first)
-    other_axes = set(second)
-    diagonal = len(axes) < len(first) or len(other_axes) < len(second)
-    lone_sum = (axes ^ other_axes) - set(out)
-    if diagonal or lone_sum:
+    first_axes = set(first)
+    second_axes = set(second)
+    has_diagonal = len(first_axes) < len(first) or len(second_axes) < len(second)
+    summed_alone = (first_axes ^ second_axes) - set(out)  # axes of one operand only
+    if has_diagonal or summed_alone:
         return None
     return Contraction(operands[0], first, operands[1], second, out)
 

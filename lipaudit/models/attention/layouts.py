@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipaudit.errors import of_machine
-from lipaudit.models.attention.calls import TOKENS, AttentionCall, Factor, Layout, Leaf, Role
+from lipaudit.models.attention.calls import TOKENS, AttentionCall, AxisLayout, Factor, Leaf, Role
 from lipaudit.models.graph import Probed
 
 SAMPLES = (Factor("sample"),)
@@ -37,20 +38,20 @@ _BY_AXES = {
 """The usual leading axes, most likely first, for calls that show nothing."""
 
 
-def guess_layouts(q: Tensor, samples: int) -> tuple[Layout, ...]:
+def guess_layouts(q: Tensor, samples: int) -> tuple[AxisLayout, ...]:
     """Return the layouts that q has in most models, most likely first."""
     windows = [WINDOWS] * (q.ndim - 4)
     guesses = _BY_AXES.get(q.ndim, ((SAMPLES, *windows, HEADS),))
-    # Heads and samples in one axis: its size is a multiple of the samples.
+    # An axis of samples and heads would be a multiple of the samples.
     if q.ndim == 3 and q.shape[0] % samples:
         guesses = ((SAMPLES,),)
-    return tuple(Layout(axes) for axes in guesses)
+    return tuple(AxisLayout(axes) for axes in guesses)
 
 
-def find_layouts(call: AttentionCall, samples: int) -> tuple[Layout, ...]:
+def find_layouts(call: AttentionCall, samples: int) -> tuple[AxisLayout, ...]:
     """Return the layouts that a call can have; several if samples and windows look alike.
 
-    None if its maps do not show them.
+    Empty if its linear maps do not show them.
 
     Args:
         call: the call, with the axes of the model.
@@ -71,17 +72,19 @@ def find_layouts(call: AttentionCall, samples: int) -> tuple[Layout, ...]:
         if of_machine(error):
             raise
         return ()
-    return tuple(Layout(axes, queries) for axes in _choose_samples(leading, samples))
+    return tuple(AxisLayout(axes, queries) for axes in _choose_samples(leading, samples))
 
 
 @dataclass
 class _Moved:
-    """The vectors of q, k or v, (..., tokens), that move with its inputs.
+    """Which vectors of q, k or v, (..., tokens), move with the outputs of linear maps behind it.
+
+    Boolean patterns. Linear maps with the same weight count as one, except in `rows`.
 
     Attributes:
-        maps: each set of linear maps with one weight: the entries that any of its channels moves.
-        columns: those that one channel moves.
-        rows: for each linear map, those that one of its tokens moves.
+        maps: for each map, the vectors that any of its channels moves.
+        columns: for each map, those that one channel moves.
+        rows: for each map, those that one of its tokens moves.
     """
 
     maps: list[Tensor] = field(default_factory=list)
@@ -92,40 +95,47 @@ class _Moved:
 def _move_inputs(t: Tensor, leaves: Sequence[Leaf]) -> _Moved:
     """Move one channel, and one token, of every linear map behind q, k or v."""
     moved = _Moved()
-    weights: list[tuple[Tensor | None, int]] = []  # with the channel that is moved
+    weights: list[Tensor | None] = []  # of each map in `moved.maps`
+    moved_columns: list[int] = []  # which channel of it is moved
     for leaf, origin in leaves:
         linear = origin.linear
         if linear is None and leaf.ndim < 3:  # no tokens
             continue
         as_rows = _join_tokens if linear is None else linear.outputs
         source = Probed(t, (leaf,), as_rows)
-        read = source.read != 0
-        tokens = read.any(1).nonzero()
+        is_read = source.read != 0  # of the map's output, (rows, columns)
+        tokens = is_read.any(1).nonzero()
         if not len(tokens):
             continue
         middle = int(tokens[len(tokens) // 2])
         moved.rows.append(_find_moved(source, row=middle))
         whole = _find_moved(source)
         weight = None if linear is None else linear.weight
-        number = None
-        for i, (known, _) in enumerate(weights):
-            # The same weights for other tokens: windows that the model has projected one by one.
-            if known is not None and weight is not None and torch.equal(known, weight):
-                number = i
-                break
-        if number is None:
-            column = int(read.any(0).nonzero()[0])
-            weights.append((weight, column))
+        index = _find_weight(weights, weight)
+        if index is None:
+            column = int(is_read.any(0).nonzero()[0])
+            weights.append(weight)
+            moved_columns.append(column)
             moved.maps.append(whole)
             moved.columns.append(_find_moved(source, column=column))
         else:
-            column = weights[number][1]
-            moved.maps[number] = moved.maps[number] | whole
-            moved.columns[number] = moved.columns[number] | _find_moved(source, column=column)
+            # The same weights for other tokens: windows that the model has projected one by one.
+            column = moved_columns[index]
+            moved.maps[index] = moved.maps[index] | whole
+            moved.columns[index] = moved.columns[index] | _find_moved(source, column=column)
     return moved
 
 
+def _find_weight(weights: Sequence[Tensor | None], weight: Tensor | None) -> int | None:
+    """Return the index of an equal weight, or None."""
+    for i, other in enumerate(weights):
+        if other is not None and weight is not None and torch.equal(other, weight):
+            return i
+    return None
+
+
 def _join_tokens(y: Tensor) -> Tensor:
+    """Return y, (..., channels), with one token per row."""
     return y.flatten(0, -2)
 
 
@@ -134,7 +144,7 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
     rows = slice(None) if row is None else row
     columns = slice(None) if column is None else column
     move = torch.zeros_like(source.read)
-    # A half to one and a half: a sum of such numbers is never 0.
+    # From a half to one and a half: sums of such numbers are never 0.
     generator = torch.Generator(move.device).manual_seed(0)
     noise = torch.rand(move.shape, generator=generator, dtype=move.dtype, device=move.device)
     move[rows, columns] = noise[rows, columns] + 0.5
@@ -142,123 +152,152 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
 
 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
-    """Return the factors of a leading axis; samples count as windows so far."""
-    columns = [pattern for each in moved.values() for pattern in each.columns]
+    """Return the factors of a leading axis; samples count as windows so far.
+
+    Args:
+        moved: which vectors of q, k and v move with their inputs.
+        axis: number of the axis.
+        size: its size.
+    """
+    columns = [pattern for part in moved.values() for pattern in part.columns]
     keys = moved["k"].rows
     values = moved["v"].rows
-    shown = {"columns": columns, "queries": moved["q"].rows, "keys": [*keys, *values]}
-    known = bool(keys and values)
+    patterns = {"columns": columns, "queries": moved["q"].rows, "keys": [*keys, *values]}
+    has_keys = bool(keys and values)
     # Queries of several maps (experts) may be of one token.
-    one_map = len(moved["q"].maps) == 1
+    has_one_map = len(moved["q"].maps) == 1
     factors: list[Factor] = []
-    for count, kinds in _split_axis(size, axis, shown):
+    for count, single in _split_axis(size, axis, patterns):
+        # `single`: what moves one place of this factor.
         role: Role = "window"
-        if "columns" in kinds:
+        if "columns" in single:
             role = "head"
-        elif known and "keys" not in kinds and size > 1:
+        elif has_keys and "keys" not in single and size > 1:
             # The same keys for all: other queries, or heads that read the same channels.
             role = "head"
-            if "queries" in kinds and one_map:
+            if "queries" in single and has_one_map:
                 role = "token"
         factors.append(Factor(role, count))
     return tuple(factors)
 
 
 def _find_query_factors(moved: Mapping[str, _Moved], size: int) -> tuple[Factor, ...]:
-    """Return the factors of the axis of queries: heads may be in it that share their keys."""
-    # Where channels move some of the keys, attention is over channels, or over heads.
+    """Return the factors of the axis of queries: it may hold heads that share their keys."""
+    # Where one channel moves only some of the keys or values, this axis holds no tokens, but
+    # channels or heads: it is not divided.
     for name in "kv":
         for one, whole in zip(moved[name].columns, moved[name].maps, strict=True):
             if not torch.equal(one, whole):
                 return TOKENS
-    pairs = zip(moved["q"].columns, moved["q"].maps, strict=True)
+    # Maps of which one channel moves only some of the places: those of one head.
     heads = []
-    for one, whole in pairs:
-        if not torch.equal(_profile(one, -1), _profile(whole, -1)):
+    for one, whole in zip(moved["q"].columns, moved["q"].maps, strict=True):
+        if not torch.equal(_project_to_axis(one, -1), _project_to_axis(whole, -1)):
             heads.append(one)
     if not heads:
         return TOKENS
-    parts = _split_axis(size, -1, {"columns": heads})
     factors = []
-    for count, kinds in parts:
-        factors.append(Factor("head" if kinds else "token", count))
+    for count, single in _split_axis(size, -1, {"columns": heads}):
+        factors.append(Factor("head" if single else "token", count))
     return _free_sizes(factors, "token")
 
 
-def _profile(pattern: Tensor, axis: int) -> Tensor:
-    """Return which places of an axis a pattern has entries in."""
+def _project_to_axis(pattern: Tensor, axis: int) -> Tensor:
+    """Return at which places of an axis a pattern has any entry, (size,)."""
     return pattern.movedim(axis, 0).flatten(1).any(1)
 
 
+class _Span(NamedTuple):
+    """A factor of an axis: from its stride to its stride times its size."""
+
+    start: int
+    end: int
+
+
 def _split_axis(
-    size: int, axis: int, shown: Mapping[str, Sequence[Tensor]]
+    size: int, axis: int, patterns_by_kind: Mapping[str, Sequence[Tensor]]
 ) -> list[tuple[int, set[str]]]:
     """Factor an axis, so that each pattern has one place, or all, of every factor.
 
     Args:
         size: its size.
         axis: its number in the patterns.
-        shown: patterns of entries that move together, by what moves them.
+        patterns_by_kind: patterns of entries that move together, by what moves them.
 
     Returns:
-        The size of each factor, outermost first, and which patterns have one place of it.
+        The size of each factor, outermost first, and the kinds of patterns with one place of it.
     """
-    spans: list[tuple[str, int, int]] = []
+    spans: dict[str, set[_Span]] = {}
     edges = {1, size}
-    for kind, patterns in shown.items():
+    for kind, patterns in patterns_by_kind.items():
+        spans[kind] = set()
         for pattern in patterns:
-            for start, end in _find_spans(_profile(pattern, axis)):
-                spans.append((kind, start, end))
-                edges |= {start, end}
-    steps = [*pairwise(sorted(edges))]
-    if any(high % low for low, high in steps):  # they overlap
-        return [(size, {kind for kind, _, _ in spans})]
-    parts: list[tuple[int, set[str]]] = []
-    for low, high in reversed(steps):
-        kinds = {kind for kind, start, end in spans if start <= low and high <= end}
-        parts.append((high // low, kinds))
-    return parts or [(size, set())]
+            spans[kind].update(_find_spans(_project_to_axis(pattern, axis)))
+        for span in spans[kind]:
+            edges.update(span)
+    # Neighbouring edges bound a factor: 1, 3, 12 in an axis of (4 heads, 3 windows).
+    steps = [_Span(*edge_pair) for edge_pair in pairwise(sorted(edges))]
+    if any(step.end % step.start for step in steps):  # spans overlap: one factor of all kinds
+        return [(size, {kind for kind in spans if spans[kind]})]
+    factors: list[tuple[int, set[str]]] = []
+    for step in reversed(steps):
+        single = set()
+        for kind in spans:
+            if any(span.start <= step.start and step.end <= span.end for span in spans[kind]):
+                single.add(kind)
+        factors.append((step.end // step.start, single))
+    return factors or [(size, set())]
 
 
-def _find_spans(profile: Tensor) -> list[tuple[int, int]]:
-    """Return (stride, stride * size) of the factors of an axis in which entries have one place.
+def _find_spans(is_moved: Tensor) -> list[_Span]:
+    """Return the factors of an axis at which the moved entries have one place, innermost first.
 
     In an axis of (samples, 4 heads, 3 windows), the entries of a head have one place of 4 at a
     stride of 3: [(3, 12)]. Entries that have no such places, as tokens of windows that overlap,
     are in the axis as a whole.
+
+    Args:
+        is_moved: which places of the axis move.
     """
-    spans: list[tuple[int, int]] = []
+    spans: list[_Span] = []
     stride = 1
-    rest = profile
-    while not rest.all():
-        run = 1  # the longest block that all entries lie in from its start to its end
-        for n in _list_divisors(len(rest)):
-            blocks = rest.view(-1, n)
+    remaining = is_moved
+    while not remaining.all():
+        # The largest block size such that blocks move as a whole or not at all: inner factors of
+        # which all places move.
+        block = 1
+        for n in _list_divisors(len(remaining)):
+            blocks = remaining.view(-1, n)
             if (blocks == blocks[:, :1]).all():
-                run = n
-        rest = rest[::run]
-        count = 1  # the most places of which the entries have one
-        for n in _list_divisors(len(rest)):
-            places = rest.view(-1, n).any(0)
-            if int(places.sum()) == 1:
+                block = n
+        remaining = remaining[::block]
+        # The largest factor of which one place moves.
+        count = 1
+        for n in _list_divisors(len(remaining)):
+            moved_places = remaining.view(-1, n).any(0)
+            if int(moved_places.sum()) == 1:
                 count = n
         if count == 1:
-            return [(1, len(profile))]
-        stride *= run
-        spans.append((stride, stride * count))
+            return [_Span(1, len(is_moved))]
+        stride *= block
+        spans.append(_Span(stride, stride * count))
         stride *= count
-        rest = rest.view(-1, count).any(1)
+        remaining = remaining.view(-1, count).any(1)
     return spans
 
 
 def _list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _choose_samples(
     leading: Sequence[tuple[Factor, ...]], samples: int
 ) -> Iterator[tuple[tuple[Factor, ...], ...]]:
-    """Yield the leading axes with a part of the windows named samples, outermost first."""
+    """Yield the leading axes with one factor of windows divided into samples and windows.
+
+    Every factor that can hold the samples is tried, outermost first, in both orders.
+    """
     for number, axis in enumerate(leading):
         for place, factor in enumerate(axis):
             if factor.role != "window" or factor.size % samples:
@@ -268,16 +307,16 @@ def _choose_samples(
             if windows.size == 1:
                 orders = [[Factor("sample")]]
             for order in orders:
-                axes = [list(each) for each in leading]
+                axes = [list(factors) for factors in leading]
                 axes[number][place : place + 1] = order
-                yield tuple(_free_sizes(each, "window") for each in axes)
+                yield tuple(_free_sizes(factors, "window") for factors in axes)
 
 
 def _free_sizes(factors: Sequence[Factor], role: Role) -> tuple[Factor, ...]:
-    """Return factors of which the first one that holds windows, or tokens, follows the data."""
-    freed = list(factors)
+    """Let the size of the first factor with this role, or with tokens, follow the data."""
+    result = list(factors)
     for i, factor in enumerate(factors):
         if factor.role in (role, "token"):
-            freed[i] = Factor(factor.role)
+            result[i] = Factor(factor.role)
             break
-    return tuple(freed)
+    return tuple(result)

@@ -53,21 +53,22 @@ def read_product(
         NotClosedForm: a logit depends on another pair's product, or P is changed before its
             product with v.
     """
-    logits, relative = _read_logits(call)
+    fields, logits = _read_logits(call)
     q = call.q.detach()
     k = call.k.detach()
     v = call.v.detach()
     windows = q.shape[0]
     tokens = q.shape[2]
+    # Which queries are real tokens, (windows, tokens).
     mask = batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
         # Windows and tokens of the queries may be arranged in any way: by their index, if known.
-        known = None
+        index = None
         if queries is not None:
-            known = queries.index.resize(mask.shape[1], tokens)
-        if known is not None:
-            valid = known.pick(mask)
+            index = queries.index.resize(mask.shape[1], tokens)
+        if index is not None:
+            valid = index.pick(mask)
         elif (windows, tokens) == mask.shape:
             valid = mask
     heads = Heads(
@@ -81,9 +82,9 @@ def read_product(
         to_k=None,
         to_v=None,
         sample=torch.arange(windows, device=q.device) * len(batch) // windows,
-        **logits,
+        **fields,
     )
-    return heads, relative
+    return heads, logits
 
 
 def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
@@ -94,16 +95,22 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     Masked entries of it are -inf; so is every entry of a query whose keys are all masked.
     """
     form = call.form
-    if isinstance(form, Fused):
-        scale = call.q.new_full((1, 1), form.scale)
-        if form.mask is None or not form.mask.requires_grad:
-            return {"scale": scale, "bias": form.mask}, None
-        whole = form.scale * (call.q @ call.k.mT) + form.mask
-        return {"scale": scale, "bias": whole.detach(), "pairs": Pairs(None)}, whole
-    product = (call.q @ call.k.mT).detach()
+    if isinstance(form, Explicit):
+        return _read_explicit_logits(form, (call.q @ call.k.mT).detach())
+    scale = call.q.new_full((1, 1), form.scale)
+    if form.mask is None or not form.mask.requires_grad:
+        return {"scale": scale, "bias": form.mask}, None
+    # The mask depends on the input, as relative positions times the queries do.
+    logits = form.scale * (call.q @ call.k.mT) + form.mask
+    return {"scale": scale, "bias": logits.detach(), "pairs": Pairs(None)}, logits
+
+
+def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the same as `_read_logits` for a written-out softmax, given q k^T."""
     keys = _find_keys(form, product)
+    # The ops between q k^T and the logits.
     ends = {edge.node for edge in form.products}
-    path = [node for node in nodes(form.logits, ends) if node not in ends]  # without the product
+    path = [node for node in nodes(form.logits, ends) if node not in ends]
     largest = [node for node in path if op(node) in _LARGEST]
     slope = _read_slopes(form, product, keys, largest)
     if not _is_unchanged(form, keys):
@@ -117,33 +124,31 @@ def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
     logits = form.logits.detach()[..., keys]
     p = form.p.detach()[..., keys]
     # Pairs without weight do not move the output, whatever their slope is.
-    seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
-    sizes = torch.where(seen, slope, 0.0).abs()
-    scale = sizes.amax((-2, -1), keepdim=True)
-    even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
-    masked = (slope == 0) & ~seen
+    is_live = (p > 0) & (slope != 0).any(-1, keepdim=True)
+    sizes = torch.where(is_live, slope, 0.0).abs()
+    scale = sizes.amax((-2, -1), keepdim=True)  # s of each head
+    is_scaled = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
+    masked = (slope == 0) & ~is_live
     # Through affine ops only, slopes are constant: at other samples, too.
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
     if sink is not None:
         allowed = allowed | {"ConstantPadNd"}
-    plain = even and not form.others
-    if plain and all(op(node) in allowed and not _is_cut_off(node) for node in path):
+    is_plain = is_scaled and not form.others
+    if is_plain and all(op(node) in allowed and not _is_cut_off(node) for node in path):
+        # S = s q k^T + B
         ops = {op(node) for node in path}
         shifted = sink is None and not _LARGEST.isdisjoint(ops)
         bias = None
         if masked.any() or not _ADDED.isdisjoint(ops):
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return {"scale": scale[..., 0, 0], "bias": bias, "sink": sink}, None
-    # The slope of each pair relative to the scale of its head: 1 everywhere for plain logits.
-    share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
-    level = _is_close(
-        torch.where(seen, share, 1.0),
-        torch.ones_like(share),
-        _ROUNDING * torch.finfo(slope.dtype).eps,
-    )
+    # f: the slope of each pair relative to the scale of its head, 1 everywhere for plain logits.
+    f = torch.where(is_live, slope / scale, 0.0).nan_to_num(0.0)
+    rounding = _ROUNDING * torch.finfo(slope.dtype).eps
+    is_one = _is_close(torch.where(is_live, f, 1.0), torch.ones_like(f), rounding)
     bias = logits.masked_fill(masked, -torch.inf)
-    # Constant slopes are kept if an op may bend the logits elsewhere: they are not s q k^T + B.
-    pairs = Pairs(None if level and form.others else share)
+    # f = 1 is stored where an op may bend the logits at other samples: they are not s q k^T + B.
+    pairs = Pairs(None if is_one and form.others else f)
     fields = {"scale": scale[..., 0, 0], "bias": bias, "sink": sink, "pairs": pairs}
     return fields, form.logits if form.others else None
 
@@ -179,17 +184,17 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     device = product.device
 
     def pull_logits(u: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return J^T u without the part through the largest logit of each row, and that part."""
-        reached: list[Tensor] = []
+        """Return J^T u without the part through the largest logits, and the gradients of these."""
+        gradients: list[Tensor] = []
 
         def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            reached.extend(g for g in grads if g is not None)
+            gradients.extend(g for g in grads if g is not None)
             return tuple(None if g is None else 0 * g for g in grads)
 
         with ExitStack() as hooks:
             for node in largest:
                 hooks.callback(node.register_prehook(block).remove)
-            return form.pull(u), reached
+            return form.pull(u), gradients
 
     if largest:
         # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
@@ -200,8 +205,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         u = u.to(form.logits.dtype)
         # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
-        _, reached = pull_logits(u)
-        if any(bool((each != 0).any()) for each in reached):
+        _, gradients = pull_logits(u)
+        if any(bool((gradient != 0).any()) for gradient in gradients):
             raise NotClosedForm("its logits depend on the largest one of their row")
 
     def pull(cotangent: Tensor) -> Tensor:
@@ -216,45 +221,53 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)
 
+    # If S_ij depends on the product of its own pair only, J^T u = slopes * u for every u.
     generator = torch.Generator(device).manual_seed(0)
-    some = (torch.rand(product.shape, generator=generator, device=device) < 0.5).to(product)
-    slopes = pull(torch.ones_like(some))
-    # Exact zeros: a small share of a large head's logits would still be large in another head.
-    if not _is_close(pull(some), slopes * some, 1e-3):
+    u = (torch.rand(product.shape, generator=generator, device=device) < 0.5).to(product)
+    slopes = pull(torch.ones_like(u))
+    # Where u is 0 exactly 0: a small share of a large head's logits is large in another head.
+    if not _is_close(pull(u), slopes * u, 1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
 
 
 def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:
-    """Return B; zero in heads with only rounding errors in every row, None if in all heads.
+    """Return B = S - s q k^T; 0 in heads where it is rounding error only, None if in all heads.
 
     Rows are judged separately, because heads differ in the size of their rounding errors. Rounding
     that would change P is kept, so that P equals the model's.
+
+    Args:
+        logits: S, (windows, heads, queries, keys).
+        linear: s q k^T.
+        masked: pairs with B = -inf.
+        shifted: whether the model subtracts the largest logit of each row.
     """
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    if shifted:  # the largest logit of each row was subtracted
+    if shifted:  # a constant of a row drops out of P: let the largest bias be 0
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     largest = linear.abs().amax(-1, keepdim=True)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest
     rounding = rounding.clamp_max(_NEGLIGIBLE)
     rows = (bias.abs() > rounding).any(-1, keepdim=True)
-    absent = ~rows.any(-2, keepdim=True)
-    if absent.all():
+    has_no_bias = ~rows.any(-2, keepdim=True)  # of each head
+    if has_no_bias.all():
         return None
-    return bias.masked_fill(absent, 0.0)
+    return bias.masked_fill(has_no_bias, 0.0)
 
 
 def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Compare entry by entry; `torch.allclose` takes several times as long."""
+    """Say whether |a - b| <= relative |b| everywhere; `torch.allclose` is several times slower."""
     return bool(((a - b).abs_() <= relative * b.abs()).all())
 
 
 def _is_cut_off(node: Node) -> bool:
     """Say whether an op cuts logits off at a level that they may reach, at X or elsewhere."""
+    # Where autograd stores the levels of these ops.
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
     for name in names.get(op(node), ()):
         level = getattr(node, name, None)
-        if level is None or getattr(level, "requires_grad", False):
+        if level is None or getattr(level, "requires_grad", False):  # logits, not a level
             continue
         least = torch.as_tensor(level).abs().min()
         if float(least) < _OUT_OF_REACH:
@@ -287,21 +300,21 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
-    known = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
+    own_leaves = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
     inputs, _ = leaves(logits)
-    if any(id(leaf) not in known for leaf in inputs):
+    if any(id(leaf) not in own_leaves for leaf in inputs):
         raise NotClosedForm(BESIDE)
     slope = heads.pairs.slope
-    live = heads.attention() > 0
+    is_live = heads.attention() > 0
     s = heads.scale[..., None, None]
     samples = int(heads.sample[-1]) + 1
     r = None
     t = None
     if "q" in sides:
-        r = _read_term(logits, sides["q"], samples, s * heads.k, slope, live)
+        r = _read_term(logits, sides["q"], samples, s * heads.k, slope, is_live)
     if "k" in sides:  # the same with queries and keys swapped
-        turned = None if slope is None else slope.mT
-        t = _read_term(logits.mT, sides["k"], samples, s * heads.q, turned, live.mT)
+        swapped_slope = None if slope is None else slope.mT
+        t = _read_term(logits.mT, sides["k"], samples, s * heads.q, swapped_slope, is_live.mT)
         if t is not None:
             t = t.transpose(2, 3)
     return Pairs(slope, r, t)
@@ -313,9 +326,9 @@ def _read_term(
     samples: int,
     plain: Tensor,
     slope: Tensor | None,
-    live: Tensor,
+    is_live: Tensor,
 ) -> Tensor | None:
-    """Return r, (1, heads, tokens, others, d), or None for 0.
+    """Return r_ij = dS_ij / dq_i - f_ij s k_j, (1, heads, tokens, others, d), or None for 0.
 
     Args:
         logits: S as a function of q, (windows, heads, tokens, others).
@@ -323,7 +336,10 @@ def _read_term(
         samples: number of samples in the batch.
         plain: s k_j for all others, (windows, heads, others, d).
         slope: f, or None for 1.
-        live: P_ij > 0; the other pairs do not matter.
+        is_live: P_ij > 0; the other pairs do not matter.
+
+    Raises:
+        NotClosedForm: r is too large, or differs between windows.
     """
     mix = part.form.mix
     repeat = part.form.repeat
@@ -336,22 +352,22 @@ def _read_term(
     size = logits[0].numel() * columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm(f"its position terms have {size:.1e} numbers")
-    every = columns.flatten()
+    all_columns = columns.flatten()
     outputs = tuple(leaf.tensor for leaf in part.leaves)
 
     def read_columns(*y: Tensor) -> Tensor:
-        return part.linear.outputs(*y)[:, every]
+        return part.linear.outputs(*y)[:, all_columns]
 
     source = Probed(logits, outputs, read_columns)
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
-    # For each channel of q, the change of all columns, the same at every token, that changes this
-    # channel alone: (d, heads * d).
-    # A mix of channels behind the map is undone, so that gradients are those of q itself.
+    # Changes of the columns of the map, the same at every token, of which each changes one channel
+    # of q in all heads: (d, heads * d). q = M y for a mix M of channels, so y changes by M^-1.
     unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
     if mix is None:
         inverse = unit.expand(len(columns), -1, -1)
     else:
         inverse = torch.linalg.inv(mix)
+    moves = inverse.permute(2, 0, 1).flatten(1)
     # The gradients dS_ij / dq_ic of all pairs, channel by channel. J^T u is linear in u, so its
     # vector-Jacobian product with a change of all tokens is J times that change. As S_ij depends
     # on q_i alone, entry ij is the effect of changing q_i: d products suffice for all pairs,
@@ -359,29 +375,28 @@ def _read_term(
     u = torch.zeros_like(logits, requires_grad=True)
     pulled = pull_back(logits, source.leaves, u, create_graph=True)
     rows = source.as_rows(*pulled)
-    parts = list[Tensor]()
-    apart = largest_gradient = largest = plain.new_zeros(live.shape[1])
-    moves = inverse.permute(2, 0, 1).flatten(1)
+    channels = list[Tensor]()  # r of each channel, (heads, tokens, others)
+    # The largest entries in each head: of how far windows differ, of the gradients, of r.
+    largest_spread = largest_gradient = largest = plain.new_zeros(is_live.shape[1])
     for c, move in enumerate(moves):
         (gradient,) = pull_back(rows, u, move.expand_as(rows), retain_graph=True)
-        # r_ij = dS_ij / dq_i - f_ij s k_j
-        known = plain[..., None, :, c]
+        product_gradient = plain[..., None, :, c]  # f_ij s k_j
         if slope is not None:
-            known = slope * known
-        rest = (gradient - known).where(live, 0.0)
-        mean = rest.sum(0) / live.sum(0).clamp_min(1)
-        spread = (rest - mean).where(live, 0.0)
-        apart = torch.maximum(apart, graph.find_largest(spread))
+            product_gradient = slope * product_gradient
+        r = (gradient - product_gradient).where(is_live, 0.0)
+        mean = r.sum(0) / is_live.sum(0).clamp_min(1)  # over the windows
+        spread = (r - mean).where(is_live, 0.0)
+        largest_spread = torch.maximum(largest_spread, graph.find_largest(spread))
         largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
         largest = torch.maximum(largest, graph.find_largest(mean[None]))
-        parts.append(mean)
-    if not bool((apart <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
+        channels.append(mean)
+    if not bool((largest_spread <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
         raise NotClosedForm(BESIDE)
     eps = torch.finfo(largest_gradient.dtype).eps
     rounding = _GRADIENT_ROUNDING * eps * largest_gradient
     if not bool((largest > rounding).any()):
         return None
-    return torch.stack(parts, -1)[None]
+    return torch.stack(channels, -1)[None]
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
@@ -393,16 +408,20 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         width: number of columns of each head.
     """
     windows, heads, tokens, _ = source.t.shape
-    number = torch.arange(windows * tokens, device=rows.device)
-    by_row = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
+    # Each row of the map affects the logits of its own token alone, or none (-1).
+    token = torch.arange(windows * tokens, device=rows.device)
+    token_of_row = graph.label_fed(source, token.view(windows, 1, tokens, 1), rows=True)
+    if token_of_row is None:
+        raise NotClosedForm(BESIDE)
+    expected = torch.full_like(token_of_row, -1)
+    expected[rows.flatten().to(expected.device)] = token
+    if not bool(((token_of_row == expected) | (token_of_row == -1)).all()):
+        raise NotClosedForm(BESIDE)
+    # Each column affects the logits of its own head alone, or none.
     head = torch.arange(heads, device=rows.device)
-    by_column = graph.label_fed(source, head.view(1, heads, 1, 1), rows=False)
-    own = head.repeat_interleave(width)
-    places = (rows.flatten(), torch.arange(len(own), device=rows.device))
-    for labels, place, want in zip((by_row, by_column), places, (number, own), strict=True):
-        if labels is None:
-            raise NotClosedForm(BESIDE)
-        expected = torch.full_like(labels, -1)
-        expected[place.to(labels.device)] = want
-        if not bool(((labels == expected) | (labels == -1)).all()):
-            raise NotClosedForm(BESIDE)
+    head_of_column = graph.label_fed(source, head.view(1, heads, 1, 1), rows=False)
+    if head_of_column is None:
+        raise NotClosedForm(BESIDE)
+    expected = head.repeat_interleave(width)
+    if not bool(((head_of_column == expected) | (head_of_column == -1)).all()):
+        raise NotClosedForm(BESIDE)

@@ -68,7 +68,7 @@ class TokenIndex:
     def rows(self, samples: int) -> Tensor:
         """Return the row of X for each (window, token) of a batch."""
         sample = torch.arange(samples, device=self.tokens.device)
-        sample = sample.view(-1, 1, 1)
+        sample = sample.view(-1, 1, 1)  # against (windows per sample, tokens per window)
         if self.samples_first:
             rows = sample * self.length + self.tokens
         else:
@@ -92,9 +92,15 @@ class TokenIndex:
         return values[:, self.tokens].flatten(0, 1)
 
     def resize(self, length: int, tokens: int) -> TokenIndex | None:
-        """Return the same index for longer or shorter samples, if that is unambiguous."""
+        """Return the same index for longer or shorter samples, or None if that is ambiguous.
+
+        Args:
+            length: their tokens at the linear map.
+            tokens: their tokens in the attention.
+        """
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
+        # Only an index of all tokens, in order, is the same at another length.
         device = self.tokens.device
         in_order = torch.arange(self.length, device=device)[None]
         if length != tokens or not torch.equal(self.tokens, in_order):
@@ -160,13 +166,13 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
-    made_by = tuple(origin.address for origin in origins)
-    if columns is None:
-        every = (source.read != 0).any(0).nonzero().T
-        form = ProjectionForm("cross-head", made_by, index, every, repeat)
+    addresses = tuple(origin.address for origin in origins)
+    if columns is None:  # every head reads all columns that are read: (1, e)
+        all_columns = (source.read != 0).any(0).nonzero().T
+        form = ProjectionForm("cross-head", addresses, index, all_columns, repeat)
         _refuse_large(source.join_heads(), form)
         return form
-    form = ProjectionForm("affine", made_by, index, columns, repeat)
+    form = ProjectionForm("affine", addresses, index, columns, repeat)
     if not is_affine(source.t):
         _refuse_large(source, form)
         return replace(form, kind="local")
@@ -179,7 +185,8 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         if offset.any():
             form = replace(form, offset=offset)
         return form
-    # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
+    # t_i = G_i y_i with G_i orthogonal (rotation) or not (linear-pos); else, with a constant by
+    # position, local.
     local = graph.find_position_map(source, rows, columns)
     shared = local is not None
     if local is None:
@@ -198,10 +205,10 @@ def find_token_rows(source: Probed) -> Tensor:
     number = torch.arange(windows * tokens, device=source.t.device)
     ordered = number.view(windows, tokens)
     touched = graph.find_touched(source.read, 1)
-    every = len(touched) == len(number) and bool(touched.all())
-    if every and graph.reads_only(source, ordered):
+    reads_all = len(touched) == len(number) and bool(touched.all())
+    if reads_all and graph.reads_only(source, ordered):
         return ordered
-    # Row r of y affects token[r], -1 for none.
+    # Row r of y affects the token with the number token[r], or none: -1.
     token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("depends on several tokens", "mixing")
@@ -210,9 +217,9 @@ def find_token_rows(source: Probed) -> Tensor:
         raise NotClosedForm("depends on several tokens", "mixing")
     if has_effect.sum() < number.numel():
         raise NotClosedForm("has tokens that do not come from the input", "partial")
-    # Sorted by token, after rows without an effect.
-    without = int((~has_effect).sum())
-    return token.argsort()[without:].view(windows, tokens)
+    # Rows in the order of their tokens; those without an effect come first.
+    without_effect = int((~has_effect).sum())
+    return token.argsort()[without_effect:].view(windows, tokens)
 
 
 def _is_identity(mix: Tensor) -> bool:
@@ -247,11 +254,11 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
-    """Return the columns of y that each distinct head reads, (heads, e), and the repetitions.
+    """Find which columns of y each distinct head reads, and how often heads are repeated.
 
     Returns:
-        The source without repeated heads; the columns, None if heads share them; the number of
-        repetitions of each head.
+        The source without repeated heads; the columns, (heads, e), or None if heads share them;
+        the number of repetitions of each head.
     """
     t = source.t
     heads = source.t.shape[1]
@@ -268,14 +275,15 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
             continue
         count = heads // repeat
         number = torch.arange(count, device=t.device)
-        # Column c of y affects head[c], -1 for none.
+        # Column c of y affects the head with the number head[c], or none: -1.
         head = graph.label_fed(part, number.view(1, -1, 1, 1), rows=False)
         if head is not None:
             sizes = torch.bincount(head[head >= 0], minlength=count)
             if (sizes != sizes[0]).any():
                 raise NotClosedForm("uses more channels in some heads than in others", "ragged")
-            without = int((head < 0).sum())
-            order = head.argsort(stable=True)[without:]
+            # Columns in the order of their heads; those without an effect come first.
+            without_effect = int((head < 0).sum())
+            order = head.argsort(stable=True)[without_effect:]
             return part, order.view(count, -1), repeat
         if repeat > 1:
             return part, None, repeat
@@ -283,6 +291,7 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
+    """Raise NotClosedForm if the Jacobians of all tokens take too much memory."""
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
         raise NotClosedForm(f"has a local Jacobian of {size:.1e} numbers", "large")
@@ -321,17 +330,17 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: the tensor differs from the decoded form.
     """
-    # The leaves behind q, k or v, once they are the outputs of the decoded maps.
-    known = {leaf.origin.address: leaf for leaf in leaves}
-    made_by = tuple(known[address] for address in form.source if address in known)
-    linears = [leaf.origin.linear for leaf in made_by if leaf.origin.linear is not None]
-    same = len(linears) == len(leaves) == len(form.source)
-    same = same and all(each.reads_same(linears[0]) for each in linears[1:])
-    if not same:
+    # The outputs of the decoded maps, which must be the leaves behind q, k or v.
+    by_address = {leaf.origin.address: leaf for leaf in leaves}
+    sources = tuple(by_address[address] for address in form.source if address in by_address)
+    linears = [leaf.origin.linear for leaf in sources if leaf.origin.linear is not None]
+    is_same = len(linears) == len(leaves) == len(form.source)
+    is_same = is_same and all(other.reads_same(linears[0]) for other in linears[1:])
+    if not is_same:
         raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
-    outputs = tuple(leaf.tensor for leaf in made_by)
+    outputs = tuple(leaf.tensor for leaf in sources)
     source = Probed(t[:, :: form.repeat], outputs, linear.outputs)
     total = linear.inputs.shape[0]
     # A text of another length has the same index only if every token is read once, in order.
@@ -342,6 +351,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
+    # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
     weight = graph.take(linear.weight, form.columns, 1).transpose(0, 1)
     bias = None
     if linear.bias is not None:
@@ -354,7 +364,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         heads = source.t.shape[1]
         local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
         local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
-        local = local.transpose(1, 2)
+        local = local.transpose(1, 2)  # (windows, heads, tokens, d, e)
         weight = weight.expand(heads, -1, -1)
         if bias is not None:
             bias = bias.expand(heads, -1)
@@ -364,18 +374,18 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         projection = Projection(weight, bias, local, form.kind)
     projection = _repeat_heads(projection, form.repeat)
     x = graph.take(linear.inputs, rows, 0)
-    return Projected(form, projection, x, index, linear, made_by)
+    return Projected(form, projection, x, index, linear, sources)
 
 
 def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:
-    """Raise NotClosedForm unless t = M y + c on every token."""
-    value = source.values(rows, form.columns)
+    """Raise NotClosedForm unless t = M y + c on every token, up to rounding."""
+    expected = source.values(rows, form.columns)  # y of each head and token
     if form.mix is not None:
-        value = value @ form.mix.mT
+        expected = expected @ form.mix.mT
     if form.offset is not None:
-        value = value + form.offset[:, None]
-    given = source.t.detach()
-    if not graph.is_rounding(value - given, graph.LINEAR_TOLERANCE, given):
+        expected = expected + form.offset[:, None]
+    t = source.t.detach()
+    if not graph.is_rounding(expected - t, graph.LINEAR_TOLERANCE, t):
         raise NotClosedForm("is no longer an affine function of its input", "changed")
 
 
@@ -394,7 +404,7 @@ def _mix_channels(form: ProjectionForm, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _compute_local_map(form: ProjectionForm, source: Probed, rows: Tensor) -> Tensor:
-    """Return the Jacobian G_i of phi, for t_i = phi(X_i W + b)."""
+    """Return the Jacobian G_i of phi at every token, t_i = phi(x_i W + b)."""
     local = None
     if form.shared:
         local = graph.find_position_map(source, rows, form.columns)

@@ -22,9 +22,9 @@ from lipaudit.models.attention.calls import (
     TOKENS,
     Address,
     AttentionCall,
+    AxisLayout,
     Explicit,
     Fused,
-    Layout,
     Loop,
     Origin,
 )
@@ -56,8 +56,8 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     return frozenset()
 
 
-_Analysis = tuple[Layout, tuple[str, ...], capture.Structure | None, str | None]
-"""Layout, kinds, structure and reason of a call (see `Site`)."""
+_Analysis = tuple[AxisLayout, tuple[str, ...], capture.Structure | None, str | None]
+"""AxisLayout, kinds, structure and reason of a call (see `Site`)."""
 
 
 def analyse(call: AttentionCall, batch: Batch) -> _Analysis:
@@ -77,7 +77,7 @@ def analyse(call: AttentionCall, batch: Batch) -> _Analysis:
     return found
 
 
-def _try_layouts(layouts: Sequence[Layout], call: AttentionCall, batch: Batch) -> _Analysis:
+def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batch) -> _Analysis:
     """Return the analysis of the first layout with a closed form, else that of the first one."""
     tried: list[_Analysis] = []
     for layout in layouts:

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def appendix_c(known: Ingredients) -> Tensor:
+def appendix_c(ingredients: Ingredients) -> Tensor:
     """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine."""
     from lipaudit.theory.ingredients import bound_token_spread
 
-    if not known.affine:
-        return known.nothing
-    # As Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||. ||X^T M|| <= ||X|| ||M||, so it
-    # is never above Theorem 3; the limit of ||X^T M|| that is computed may be.
-    x = known.tokens.norm
-    off = known.tokens.off
-    spread = bound_token_spread(known.at.p, off @ off.mT)
-    spread = spread.minimum(x * known.softmax_norm_max)
-    growth = 2 * x * known.a_norm * spread
-    return known.weights.v * (known.p_norm + growth)
+    if not ingredients.affine:
+        return ingredients.nothing
+    # The proof is that of Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
+    x_norm = ingredients.tokens.norm
+    centred = ingredients.tokens.off
+    # An upper limit of max_i ||X^T M(P_i)||, which may exceed the exact ||X|| max_i ||M(P_i)||.
+    spread = bound_token_spread(ingredients.at.p, centred @ centred.mT)
+    spread = spread.minimum(x_norm * ingredients.softmax_norm_max)
+    growth = 2 * x_norm * ingredients.a_norm * spread
+    return ingredients.weights.v * (ingredients.p_norm + growth)
 
 
 APPENDIX_C = Bound(

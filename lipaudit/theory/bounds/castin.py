@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def castin(known: Ingredients, r: float = 0.0) -> Tensor:
+def castin(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """Return sqrt(3) ||W_V|| (||A||^2 (R + r)^4 (4N + 1) + N)^(1/2) of affine heads, else NaN."""
-    if not known.affine:
-        return known.nothing
-    # With m_i = sum_j P_ij x_j row i of dO W_V^-1 is what values, keys and the query move:
+    if not ingredients.affine:
+        return ingredients.nothing
+    # Proof. With m_i = sum_j P_ij x_j, row i of dO W_V^-1 moves with values, keys and its query:
     #     sum_j P_ij dx_j + sum_j P_ij (x_j - m_i) x_i^T A dx_j
     #         + sum_j P_ij (x_j - m_i) (x_j - m_i)^T A^T dx_i.
     # A variance is at most a mean square: sum_j P_ij ||x_j - m_i||^2 <= R^2. With a = ||A|| R^2
@@ -27,11 +27,11 @@ def castin(known: Ingredients, r: float = 0.0) -> Tensor:
     # a ||dx_i||. With c the largest column sum of P, and rows that sum to 1, ||P||^2 <= c: over
     # all rows the three are at most c^(1/2), a c^(1/2) and a times ||dX||_F. Now c <= N and
     # (x + y + z)^2 <= 3 (x^2 + y^2 + z^2) give 3 (N + a^2 (N + 1)), and N + 1 <= 4 N + 1.
-    n = known.tokens.count
-    a = known.reach(r)
-    # (a^2 b + n)^(1/2) as a hypotenuse: squares of huge logits would overflow.
+    n = ingredients.tokens.count  # N
+    a = ingredients.reach(r)  # ||A|| (R + r)^2
+    # (a^2 (4 N + 1) + N)^(1/2) as a hypotenuse: squares of huge logits would overflow.
     logits = a * (4 * n + 1).sqrt()
-    return 3**0.5 * known.weights.v * logits.hypot(n.sqrt())
+    return 3**0.5 * ingredients.weights.v * logits.hypot(n.sqrt())
 
 
 CASTIN = Bound(

@@ -18,23 +18,22 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def hu(known: Ingredients, r: float = 0.0) -> Tensor:
+def hu(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """Return N (N + 1) (||X||_F + r)^2 ||W_V|| (||W_Q|| ||W_K|| + 1) of affine heads, else NaN.
 
     NaN also where N (N + 1) (||X||_F + r)^2 < sqrt N: there the formula is below ||P||.
     """
-    if not known.affine:
-        return known.nothing
-    weights = known.weights
-    n = known.tokens.count
-    # Theorem 3 with ||M|| <= 1/2 and ||P||^2 <= N: ||J|| <= ||W_V|| (sqrt N + ||X||^2 ||A||). Of
-    # the two terms sqrt N <= size is required below, and ||X||^2 ||A|| <= size ||W_Q|| ||W_K|| for
-    # ||A|| <= |s| ||W_Q|| ||W_K||. As published the formula has no s: below 1 it is left out,
-    # which raises the bound; above 1 it acts.
-    q = weights.q * known.heads.scale.abs().clamp_min(1.0)
-    size = n * (n + 1) * (known.tokens.frobenius + r).square()
+    if not ingredients.affine:
+        return ingredients.nothing
+    weights = ingredients.weights
+    n = ingredients.tokens.count  # N
+    size = n * (n + 1) * (ingredients.tokens.frobenius + r).square()
+    # Theorem 3 with ||M|| <= 1/2 and ||P||^2 <= N: ||J|| <= ||W_V|| (sqrt N + ||X||^2 ||A||), and
+    # ||X||^2 ||A|| <= size |s| ||W_Q|| ||W_K||. The published formula lacks the scale s of the
+    # logits: that holds where |s| <= 1, and a larger s is put in.
+    q = weights.q * ingredients.heads.scale.abs().clamp_min(1.0)
     bound = size * weights.v * (q * weights.k + 1)
-    return bound.masked_fill(size < n.sqrt(), math.nan)
+    return bound.masked_fill(size < n.sqrt(), math.nan)  # the "+ 1" needs size >= sqrt N
 
 
 HU = Bound(

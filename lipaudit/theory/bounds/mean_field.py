@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
+def mean_field(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """Return ||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| (R + r)^2; else NaN.
 
-    A mask or a position bias leaves sqrt N alone.
+    With a mask or a position bias sqrt N stands in place of the minimum.
     """
-    if not known.affine:
-        return known.nothing
-    # What values, keys and the query move is at most c^(1/2), a c^(1/2) and a, with c the largest
-    # column sum of P: see `castin`. c <= N; and unmasked logits of at most a in size give
+    if not ingredients.affine:
+        return ingredients.nothing
+    # By the proof of `castin`, values, keys and the query move O by at most c^(1/2), a c^(1/2) and
+    # a, with c the largest column sum of P. c <= N; and unmasked logits of at most a in size give
     # P_ij <= e^(2 a) / N, so that c <= e^(2 a).
-    a = known.reach(r)
-    root = known.tokens.count.sqrt()
-    heads = known.heads
-    column = a.exp().minimum(root)
+    a = ingredients.reach(r)  # ||A|| (R + r)^2
+    root_n = ingredients.tokens.count.sqrt()  # sqrt N
+    heads = ingredients.heads
+    root_c = a.exp().minimum(root_n)
     if heads.causal:
-        column = root
+        root_c = root_n
     elif heads.bias is not None:
-        # Whether every token sees every other one and no position bias acts, per head.
+        # Pairs of tokens without mask or position bias, (#batch, #heads, #n, #m).
         if heads.bias.is_floating_point():
-            free = heads.bias == 0
+            is_plain = heads.bias == 0
         else:
-            free = heads.bias
-        if heads.valid is not None:
+            is_plain = heads.bias
+        if heads.valid is not None:  # pairs with padding do not count
             queries = heads.valid[:, None, :, None]
             keys = heads.valid[:, None, None, :]
-            free = free | ~(queries & keys)
-        plain = free.all(-1).all(-1)
-        column = column.where(plain, root)
-    return known.weights.v * ((1 + a) * column + a)
+            is_plain = is_plain | ~(queries & keys)
+        has_only_plain = is_plain.all(-1).all(-1)
+        root_c = root_c.where(has_only_plain, root_n)
+    return ingredients.weights.v * ((1 + a) * root_c + a)
 
 
 MEAN_FIELD = Bound(

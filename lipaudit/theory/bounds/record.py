@@ -57,9 +57,9 @@ class Bound:
         source: paper and theorem.
         explanation: what it says, one or two sentences for a reader of the report.
         compute: the formula: (batch, heads) on the device of the heads, NaN where it cannot be
-            given. `known.heads` are of every kind, in float64, W_V of each scaled to size one (J
-            is homogeneous in it), and of a large layer some heads at a time. Padding must not
-            change the values: see `Heads`.
+            given. `ingredients.heads` are of every kind, in float64, W_V of each scaled to size
+            one (J is homogeneous in it), and of a large layer some heads at a time. Padding must
+            not change the values: see `Heads`.
         domain: where it holds: `AT_X`, or a set of inputs in words.
         null: why it cannot be given for some heads: a verb phrase, "needs affine projections".
         better: the direction of improvement, which `compare` needs; None leaves it out there.
@@ -112,7 +112,7 @@ class Bound:
         )
 
     def column(self) -> Column:
-        """Return how its column reads."""
+        """Describe the bound's column of tables and reports."""
         paragraphs = [f"Source: {self.source}.", self.explanation]
         if self.null:
             paragraphs.append(f"Not computed for every head: it {self.null}.")
@@ -128,7 +128,7 @@ class Bound:
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return its columns in the section `bounds`, the logarithm last."""
+        """Return the bound's columns in the section `bounds`, the logarithm last."""
         columns = {self.name: self.column()}
         if self.log10_label:
             columns[f"log10_{self.name}"] = Column(
@@ -140,13 +140,13 @@ class Bound:
         return columns
 
     def over_lengths(self) -> dict[str, Column]:
-        """Return its column in the section `scaling`."""
+        """Return the bound's column in the section `scaling`."""
         meaning = f"{self.name}, median over the windows."
         column = replace(self.column(), meaning=meaning, better=None, reduction=None)
         return {f"bound_{self.name}": column}
 
     def exponent(self) -> dict[str, Column]:
-        """Return the column of its exponent in the section `scaling.fit`."""
+        """Return the column of the bound's growth exponent in the section `scaling.fit`."""
         meaning = f"The exponent of the bound {self.name}."
         column = Column(label=self.label, meaning=meaning, status="estimate")
         return {f"{self.name}_exponent": column}
@@ -159,13 +159,18 @@ def load_bounds() -> Mapping[str, Bound]:
     Raises:
         UsageError: a plug-in cannot be used; the message names its package.
     """
-    # The files of this folder: `castin.py` has its record under the name `CASTIN`. Read on first
-    # use: they import this module.
+    # The files of this folder: `castin.py` has its record under the name `CASTIN`. Imported on
+    # first use, because they import this module.
     folder = str(Path(__file__).parent)
-    names = {module.name for module in iter_modules([folder])} - {"record"}
-    modules = {name: import_module(f"{__package__}.{name}") for name in names}
-    records: list[Bound] = [getattr(module, name.upper()) for name, module in modules.items()]
+    records: list[Bound] = []
+    for file in iter_modules([folder]):
+        if file.name != "record":
+            module = import_module(f"{__package__}.{file.name}")
+            records.append(getattr(module, file.name.upper()))
     records.sort(key=lambda bound: bound.place)
-    taken = {*HEAD_NORMS, *(name for bound in records for name in bound.columns())}
     ours = {bound.name: bound for bound in records}
+    # Names of columns that no plug-in may use.
+    taken = set(HEAD_NORMS)
+    for bound in records:
+        taken.update(bound.columns())
     return MappingProxyType(ours | collect(Bound, "bounds", taken))

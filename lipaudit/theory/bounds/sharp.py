@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def sharp(known: Ingredients) -> Tensor:
+def sharp(ingredients: Ingredients) -> Tensor:
     """Return the smaller of `bound_by_blocks` and Theorem 3, for heads of every kind."""
     from lipaudit.theory.block_norms import bound_by_blocks
 
     # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:
     # ||G x||^2 = sum_i ||sum_l G_il x_l||^2 <= sum_i (sum_l B_il ||x_l||)^2 <= ||B||^2 ||x||^2.
     # `bound_by_blocks` takes it to J J^T, whose norm is ||J||^2, or to J, and says what B is.
-    return bound_by_blocks(known).minimum(known.once(theorem3))
+    return bound_by_blocks(ingredients).minimum(ingredients.once(theorem3))
 
 
 SHARP = Bound(

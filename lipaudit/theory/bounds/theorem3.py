@@ -16,21 +16,22 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def theorem3(known: Ingredients, m: Tensor | None = None) -> Tensor:
-    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our form for heads of every kind.
+def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
+    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our form for heads that are not affine.
 
-    m is max_i ||M(P_i)||, or a limit of it.
+    m is max_i ||M(P_i)|| by default, or an upper limit of it.
     """
     from lipaudit.theory.ingredients import value_and_growth
 
-    m = known.softmax_norm_max if m is None else m
-    if known.affine:
+    if m is None:
+        m = ingredients.softmax_norm_max
+    if ingredients.affine:
         # J dX = P dX W_V + E with rows E_i = dS_i M(P_i) X W_V and dS = dX A X^T + X A dX^T, for
         # M(P_i) 1 = 0: constants of a row drop out. ||E||_F <= m ||dS||_F ||X|| ||W_V||, and
         # ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
-        x = known.tokens.norm
-        growth = 2 * x * known.a_norm * x * m
-        return known.weights.v * (known.p_norm + growth)
+        x_norm = ingredients.tokens.norm
+        growth = 2 * x_norm * ingredients.a_norm * x_norm * m
+        return ingredients.weights.v * (ingredients.p_norm + growth)
     # Ours, for rows of Q and K that are rotated or normalised can be larger than ||X|| ||W_Q||
     # says. A logit has the gradients a_ij in q_i and b_ij in k_j: G_i has the rows a_ij over j,
     # H_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is
@@ -39,8 +40,8 @@ def theorem3(known: Ingredients, m: Tensor | None = None) -> Tensor:
     # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
     # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink P_i is that of the
     # keys alone, and V is not centred.
-    value, growth = known.once(value_and_growth)
-    return value * known.p_norm + growth * m
+    value, growth = ingredients.once(value_and_growth)
+    return value * ingredients.p_norm + growth * m
 
 
 THEOREM3 = Bound(

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lipaudit.theory.ingredients import Ingredients
 
 
-def theorem3_g1(known: Ingredients) -> Tensor:
+def theorem3_g1(ingredients: Ingredients) -> Tensor:
     """Return Theorem 3 with g_1(P_i) for ||M(P_i)||."""
     # g_1 = p_(1) (1 - p_(1) + p_(2)) >= ||M(p)||: the eigenvalue solves phi(x) = 0 with
     # phi(x) = 1 - sum_j p_j^2 / (p_j - x), which falls between p_(2) and p_(1), and phi(g_1) <= 0.
     # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
     # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
     # = p_(1)^2 / (p_(1) - g_1) - 1.
-    return theorem3(known, known.g1_max)
+    return theorem3(ingredients, ingredients.g1_max)
 
 
 THEOREM3_G1 = Bound(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Projection, are_affine_everywhere, projections
+from lipaudit.theory.matrix_norms import spectral_norm
 from lipaudit.theory.products import dense_jacobian
-from lipaudit.theory.spectral import spectral_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -9,15 +9,13 @@ from scipy.special import betaincinv
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import WITHIN
-from lipaudit.theory.spectral import (
-    ETA,
+from lipaudit.theory.matrix_norms import (
     map_norm,
     nonnegative_norm,
     positive_vector,
-    random_starts,
     spectral_norm,
-    spectral_norms,
 )
+from lipaudit.theory.spectral import ETA, random_starts, spectral_norms
 
 
 def random_operators(count, size, seed=0):

@@ -81,7 +81,7 @@ one input is one tensor of the graph
 - self.root is not other.root
 + False
 the closed form is compared with autograd
-  models/attention/surveyor.py tests/models/attention/test_survey.py
+  models/attention/analysis.py tests/models/attention/test_survey.py
 - if not capture.matches_autograd(heads, parts, call):
 + if False:
 the comparison allows for what rounding has lost
@@ -89,7 +89,7 @@ the comparison allows for what rounding has lost
 - 1 / (1 + forward_error(heads).to(u) / AGREES)
 + torch.ones_like(forward_error(heads)).to(u)
 logits beyond single precision are refused with what helps
-  models/attention/surveyor.py tests/models/attention/test_scale.py
+  models/attention/analysis.py tests/models/attention/test_scale.py
 - if forward_error(heads).amax() > capture.HOPELESS:
 + if False:
 rivals are looked at until no other can be nearer

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reference.watching import Attention, Watch, variables
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.calls import Layout
+from lipaudit.models.attention.calls import AxisLayout
 from lipaudit.models.net import Net
 
 CHUNK = 128
@@ -112,7 +112,7 @@ def norm(matrix: Tensor) -> float:
     return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
 
 
-def by_head(t: Tensor, heads: int, layout: Layout) -> Tensor:
+def by_head(t: Tensor, heads: int, layout: AxisLayout) -> Tensor:
     """Bring what the model calls O or P of one sample to (heads, windows * rows, columns)."""
     lead = t.shape[:-2]
     axes = [i for i, size in enumerate(lead) if size == heads and not (i == 0 and len(lead) > 1)]

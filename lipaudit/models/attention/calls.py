@@ -103,6 +103,11 @@ class Address(NamedTuple):
     number: int
 
 
+Way = tuple[tuple[object, tuple[Address, ...]], ...]
+"""Marks of the tensors behind a linear map, the nearest first. Each has the maps at which the
+graph must not be cut, so that the next cut map on the way reads this tensor."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """The origin of a leaf of the cut graph: a linear map, the model's input, or an attention.
@@ -111,13 +116,13 @@ class Origin:
         address: address of the op.
         linear: the linear map.
         way: in surveys, marks (see `root`) of the tensor that the linear map reads, of the one
-            that the map before it reads, and so on, each with the maps in between.
+            that the map before it reads, and so on.
         divided: whether the linear map reads parts of the channels of a token, row by row.
     """
 
     address: Address
     linear: Linear | None = None
-    way: tuple[tuple[object, tuple[Address, ...]], ...] = ()
+    way: Way = ()
     divided: bool = False
 
     @property

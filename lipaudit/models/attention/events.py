@@ -43,21 +43,31 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     Any other map belongs to a later layer: linear attention and state-space mixers end in a
     product, too, which is not the logits of the next layer's softmax. The test is which entries
     one row of the input depends on; a second map of the logits is tested against the first.
+
+    Args:
+        linear: the linear map.
+        product: q k^T, by its edge in the graph.
+        past: edges that lie behind the leaves of cut graphs.
     """
-    spread = _count_spread(linear, product)
-    if not spread:
+    # How many heads, queries and keys of q k^T one row of the map's input depends on.
+    counts = _count_dependencies(linear, product)
+    if not counts:
+        # The graph is cut in between, at a first map: as a second one it mixes one axis at most.
         for leaf in leaves(linear.x)[0]:
             if product.node in past.get(leaf, ()):
-                behind_cut = _count_spread(linear, leaf)
-                if sum(count > 1 for count in behind_cut) <= 1:
+                counts_of_leaf = _count_dependencies(linear, leaf)
+                if sum(count > 1 for count in counts_of_leaf) <= 1:
                     return True
         return False
-    *heads, queries, keys = spread
+    *heads, queries, keys = counts
     return queries == 1 and (keys == 1 or max(heads) == 1)
 
 
-def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
-    """Count, along each axis of `source`, the entries that one row of a map's input depends on."""
+def _count_dependencies(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
+    """Count, along each axis of `source`, the entries that one row of a map's input depends on.
+
+    Empty if it depends on none.
+    """
     row = torch.zeros_like(linear.inputs)
     # A row in the middle: the first token may attend to itself alone (causal masks).
     row[len(row) // 2] = 1.0
@@ -89,14 +99,24 @@ class _Product:
     """Whether the logits are its transpose."""
 
     def rank(self) -> tuple[bool, int]:
-        """Return a measure of how likely this is q k^T, among products in the same logits."""
-        moving = self.a.requires_grad and self.b.requires_grad
-        return moving, min(self.a.ndim, self.b.ndim, 3)
+        """Return a sort key of how likely this is q k^T, among products in the same logits.
+
+        Two factors that depend on the input come first, then two with an axis of samples.
+        """
+        are_moving = self.a.requires_grad and self.b.requires_grad
+        return are_moving, min(self.a.ndim, self.b.ndim, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class _Softmax:
-    """A softmax over logits that contain a product, before its product with values."""
+    """A softmax over logits that contain a product, before its product with values.
+
+    Attributes:
+        product: q k^T.
+        logits: the input of the softmax.
+        p: its result.
+        others: whether the logits depend on more than this product and constants.
+    """
 
     product: _Product
     logits: Tensor
@@ -114,27 +134,37 @@ class _Softmax:
             output: the model's product of both.
             transposed: whether the model multiplies v^T g(p)^T, and keeps tokens last.
         """
-        turn: Callable[[Tensor], Tensor] = (lambda t: t.mT) if transposed else (lambda t: t)
-        p, v, o = map(turn, (weights, values, output))
-        a = self.product.a
-        b = self.product.b
+
+        def restore(t: Tensor) -> Tensor:
+            """Convert between the model's axes and (..., tokens, channels)."""
+            return t.mT if transposed else t
+
+        p = restore(weights)
+        v = restore(values)
+        a = self.product.a  # q
+        b = self.product.b  # k^T
         parts = _broadcast(a, b.mT, v)
-        lead = v.shape[:-2]
-        lead_of_a = a.shape[:-2]
-        folded = lead_of_a == b.shape[:-2] and math.prod(lead) == math.prod(lead_of_a)
-        if parts is None and folded:  # v has its heads joined to the samples
-            a = a.reshape(*lead, *a.shape[-2:])
-            b = b.reshape(*lead, *b.shape[-2:])
+        leading = v.shape[:-2]
+        leading_of_a = a.shape[:-2]
+        is_folded = leading_of_a == b.shape[:-2] and math.prod(leading) == math.prod(leading_of_a)
+        if parts is None and is_folded:  # v has its heads joined to the samples, or apart
+            a = a.reshape(*leading, *a.shape[-2:])
+            b = b.reshape(*leading, *b.shape[-2:])
             parts = _broadcast(a, b.mT, v)
         # Keys may have been joined to the logits: zeros of a padding, say.
         if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != p.shape[-1]:
             return output  # Longformer rearranges P in chunks: `uses` names it
         q, k, v = parts
-        logits, ordered = _order_axes(self.logits, self.p, p)
-        edges = (self.product.edge,)
-        turned = self.product.turned
-        form = Explicit(edges, logits, ordered, p, self.others, turned=turned)
-        return AttentionCall(q, k, v, form, o, finish=turn)
+        logits, softmax = _order_axes(self.logits, self.p, p)
+        form = Explicit(
+            products=(self.product.edge,),
+            logits=logits,
+            p=softmax,
+            weights=p,
+            others=self.others,
+            turned=self.product.turned,
+        )
+        return AttentionCall(q, k, v, form, restore(output), finish=restore)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -202,13 +232,17 @@ class AttentionMode(TorchFunctionMode):
         for softmax in self._awaited:
             if softmax.p.grad_fn is not None:
                 edges.append(get_gradient_edge(softmax.p))
-        known = {edge.node: edge for edge in edges}
-        hits = leaves(linear.x, known, self._past)[1]
-        past = [node for node in hits if maps_logits(linear, known[node], self._past)]
-        for leaf in leaves(result)[0] if hits else ():
+        edge_of = {edge.node: edge for edge in edges}
+        # Those that the input of the map depends on.
+        _, hits = leaves(linear.x, edge_of, self._past)
+        if not hits:
+            return
+        past = [node for node in hits if maps_logits(linear, edge_of[node], self._past)]
+        for leaf in leaves(result)[0]:
             self._past[leaf] = past
 
     def _handle_composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the body of F.multi_head_attention_forward with this mode switched on."""
         with self:
             return _multi_head_attention(*args, **kwargs)
 
@@ -220,43 +254,44 @@ class AttentionMode(TorchFunctionMode):
         if kwargs or not _are_two_tensors(operands):
             return out
         a, b = operands
-        softmax, made = self._find_weights(a, b)
+        softmax, is_right = self._find_weights(a, b)
         if softmax is not None:
             self._awaited.remove(softmax)
-            weights, values = (a, b) if made[0] else (b, a)
-            return softmax.multiply(weights, values, out, transposed=made[1])
+            weights, values = (b, a) if is_right else (a, b)
+            return softmax.multiply(weights, values, out, transposed=is_right)
         if out.requires_grad and out.ndim > 2 and self._may_be_logits(a, b):
             # The edge, not the tensor: a model may scale or mask its logits in place.
-            noted = [*self._products, _Product(get_gradient_edge(out), a, b)]
-            self._products = noted[-_PRODUCTS:]
+            self._products.append(_Product(get_gradient_edge(out), a, b))
+            del self._products[:-_PRODUCTS]
         return out
 
     def _may_be_logits(self, a: Tensor, b: Tensor) -> bool:
         """Say whether a product may be of queries and keys: not what mixes heads of logits."""
         if min(a.ndim, b.ndim) > 2:
             return True
-        # A factor with two axes is a weight, or queries without samples. A state is neither.
+        # A factor with two axes is a weight, or learned queries, the same for all samples. A state
+        # of a recurrent layer is neither: it depends on the input.
         flat, other = (a, b) if a.ndim < b.ndim else (b, a)
         if flat.ndim < 2 or flat.requires_grad:
             return False
-        noted = [product.edge.node for product in self._products]
-        return not leaves(other, noted, self._past)[1]
+        # The other factor must not be logits.
+        products = [product.edge.node for product in self._products]
+        _, hits = leaves(other, products, self._past)
+        return not hits
 
-    def _find_weights(self, *operands: Tensor) -> tuple[_Softmax | None, list[bool]]:
-        """Return the awaited softmax behind one of two operands, and behind which."""
+    def _find_weights(self, left: Tensor, right: Tensor) -> tuple[_Softmax | None, bool]:
+        """Return the awaited softmax behind one of two factors, and whether behind the right."""
         for softmax in self._awaited:
             node = softmax.p.grad_fn
             if node is None:
                 continue
-            made = []
-            for t in operands:
-                _, hits = leaves(t, (node,), self._past)
-                made.append(bool(hits))
-            if all(made):  # P P is still a map: (P P) v is one attention, measured numerically
-                break
-            if any(made):
-                return softmax, made
-        return None, []
+            _, left_hits = leaves(left, (node,), self._past)
+            _, right_hits = leaves(right, (node,), self._past)
+            if left_hits and right_hits:
+                break  # P P is still a map: (P P) v is one attention, measured numerically
+            if left_hits or right_hits:
+                return softmax, bool(right_hits)
+        return None, False
 
     def _handle_baddbmm(
         self,
@@ -266,6 +301,7 @@ class AttentionMode(TorchFunctionMode):
         batch2: Tensor,
         **scale: float,
     ) -> AttentionCall | Tensor:
+        """Handle beta bias + alpha batch1 batch2 as a matrix product with a function behind it."""
         if scale.keys() - {"alpha", "beta"}:
             return func(bias, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
@@ -278,20 +314,26 @@ class AttentionMode(TorchFunctionMode):
     def _handle_einsum(
         self, func: Callable[..., Tensor], equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
+        """Handle an einsum as a batched matrix product, (batch, rows, sum) (batch, sum, columns).
+
+        As logits, rows are queries and columns are keys; as O = P v, rows are queries and columns
+        are channels. Any other einsum runs as it is.
+        """
         contraction = read_einsum(equation, *operands)
         if contraction is None:
             return func(equation, *operands)
         a, first, b, second, out = contraction[:5]
-        softmax, made = self._find_weights(a, b)
-        other = b if made[:1] == [True] else a
-        mixed = softmax is not None and other.ndim == 2 and not other.requires_grad
-        if mixed or not self._may_be_logits(a, b):  # of heads
+        softmax, is_right = self._find_weights(a, b)
+        other = a if is_right else b
+        mixes_heads = softmax is not None and other.ndim == 2 and not other.requires_grad
+        if mixes_heads or not self._may_be_logits(a, b):
             return func(equation, *operands)
+        # Letters of the result that one factor has alone. The last one belongs to b: to the keys
+        # of logits.
         single = [c for c in out if (c in first) != (c in second)]
-        # The last axis of logits is that of the keys.
         if single and single[-1] in first:
             a, first, b, second = b, second, a, first
-        # The queries come last in the map, which is the result here, or an operand.
+        # The queries come last in the map: the result, if it is logits, or else an operand.
         letters = single if softmax is None else first
         rows = [c for c in letters if c in first and c in single]
         columns = [c for c in single if c in second]
@@ -300,7 +342,7 @@ class AttentionMode(TorchFunctionMode):
         if not rows or not columns or len(summed) != 1:
             return func(equation, *operands)
         rows = rows[-1:]
-        if softmax is None:  # values may have several axes
+        if softmax is None:  # keys have one axis; channels of values may have several
             columns = columns[-1:]
         batch = [c for c in out if c not in rows + columns]
         a = _align(a, first, batch + rows + summed)
@@ -334,9 +376,10 @@ class AttentionMode(TorchFunctionMode):
         if len(args) > 1:
             dim = args[1]
         if self._products and logits.requires_grad and p.isnan().any():
-            empty = logits.isneginf().all(dim, keepdim=True)
-            seen = torch.softmax(logits.where(~empty, 0.0), dim)
-            p = torch.where(empty, p.detach(), seen.to(p))
+            # The same values, with gradients of 0 in rows without a key.
+            is_empty = logits.isneginf().all(dim, keepdim=True)
+            other_rows = torch.softmax(logits.where(~is_empty, 0.0), dim)
+            p = torch.where(is_empty, p.detach(), other_rows.to(p))
         self._await_values(logits, p, dim)
         return p
 
@@ -362,45 +405,47 @@ class AttentionMode(TorchFunctionMode):
         return quotient
 
     def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:
+        """Note a softmax, if its logits contain a noted product: its values may come next."""
         if not logits.requires_grad or logits.ndim < 3:
             return
-        noted = {product.edge.node: product for product in self._products}
-        inputs, hits = leaves(logits, noted, self._past)
         # A softmax along another axis weights something else than keys: `uses` counts it.
         if dim not in (-1, logits.ndim - 1):
             return
+        product_of = {product.edge.node: product for product in self._products}
+        inputs, hits = leaves(logits, product_of, self._past)
         if not hits:
             self.notice_scores(logits, inputs)
             return
-        found = [product for node, product in noted.items() if node in hits]
-        # Maps of the tokens, and their products with positions, may be beside q k^T.
-        first = max(found, key=_Product.rank)
-        if _is_turned(logits, first.edge):
-            first = _Product(first.edge, first.b.mT, first.a.mT, turned=True)
+        found = [product for node, product in product_of.items() if node in hits]
+        # Beside q k^T there may be linear maps of the tokens, and products with positions.
+        product = max(found, key=_Product.rank)
+        if _is_turned(logits, product.edge):
+            product = _Product(product.edge, product.b.mT, product.a.mT, turned=True)
         self._products.clear()  # products before this softmax do not belong to the next one
         others = bool(inputs) or len(hits) > 1
-        softmax = _Softmax(first, logits, p, others)
-        self._awaited = [*self._awaited, softmax][-_AWAITED:]
+        self._awaited.append(_Softmax(product, logits, p, others))
+        del self._awaited[:-_AWAITED]
 
 
 def _are_two_tensors(operands: Sequence[Any]) -> bool:
+    """Say whether an op was called with two tensors and nothing else."""
     return len(operands) == 2 and all(isinstance(t, Tensor) for t in operands)
 
 
 def _align(t: Tensor, letters: str, wanted: Sequence[str]) -> Tensor:
-    """Return an operand with these axes, of size 1 where it lacks one."""
+    """Return t, whose axes have these letters, with the wanted axes: size 1 where it lacks one."""
     order = [letters.index(letter) for letter in wanted if letter in letters]
     t = t.permute(order)
-    for place, letter in enumerate(wanted):
+    for axis, letter in enumerate(wanted):
         if letter not in letters:
-            t = t.unsqueeze(place)
+            t = t.unsqueeze(axis)
     return t
 
 
 def _finish(
     product: AttentionCall | Tensor, finish: Callable[[Tensor], Tensor]
 ) -> AttentionCall | Tensor:
-    """Return the result of an op that computes a product and something of it."""
+    """Apply a function to a product, or to the output of the attention that it completed."""
     if isinstance(product, AttentionCall):
         return replace(product, finish=lambda output: finish(product.finish(output)))
     return finish(product)
@@ -416,6 +461,7 @@ def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
     pulled = vjp(logits, product, row)
     if pulled is None or pulled.ndim != logits.ndim or pulled.shape[-2] != logits.shape[-1]:
         return False
+    # The rows and columns of the product that one row of the logits depends on.
     *_, row_of_entry, column_of_entry = pulled.nonzero().T
     rows = len(row_of_entry.unique())
     columns = len(column_of_entry.unique())
@@ -434,21 +480,20 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
         return logits, p
     count = weights[..., 0].numel()
-    rows = torch.arange(1, count + 1, device=p.device).to(weights)
-    numbers = rows.view(*weights.shape[:-1], 1).expand_as(weights)
-    pulled = vjp(weights, p, numbers)
+    row_numbers = torch.arange(1, count + 1, device=p.device).to(weights)
+    cotangent = row_numbers.view(*weights.shape[:-1], 1).expand_as(weights)
+    pulled = vjp(weights, p, cotangent)
     factor = vjp(weights, p, torch.ones_like(weights))
     if pulled is None or factor is None:
         return logits, p
-    number = (pulled / factor).round()[..., 0]
-    # In an axis with several entries, the second one is a stride behind the first.
+    number = (pulled / factor).round()[..., 0]  # of the row of the weights, for each row of P
+    # Numbers along an axis rise by its stride in the weights: the axis of the largest comes first.
     strides = []
     for axis, size in enumerate(number.shape):
         last = number.select(axis, -1).amin()
         strides.append(float(last - number.amin()) / max(1, size - 1))
     order = sorted(range(number.ndim), key=lambda axis: -strides[axis])
-    ordered = number.permute(order).flatten()
-    if not torch.equal(ordered, rows):
+    if not torch.equal(number.permute(order).flatten(), row_numbers):
         return logits, p
     shape = (*weights.shape[:-1], -1)
     logits = logits.permute(*order, -1)
@@ -467,6 +512,7 @@ def _make_fused_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
+    """Return the call of F.scaled_dot_product_attention, from its output and its arguments."""
     # Grouped keys are repeated in the graph, so that each head has gradients of its own.
     if enable_gqa:
         heads = query.shape[-3]

@@ -43,54 +43,54 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
         shape = (layer.samples, layer.site.heads)
         nan = torch.full(shape, torch.nan, dtype=torch.float64)
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
-    one = layer.output[:, 0]
-    size = one.numel() // layer.samples
-    start = random_starts(seeds, size).to(one.device)
-    rows = _zero_padding(start.view(one.shape), layer)
+    one_head = layer.output[:, 0]  # (windows, tokens, d_v)
+    size = one_head.numel() // layer.samples
+    start = random_starts(seeds, size).to(one_head.device)  # (samples, numbers of one head)
+    rows = _zero_padding(start.view(one_head.shape), layer)
     start = rows.reshape(start.shape)
 
-    def of_head(head: int) -> Norms:
-        def spread(u: Tensor) -> Tensor:
-            """Return u as rows of this head, and zeros for the others."""
-            whole = torch.zeros_like(layer.output)
-            rows = u.reshape(whole[:, head].shape)
-            whole[:, head] = _zero_padding(rows, layer)
-            return whole.flatten()[None]
+    def compute_head_norms(head: int) -> Norms:
+        def embed(u: Tensor) -> Tensor:
+            """Return a cotangent of O that is u in this head and 0 in the others, (1, numbers)."""
+            cotangent = torch.zeros_like(layer.output)
+            rows = u.reshape(cotangent[:, head].shape)
+            cotangent[:, head] = _zero_padding(rows, layer)
+            return cotangent.flatten()[None]
 
         def multiply(u: Tensor) -> Tensor:
-            """J_h J_h^T u at every sample."""
-            product = linear.outer(spread(u)).view_as(layer.output)
+            """Return J_h J_h^T u at every sample."""
+            product = linear.outer(embed(u)).view_as(layer.output)
             rows = _zero_padding(product[:, head], layer)
             return rows.reshape(u.shape)
 
         # The samples share one graph, because the module runs as a whole: converged samples
         # stay in it, and it is never built again for the others.
         norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
-        require_range(linear, norms.norm, spread(torch.ones_like(start)))
+        require_range(linear, norms.norm, embed(torch.ones_like(start)))
         return norms
 
-    norms = [of_head(head) for head in range(layer.site.heads)]
-    return Norms.join(norms, partial(torch.stack, dim=1))
+    by_head = [compute_head_norms(head) for head in range(layer.site.heads)]
+    return Norms.join(by_head, partial(torch.stack, dim=1))
 
 
 def linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or return why it cannot run on its own."""
-    outside = "its module cannot be run alone"
+    reason = "its module cannot be run alone"
     site = layer.site
     samples = layer.samples
-    missing = len(layer.numbers) < len(site.addresses)
-    if not site.inputs or layer.frame is None or missing:
-        return outside
+    has_outside_calls = len(layer.numbers) < len(site.addresses)
+    if not site.inputs or layer.frame is None or has_outside_calls:
+        return reason
     if len(layer.output) % samples:
-        return outside
+        return reason
     try:
         linear = _linearize_layer(layer)
-        # A trial product: some backward passes fail although the forward pass has run.
-        linear.outer(torch.ones_like(linear.output))  # an op without derivative shows only here
+        # A trial product: an op without a derivative fails only in the backward pass.
+        linear.outer(torch.ones_like(linear.output))
     except Exception as error:  # the model's own code may raise anything when run again
         if of_machine(error):
             raise
-        return first_line(error) or outside
+        return first_line(error) or reason
     return linear
 
 
@@ -103,42 +103,44 @@ def _linearize_layer(layer: Layer) -> Linearization:
     frame = layer.frame
     site = layer.site
     assert frame is not None
-    given: dict[int, Tensor] = {}
+    # By identity: an argument that is given twice (queries and keys) is one input.
+    by_id: dict[int, Tensor] = {}
     for key in site.inputs:
         argument = frame.args[key] if isinstance(key, int) else frame.kwargs[key]
-        # An argument that is given twice (queries and keys) is one input.
-        given[id(argument)] = argument
-    inputs = list(given.values())
+        by_id[id(argument)] = argument
+    inputs = list(by_id.values())
     # All inputs of all samples are one vector: the module may arrange samples as it likes.
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
-    def output(z: Tensor, _index: Tensor) -> Tensor:
-        moved = {}
+    def compute_output(z: Tensor, _index: Tensor) -> Tensor:
+        """Run the module with z in place of its inputs, up to the layer's attention."""
+        replacements = {}
         parts = torch.split(z[0], [t.numel() for t in inputs])
         for t, part in zip(inputs, parts, strict=True):
-            moved[id(t)] = part.view(t.shape)
+            replacements[id(t)] = part.view(t.shape)
         calls: list[AttentionCall] = []
 
-        def attention(call: AttentionCall, _address: Address) -> None:
+        def on_attention(call: AttentionCall, _address: Address) -> None:
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
-                whole = call
+                joined = call
                 if site.loop is not None:
-                    whole = site.loop.join([calls[i] for i in layer.numbers])
-                arranged = whole.arrange(site.layout, layer.samples)
+                    joined = site.loop.join([calls[i] for i in layer.numbers])
+                arranged = joined.arrange(site.layout, layer.samples)
                 raise _Output(arranged.output)
 
-        args = [moved.get(id(value), value) for value in frame.args]
-        kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
+        args = [replacements.get(id(value), value) for value in frame.args]
+        kwargs = {k: replacements.get(id(value), value) for k, value in frame.kwargs.items()}
         try:
-            with AttentionMode(attention):
+            with AttentionMode(on_attention):
                 frame.module(*args, **kwargs)
         except _Output as end:
-            found: Tensor = end.args[0]
-            return found.flatten()[None]
+            output: Tensor = end.args[0]
+            return output.flatten()[None]
         raise EvaluationError(f"{site.scope} computes no attention when it is run alone")
 
-    linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
+    only_sample = torch.zeros(1, dtype=torch.long, device=z.device)
+    linear = Linearization(compute_output, z, only_sample)
     again = linear.output[0].view_as(layer.output)
     if not agree(layer.output, again, AGREES, each=1):
         raise EvaluationError(
@@ -194,10 +196,11 @@ def find_residuals(
         One residual per site, with a row per sample if one has; None if no module around it has a
         skip path.
     """
-    found: dict[tuple[str, int], Residual] = {}
-    around: dict[Address, list[trace.Frame]] = {}  # the module calls around an attention call
+    by_call: dict[tuple[str, int], Residual] = {}  # by module and number of its call
+    frames_around: dict[Address, list[trace.Frame]] = {}  # module calls around an attention call
 
-    def leave(samples: int, frame: trace.Frame, output: Any) -> None:
+    def find_skip_path(samples: int, frame: trace.Frame, output: Any) -> None:
+        """Note a module call as a residual if its output depends on its input by a skip path."""
         start = _find_first_moving((frame.args, frame.kwargs))
         end = _find_first_moving(output)
         if start is None or end is None:
@@ -208,34 +211,35 @@ def find_residuals(
         if x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
             key = frame.name, frame.number
             by_sample = y.shape[:1] == (samples,)
-            if key in found:
-                by_sample = by_sample and found[key].by_sample
-            found[key] = Residual(*key, i, j, by_sample)
+            if key in by_call:
+                by_sample = by_sample and by_call[key].by_sample
+            by_call[key] = Residual(*key, i, j, by_sample)
 
-    def attention(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
-        around[address] = place.frames[::-1]  # innermost first
+    def note_frames(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
+        frames_around[address] = place.frames[::-1]  # innermost first
 
     # Rows per token may be as many as the samples in one of the passes, not in both.
     for samples in (1, 2):
-        place = trace.CallStack(on_leave=partial(leave, samples))
+        place = trace.CallStack(on_leave=partial(find_skip_path, samples))
         with trace.fork_random(net.module):
             first = batch[:1].trim()
             copies = first.rows(torch.zeros(samples, dtype=torch.long))
-            tracer = trace.Tracer(partial(attention, place), place=place)
+            tracer = trace.Tracer(partial(note_frames, place), place=place)
             trace.run(net, copies, tracer)
 
     def choose(site: Site) -> Residual | None:
+        """Return the residual of a layer."""
         residuals: list[Residual] = []  # from the smallest to the largest
-        alone: list[Residual] = []
-        for frame in around.get(site.address, ()):
-            residual = found.get((frame.name, frame.number))
+        without_others: list[Residual] = []  # those that hold no other attention
+        for frame in frames_around.get(site.address, ()):
+            residual = by_call.get((frame.name, frame.number))
             if residual is None:
                 continue
             residuals.append(residual)
-            if {*frame.attentions} <= {*site.addresses}:
-                alone.append(residual)
+            if set(frame.attentions) <= set(site.addresses):
+                without_others.append(residual)
         if entire:
-            residuals = [*reversed(alone), *residuals]
+            residuals = [*reversed(without_others), *residuals]
         # The first with a row per sample, else the first.
         return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
@@ -245,18 +249,21 @@ def find_residuals(
 def record_outputs(
     net: Net, residuals: Sequence[Residual], f: Function
 ) -> tuple[Function, dict[Residual, Tensor]]:
-    """Return f, and the outputs of residuals in its last forward pass, as parts of the graph."""
-    seen: dict[Residual, Tensor] = {}
+    """Return f, and a dict of the residuals' outputs in its last forward pass.
+
+    The outputs are tensors of the graph: gradients pass through them.
+    """
+    outputs: dict[Residual, Tensor] = {}
 
     def record(residual: Residual, output: Tensor) -> Tensor:
-        seen[residual] = output
+        outputs[residual] = output
         return output.clone()  # the model may write into it
 
     def run(z: Tensor, index: Tensor) -> Tensor:
         with _change_outputs(net, residuals, record):
             return f(z, index)
 
-    return run, seen
+    return run, outputs
 
 
 def start_after(net: Net, residual: Residual, f: Function, x: Tensor) -> Function:
@@ -273,12 +280,12 @@ def _change_outputs(
     net: Net, residuals: Sequence[Residual], change: Callable[[Residual, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
     """Pass the output of each residual through `change`, in one forward pass."""
-    wanted = {(residual.module, residual.call): residual for residual in residuals}
-    calls = Counter[str]()
+    by_call = {(residual.module, residual.call): residual for residual in residuals}
+    counts = Counter[str]()  # of calls so far, by module
 
-    def leave(name: str, _args: object, output: Any) -> Any:
-        residual = wanted.get((name, calls[name]))
-        calls[name] += 1
+    def change_output(name: str, _args: object, output: Any) -> Any:
+        residual = by_call.get((name, counts[name]))
+        counts[name] += 1
         if residual is None:
             return output
         values, spec = tree_flatten(output)
@@ -286,7 +293,7 @@ def _change_outputs(
         return tree_unflatten(values, spec)
 
     parts = {residual.module: net.module.get_submodule(residual.module) for residual in residuals}
-    return watch_modules(parts.items(), leave)
+    return watch_modules(parts.items(), change_output)
 
 
 def compute_residual_norms(
@@ -305,18 +312,19 @@ def compute_residual_norms(
     Raises:
         InputError, EvaluationError: as in `linearize`.
     """
-    wanted = {(residual.module, residual.call): residual for residual in residuals}
+    by_call = {(residual.module, residual.call): residual for residual in residuals}
+    # The module of each residual, and its arguments, flattened, with their structure.
     calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
-    def keep(frame: trace.Frame) -> None:
-        residual = wanted.get((frame.name, frame.number))
+    def copy_arguments(frame: trace.Frame) -> None:
+        residual = by_call.get((frame.name, frame.number))
         if residual is not None:  # copies, before the call can change its arguments
-            given = tree_map(
+            copies = tree_map(
                 lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
             )
-            calls[residual] = frame.module, *tree_flatten(given)
+            calls[residual] = frame.module, *tree_flatten(copies)
 
-    watched = trace.CallStack(on_enter=keep).following(net.module)
+    watched = trace.CallStack(on_enter=copy_arguments).following(net.module)
     with trace.fork_random(net.module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
@@ -329,29 +337,34 @@ def compute_residual_norms(
 
 
 def _linearize_residual(
-    residual: Residual, module: nn.Module, given: list[Any], spec: TreeSpec, mask: Tensor | None
+    residual: Residual,
+    module: nn.Module,
+    arguments: list[Any],
+    spec: TreeSpec,
+    mask: Tensor | None,
 ) -> Linearization:
     """Linearise a recorded call of a residual on a batch; padded tokens are zeros of its output.
 
     Args:
         residual: the residual.
         module: its module.
-        given: all arguments of the call, with containers flattened.
+        arguments: all arguments of the call, with containers flattened.
         spec: their structure.
         mask: real tokens of the batch.
     """
-    x = given[residual.input]
+    x = arguments[residual.input]
 
     def run(z: Tensor, index: Tensor) -> Tensor:
-        # Rows of per-sample arguments; masks and positions may be shared.
-        picked = []
-        for value in given:
+        """Run the module at z, rows `index` of the batch."""
+        values = []
+        for value in arguments:
+            # Rows of per-sample arguments; masks and positions may be shared.
             if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
-                picked.append(value[index])
+                values.append(value[index])
             else:
-                picked.append(value)
-        picked[residual.input] = z
-        args, kwargs = tree_unflatten(picked, spec)
+                values.append(value)
+        values[residual.input] = z
+        args, kwargs = tree_unflatten(values, spec)
         results, _ = tree_flatten(module(*args, **kwargs))
         output: Tensor = results[residual.output]
         if mask is None or x.shape[:2] != mask.shape:

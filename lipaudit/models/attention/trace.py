@@ -15,14 +15,22 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention import calls
-from lipaudit.models.attention.calls import Address, AttentionCall, Linear, Loop, Origin, Origins
+from lipaudit.models.attention.calls import (
+    Address,
+    AttentionCall,
+    Linear,
+    Loop,
+    Origin,
+    Origins,
+    Way,
+)
 from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net, watch_modules
 from lipaudit.models.precision import Widening, keep
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
 
 
@@ -40,28 +48,28 @@ class Frame:
     @property
     def inputs(self) -> dict[int | str, Tensor]:
         """Return the arguments that depend on the model's input, by place or name."""
-        given: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
-        return {k: t for k, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
+        arguments: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
+        return {k: t for k, t in arguments.items() if isinstance(t, Tensor) and t.requires_grad}
 
     def name_inputs(self) -> list[str]:
-        """Return the names of these arguments; one tensor given twice is `query = key`."""
-        named: dict[int, list[str]] = {}
+        """Return the names of the inputs; one tensor given twice is `query = key`."""
+        names_by_tensor: dict[int, list[str]] = {}
         for key, t in self.inputs.items():
-            name = self._name_place(key) if isinstance(key, int) else key
-            named.setdefault(id(t), []).append(name)
-        return [" = ".join(names) for names in named.values()]
+            name = self._name_position(key) if isinstance(key, int) else key
+            names_by_tensor.setdefault(id(t), []).append(name)
+        return [" = ".join(names) for names in names_by_tensor.values()]
 
-    def _name_place(self, place: int) -> str:
+    def _name_position(self, position: int) -> str:
         """Return the name of a positional argument in the signature of `forward`."""
-        number = f"argument {place + 1}"
+        fallback = f"argument {position + 1}"
         try:
             parameters = inspect.signature(self.module.forward).parameters.values()
         except (TypeError, ValueError):  # compiled code may have no signature
-            return number
-        names = [p.name for p in parameters if p.kind in _BY_PLACE]
-        if place < len(names):
-            return names[place]
-        return number
+            return fallback
+        names = [p.name for p in parameters if p.kind in _POSITIONAL]
+        if position < len(names):
+            return names[position]
+        return fallback
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""
@@ -85,7 +93,7 @@ class CallStack:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def address(self, op: str) -> Address:
-        """Number an op of the innermost module."""
+        """Return the address of the next op of this kind in the innermost module."""
         module = self.module()
         self.counts[module, op] += 1
         return Address(module, op, self.counts[module, op] - 1)
@@ -172,11 +180,14 @@ class Tracer(AttentionMode):
         if reader is None:
             return None
         # Each op of a kind is numbered, cut or not: the numbers are then the same in every pass.
-        place = self.place.address(calls.RIGHT)
-        linear = None
+        right_address = self.place.address(calls.RIGHT)
         product = reader(*args, **kwargs)
-        for op, factors in () if product is None else product.orders():
-            address = place._replace(op=op)
+        if product is None:
+            return None
+        # The factor on the right, or the one on the left, may be the weight.
+        linear = None
+        for op, factors in product.orders():
+            address = right_address._replace(op=op)
             if self._is_map(factors, address):
                 linear = factors.read()
             if linear is not None:
@@ -191,26 +202,30 @@ class Tracer(AttentionMode):
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         origin = Origin(address, constant)
         if self.wanted is None:
-            before = self.origins.leaves(linear.x)
-            # Marks, not tensors: a chain of inputs would keep all activations of the model.
-            way: list[tuple[object, tuple[Address, ...]]] = [(root(linear.x), ())]
-            if len(before) == 1:
-                for mark, maps in before[0].origin.way:
-                    # The address of a map stands before those that it leads to: see
-                    # `find_inner_maps`.
-                    way.append((mark, (address, *maps)))
-            divided = divides_channels(linear.x)
-            origin = Origin(address, constant, tuple(way[:_DEEPEST]), divided)
-            if product is not None and not product.entire:
+            way = self._extend_way(linear.x, address)
+            origin = Origin(address, constant, way, divides_channels(linear.x))
+            if not product.entire:
                 self.products.add(address)
         result = self._cut(output, origin)
         self.remember(linear, result)
         return result
 
+    def _extend_way(self, x: Tensor, address: Address) -> Way:
+        """Return the way of a linear map of x: see `Origin.way`."""
+        # Marks, not tensors: a chain of inputs would keep all activations of the model.
+        way: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
+        before = self.origins.leaves(x)
+        if len(before) == 1:
+            # Uncut, this map leads on to the map before it, and along its way.
+            for mark, maps in before[0].origin.way:
+                way.append((mark, (address, *maps)))
+        return tuple(way[:_DEEPEST])
+
     def _is_map(self, factors: Contraction, address: Address) -> bool:
         """Say whether to cut at a product, as a linear map: one factor is a constant.
 
-        Every factor that does not depend on the sample counts as a weight.
+        Every factor that does not depend on the sample counts as a weight. While the model runs,
+        exactly the tensors that depend on the sample require gradients.
         """
         if self.wanted is not None:
             return address in self.wanted
@@ -219,14 +234,14 @@ class Tracer(AttentionMode):
         x = factors.x
         weight = factors.weight
         bias = factors.bias
-        moving = weight.requires_grad or (bias is not None and bias.requires_grad)
-        if moving or not x.requires_grad:
+        is_moving = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if is_moving or not x.requires_grad:
             return False
-        # Parts of the output of one linear map are queries or keys of one head, multiplied by a
-        # rotation or by position vectors. A head is narrower than that output; a second map in
-        # sequence (LoRA, a latent) reads the whole output.
         if factors.entire:
             return True
+        # A product of a part of a linear map's output (queries or keys of one head) and a constant
+        # is a rotation, or a product with position vectors: no further linear map. A head is
+        # narrower than that output; a second map in sequence (LoRA, a latent) reads all of it.
         behind = self.origins.leaves(x)
         linear = behind[0].origin.linear if len(behind) == 1 else None
         if linear is None or factors.width >= linear.parameter.shape[1]:
@@ -234,30 +249,35 @@ class Tracer(AttentionMode):
         return not is_affine(x)
 
     def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
-        """Number a call and cut after it; return it, or at the end of a loop all calls as one."""
+        """Number a call and cut the graph after it.
+
+        Returns:
+            The call to report: itself, at the end of a loop all calls as one, else None; its
+            address; and its output, cut.
+        """
         address = self.place.address("attention")
         if self.wanted is None:
-            wanted = call.output.requires_grad
+            is_wanted = call.output.requires_grad
         else:
-            wanted = address in self.wanted
-        if wanted:
-            cut = self._cut(call.output, Origin(address))
+            is_wanted = address in self.wanted
+        if is_wanted:
+            output = self._cut(call.output, Origin(address))
         else:
-            cut = call.output.detach()
-        # A module that is run again alone has numbers of its own: it finds a call by its place.
+            output = call.output.detach()
+        # In a module that is run again alone, a call is found by its position among these.
         for frame in self.place.frames:
             frame.attentions.append(address)
         call = replace(call, origins=self.origins)
         loop = self.loops.get(address)
         if loop is None:
-            return call, address, cut
+            return call, address, output
         # The calls of a loop wait for the last one. A model may leave some out for a sample.
         self._waiting[address] = call
-        complete = all(each in self._waiting for each in loop.addresses)
-        if address != loop.addresses[-1] or not complete:
-            return None, address, cut
-        parts = [self._waiting.pop(each) for each in loop.addresses]
-        return loop.join(parts), address, cut
+        is_complete = all(part in self._waiting for part in loop.addresses)
+        if address != loop.addresses[-1] or not is_complete:
+            return None, address, output
+        parts = [self._waiting.pop(part) for part in loop.addresses]
+        return loop.join(parts), address, output
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
@@ -270,12 +290,12 @@ class Tracer(AttentionMode):
 def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     """Return the output of a model that a tracer observes.
 
-    In float64, everything is computed so.
+    In float64 the model's own casts to lower precision are left out.
     """
+    # `Widening` inside of the tracer: what the tracer computes of a layer keeps its own casts.
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
-    # A text model is cut at its token embedding and at every module that shares its weight. Casts
-    # are taken out first: what is computed of a layer on the way is not the model's.
     place = tracer.place.following(net.module)
+    # A text model is cut at its token embedding, and at every module that shares its weight.
     with torch.enable_grad(), place, tracer, wide, watch_embeddings(net, tracer.input):
         if net.kind == "text":
             x = batch.x
@@ -285,7 +305,7 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
 
 
 def fork_random(module: nn.Module) -> AbstractContextManager[None]:
-    """Undo, when the block ends, what a model drew: its user draws the same numbers next."""
+    """Restore the state of the random generators when the block ends."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     return torch.random.fork_rng(devices=list(devices))
 
@@ -295,7 +315,7 @@ def watch_embeddings(
 ) -> AbstractContextManager[None]:
     """Pass the outputs of a text model's token embedding through `change` (None keeps them).
 
-    So are those of every embedding that shares its weight.
+    The outputs of every embedding that shares its weight pass through it, too.
     """
     tied: list[tuple[str, nn.Module]] = []
     if net.kind == "text" and net.entry is not None:

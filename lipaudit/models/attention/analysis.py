@@ -1,0 +1,169 @@
+"""Analyse one attention call: the axes of its tensors, the forms of q, k and v, and W_O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import first_line, of_machine
+from lipaudit.models import graph
+from lipaudit.models.attention import calls, capture, projections
+from lipaudit.models.attention.calls import AttentionCall, AxisLayout
+from lipaudit.models.attention.layouts import find_layouts, guess_layouts
+from lipaudit.models.attention.logits import read_product
+from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
+from lipaudit.models.precision import keep
+from lipaudit.models.sources.weights import HALF
+from lipaudit.theory.head_norms import forward_error
+
+
+class Analysis(NamedTuple):
+    """The result of an analysis, as the fields of `Site` with these names."""
+
+    layout: AxisLayout
+    kinds: tuple[str, ...]
+    structure: capture.Structure | None
+    reason: str | None
+
+
+def analyse(call: AttentionCall, batch: Batch) -> Analysis:
+    """Analyse a call in the first layout with a closed form, else in the likeliest."""
+    usual = guess_layouts(call.q, len(batch))
+    if call.output.dtype in HALF:
+        kind = str(call.output.dtype).removeprefix("torch.")
+        reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
+        return Analysis(usual[0], ("rounded",) * 3, None, reason)
+    analysis = _try_layouts(usual, call, batch)
+    if analysis.structure is not None:
+        return analysis
+    # In a wrong layout there is no closed form: tokens of windows would be mixed.
+    others = find_layouts(call, len(batch))
+    if others:
+        return _try_layouts(others, call, batch)
+    return analysis
+
+
+def _try_layouts(layouts: Sequence[AxisLayout], call: AttentionCall, batch: Batch) -> Analysis:
+    """Return the analysis of the first layout with a closed form, else that of the first one."""
+    failures: list[Analysis] = []
+    for layout in layouts:
+        kinds: list[str] = []
+        try:
+            structure = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
+        except NotClosedForm as obstacle:
+            failures.append(Analysis(layout, tuple(kinds), None, obstacle.reason))
+        except RuntimeError as error:
+            if of_machine(error):
+                raise
+            # The graph comes from the model: a write in place, an op without a derivative. In any
+            # such case we cannot vouch for a closed form of this layer; other layers may have one.
+            reason = f"its graph cannot be differentiated: {first_line(error)}"
+            failures.append(Analysis(layout, ("unread",) * 3, None, reason))
+        else:
+            return Analysis(layout, tuple(kinds), structure, None)
+    return failures[0]
+
+
+def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
+    """Return the structure of a call with canonical axes.
+
+    Args:
+        call: the call.
+        batch: the samples.
+        kinds: takes the kinds of q, k and v, also if there is no closed form.
+
+    Raises:
+        NotClosedForm: there is no closed form.
+        RuntimeError: its graph cannot be differentiated.
+    """
+    forms: list[ProjectionForm | None] = []
+    problems = []
+    tensors = (call.q, call.k, call.v)
+    leaves = [call.origins.leaves(t) for t in tensors]
+    for name, t, leaves_of_t in zip("qkv", tensors, leaves, strict=True):
+        try:
+            form = projections.decode(t, leaves_of_t, len(batch))
+            forms.append(form)
+            kinds.append("constant" if form is None else form.kind)
+        except NotClosedForm as obstacle:
+            problems.append(f"{name} {obstacle.reason}")
+            kinds.append(obstacle.kind)
+    # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
+    is_divided = any(leaf.origin.divided for part in leaves for leaf in part)
+    if is_divided and (problems or len(call.q) != len(batch)):
+        kinds[:] = ["shared"] * 3
+        raise NotClosedForm("one linear map is applied to each head separately")
+    try:
+        attention, relative = read_product(call, batch, None)
+    except NotClosedForm as obstacle:
+        problems.append(obstacle.reason)
+    if problems:
+        raise NotClosedForm("; ".join(problems))
+    q, k, v = forms
+    if k is None or v is None:
+        raise NotClosedForm("its keys or values are constants, or have no gradient")
+    # All linear maps behind q, k or v read the same input: the first one stands for them.
+    k_origin = leaves[1][0].origin
+    v_origin = leaves[2][0].origin
+    if not (k_origin.reads_same(v_origin) and k.index.is_same(v.index)):
+        raise NotClosedForm("its keys and values read different inputs")
+    joint = False
+    if q is not None:
+        q_origin = leaves[0][0].origin
+        joint = q_origin.reads_same(k_origin) and q.index.is_same(k.index)
+        if not joint and _is_reordered(q.index.read(q_origin), k.index.read(k_origin)):
+            raise NotClosedForm("its keys are the tokens of its queries in another order")
+    structure = capture.Structure(q, k, v, joint, out=None)
+    heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
+    if forward_error(heads).amax() > capture.HOPELESS:
+        raise NotClosedForm(
+            f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
+            "use --dtype float64"
+        )
+    if not capture.matches_autograd(heads, parts, call):
+        raise NotClosedForm("its closed form disagrees with autograd")
+    return structure
+
+
+def _is_reordered(one: Tensor, other: Tensor) -> bool:
+    """Say whether queries and keys read the same tokens in another order, at a generic point.
+
+    Rolled or flipped keys are not a second input: norms would be those of cross-attention.
+    """
+    if one.shape != other.shape or torch.equal(one, other):
+        return False
+    tokens = torch.unique(one, dim=0)
+    other_tokens = torch.unique(other, dim=0)
+    return torch.equal(tokens, other_tokens)
+
+
+def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.OutputMap | None:
+    """Return W_O if a linear map reads the concatenated heads, only permuted and scaled.
+
+    Args:
+        linear: a linear map behind the attention.
+        source: its input as a function of the attention's output.
+    """
+    rows, width = source.as_rows(*source.leaves).shape
+    columns = torch.arange(width, device=source.t.device)[None]
+    try:
+        index = projections.find_token_rows(source)
+    except NotClosedForm:
+        return None
+    affine = None
+    if index.numel() == rows and graph.is_affine(source.t):
+        affine = graph.find_affine_map(source, index, columns)
+    if affine is None:
+        return None
+    # Each channel of the input must be one channel of the heads: a permutation times factors.
+    mix = affine[0][0]  # (channels of the input, channels of the heads)
+    order = mix.abs().argmax(0)
+    gain = mix.gather(0, order[None])[0]
+    has_one_each = bool(((mix != 0).sum(0) == 1).all())
+    if not has_one_each or int(order.bincount().amax()) > 1:
+        return None
+    return capture.OutputMap(keep(linear.weight), order, gain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
@@ -76,25 +76,8 @@ class Table:
 
 ALL_COLUMNS = "All columns"
 """Title of the folded table that has every column of its chapter."""
-Cells = dict[Any, Any]
-"""The cells of a row by the keys of their columns, such as names of columns of `HEADINGS`."""
-
-
-def make_table(
-    title: str, rows: Sequence[Cells], columns: Mapping[Any, Column] | None = None, **how: Any
-) -> Table:
-    """Return a table of rows; cells that a row lacks are missing values.
-
-    Args:
-        title: printed above the table.
-        rows: the rows; their columns come in the order in which rows first name them.
-        columns: columns by key, in place of those of `HEADINGS`.
-        how: other attributes of the table.
-    """
-    names = dict.fromkeys(name for row in rows for name in row)
-    known = {**cells.HEADINGS, **(columns or {})}
-    lines = (tuple(row.get(name) for name in names) for row in rows)
-    return Table(title, tuple(known[name] for name in names), tuple(lines), **how)
+Cells = dict[str, Any]
+"""The cells of a row by the names of their columns."""
 
 
 @dataclass(frozen=True)

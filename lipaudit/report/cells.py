@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lipaudit.tables import Column
+from lipaudit.tables.formats import MISSING as MISSING
 from lipaudit.tables.formats import UNMEASURED as UNMEASURED
 from lipaudit.tables.formats import describe_domain as describe_domain
 from lipaudit.tables.formats import describe_standing as describe_standing
@@ -129,4 +130,10 @@ HEADINGS: Mapping[str, Column] = {
         Column("difference", "Paired, from the best model, with corrected limits.", domain=""),
     )
 }
-"""Columns of the tables of a page that belong to no section, by their headings."""
+"""Columns of the sections that a page makes: comparisons, rankings, verdicts, samples."""
+
+
+def pick_columns(*headings: str, **others: str) -> dict[str, Column]:
+    """Return columns of pages: by their headings, others by the names of their cells."""
+    names = dict(zip(headings, headings, strict=True)) | others
+    return {name: HEADINGS[heading] for name, heading in names.items()}

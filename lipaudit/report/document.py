@@ -10,11 +10,12 @@ from typing import Any
 from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.measures import summarise
 from lipaudit.report import blocks, cells, opening
-from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph
+from lipaudit.report.blocks import Block, Card, Cells, Chapter, Document, Paragraph, Table
 from lipaudit.report.groups import show_groups
 from lipaudit.report.markup import HTML
 from lipaudit.report.pictures import compare_steepness
 from lipaudit.report.reference import compare_with_known
+from lipaudit.report.rows import tabulate_rows
 from lipaudit.report.scales import harmonise
 from lipaudit.report.sections import (
     find_display,
@@ -45,6 +46,8 @@ WORDS = Chapter(
 """The end of every page."""
 SHORT = ("model", "data", "run", "reason")
 """Facts on one screen."""
+OF_SAMPLE = cells.pick_columns("figure", "value", "all", "from the worst")
+"""The columns of the figures of one sample."""
 
 
 def make_page(report: Report, *, short: bool = False) -> Document:
@@ -177,14 +180,16 @@ def make_pages(
     # The facts that differ are beside each other.
     facts = [opening.list_facts(report) for report in reports]
     rows: list[Cells] = []
-    for name in dict.fromkeys(chain.from_iterable(facts)):
-        texts = [each.get(name) for each in facts]
+    for fact in dict.fromkeys(chain.from_iterable(facts)):
+        texts = [each.get(fact, cells.MISSING) for each in facts]
         if len(set(texts)) > 1:
-            rows.append({"fact": name} | dict(enumerate(texts)))
-    if rows:
-        columns = {i: Column(name, "", format="s") for i, name in enumerate(names)}
-        table = blocks.make_table("", rows, columns)
-        chapters.append(Chapter("models", "What was audited?", (table,)))
+            rows.append({"fact": fact} | dict(zip(names, texts, strict=True)))
+    columns = cells.pick_columns("fact")
+    for name in names:
+        columns[name] = Column(name, "", format="s")
+    tables = tabulate_rows(columns, rows)
+    if tables:
+        chapters.append(Chapter("models", "What was audited?", tables))
     return Document(title, (*harmonise(chapters, names), WORDS), tuple(names))
 
 
@@ -223,12 +228,8 @@ def list_warnings(reports: Sequence[Report]) -> list[Note]:
 
 
 def list_names(samples: Sequence[str], places: Mapping[str, str]) -> list[Cells]:
-    """Return the cells that name samples: the beginning of each id, and places if any is known."""
-    rows: list[Cells] = [{"sample": sample[:CHARACTERS]} for sample in samples]
-    if any(sample in places for sample in samples):
-        for row, sample in zip(rows, samples, strict=True):
-            row["place"] = places.get(sample)
-    return rows
+    """Return the cells that name samples: the beginning of each id, and its place if known."""
+    return [{"sample": sample[:CHARACTERS], "place": places.get(sample)} for sample in samples]
 
 
 # Per-sample figures
@@ -442,22 +443,22 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     rows = list_names(names, describe_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
     figures = {}
+    columns = cells.pick_columns("sample", "place", "broken")
     for figure in list_columns(report):
         measure = figure.section.measure
         if figure.name in shown[measure].worst:
-            figures[measure, figure.name] = figure
+            key = f"{measure}.{figure.name}"
+            figures[key] = figure
+            columns[key] = figure.column
     for row, name in zip(rows, names, strict=True):
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
         smallest = {ball.norm: ball.ball for ball in fallen}
-        row["broken"] = ", ".join(smallest.values()) or None
+        row["broken"] = ", ".join(smallest.values()) or cells.MISSING
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
-    columns = {key: figure.column for key, figure in figures.items()}
-    table = blocks.make_table(
-        "The worst samples: most often broken first, then the largest norm", rows, columns
-    )
-    return table, *show_samples(report, names)
+    title = "The worst samples: most often broken first, then the largest norm"
+    return (*tabulate_rows(columns, rows, title), *show_samples(report, names))
 
 
 def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
@@ -481,7 +482,8 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
             figures = [f for f in list_columns(report) if f.section is section]
             rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
             if rows:
-                tables = [blocks.make_table("", rows), *list_carriers(section, sample)]
+                tables = tabulate_rows(OF_SAMPLE, rows)
+                tables += list_carriers(section, sample)
                 chapters.append(Chapter(section.measure, name_chapter(section), tables))
         pictures = show_samples(report, [sample])
         if pictures:
@@ -501,7 +503,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
     return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
 
 
-def list_carriers(section: Section, sample: str) -> list[Block]:
+def list_carriers(section: Section, sample: str) -> list[Table]:
     """Return a table of the heads with the largest shares on a sample, if shares were measured."""
     names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
     if section.measure != "jacobian.shares" or not names:
@@ -509,15 +511,15 @@ def list_carriers(section: Section, sample: str) -> list[Block]:
     place = section.ids.index(sample)
     values = {name: section.arrays[name].numpy()[:, place].tolist() for name in names}
     order = sorted(range(len(section.rows)), key=lambda i: -order_values(values["share"][i]))
-    columns: dict[str, Column] = {name: section.columns[name] for name in names}
+    columns = cells.pick_columns("head")
+    columns |= {name: section.columns[name] for name in names}
     columns["all"] = replace(section.columns["share"], label="share, all")
     rows: list[Cells] = []
     for i in order[:MOST]:
         row = section.rows[i]
-        cells_of_head: Cells = {"head": f"{row.layer}.{row.head}"}
-        cells_of_head |= {name: values[name][i] for name in names}
-        rows.append(cells_of_head | {"all": row.share})
-    return [blocks.make_table("Heads that carry this sample", rows, columns)]
+        of_sample = {name: values[name][i] for name in names}
+        rows.append({**row, **of_sample, "all": row.share})
+    return tabulate_rows(columns, rows, "Heads that carry this sample")
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:

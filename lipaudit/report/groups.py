@@ -10,13 +10,33 @@ from lipaudit.gate.groups import list_group_figures
 from lipaudit.gate.statistics import ALPHA, Movement, Proportion
 from lipaudit.gate.verdicts import amount
 from lipaudit.measures import find_column
-from lipaudit.report.blocks import Block, Cells, Paragraph, make_table
-from lipaudit.report.cells import format_limits, format_value
+from lipaudit.report.blocks import Block, Cells, Paragraph
+from lipaudit.report.cells import HEADINGS, format_limits, format_value, pick_columns
+from lipaudit.report.rows import read_verdict, tabulate_rows
 from lipaudit.tables import Column, Report
 from lipaudit.tables.columns import group_values
 
 MOST = 12
 """Number of groups in a table on one page; the worst come first."""
+GROUPS = {
+    "group": HEADINGS["group"],
+    "samples": Column.count("samples", "Number of distinct samples of the group."),
+    "value": Column.text("value", "Of yes or no the share of yes, else the median."),
+    "95% limits": Column.text(
+        "95% limits", "Of a share Wilson's; of a median those of the sign test."
+    ),
+}
+"""The columns of groups; other sections use some of the names in another sense."""
+GROUP_CHANGES = pick_columns(
+    "group",
+    "samples",
+    baseline="old",
+    current="new",
+    paired="paired",
+    limits="95% limits",
+    p_adjusted="p (groups)",
+)
+MOVEMENT = pick_columns("predictions", "samples", "share", "95% limits")
 
 
 def show_groups(report: Report) -> list[Block]:
@@ -29,32 +49,16 @@ def show_groups(report: Report) -> list[Block]:
             column = replace(column, format=".1%")
         rows = list[Cells]()
         for figure in figures[:MOST]:
-            limits = ""
+            row: Cells = {"group": figure.group, "samples": figure.samples}
+            row["value"] = format_value(figure.value, column)
             if figure.low is not None and figure.high is not None:
-                limits = format_limits(figure.low, figure.high, column)
-            rows.append(
-                {
-                    "group": figure.group,
-                    "samples": figure.samples,
-                    "value": format_value(figure.value, column),
-                    "limits of the group": limits or None,
-                }
-            )
+                row["95% limits"] = format_limits(figure.low, figure.high, column)
+            rows.append(row)
         title = f"{first.metric} {first.name}".rstrip()
         if len(figures) > MOST:
             title = f"{title} (the worst {MOST} of {len(figures)})"
-        found.append(make_table(title, rows, COLUMNS))
+        found += tabulate_rows(GROUPS, rows, title)
     return found
-
-
-COLUMNS = {
-    "samples": Column.count("samples", "Number of distinct samples of the group."),
-    "value": Column.text("value", "Of yes or no the share of yes, else the median."),
-    "limits of the group": Column.text(
-        "95% limits", "Of a share Wilson's; of a median those of the sign test."
-    ),
-}
-"""Columns of these tables that other tables use in another sense."""
 
 
 # Two reports
@@ -75,22 +79,13 @@ def show_group_changes(pair: Pair, most: int) -> list[Block]:
         rows = list[Cells]()
         proven = set[int]()
         for i, verdict in enumerate(verdicts[:most]):
-            texts = {name: text or None for name, text in verdict.texts.items()}
-            rows.append(
-                {
-                    "group": verdict.group,
-                    "samples": verdict.samples or None,
-                    "old": texts["baseline"],
-                    "new": texts["current"],
-                    "paired": texts["paired"] or texts["change"],
-                    "95% limits": texts["limits"],
-                    "p (groups)": verdict.p_adjusted,
-                }
-            )
+            row = read_verdict(verdict)
+            row["paired"] = row["paired"] or row["change"]
+            rows.append(row)
             if verdict.p_adjusted is not None and verdict.p_adjusted <= ALPHA:
                 proven.add(i)
         title = f"{metric} {name}".rstrip() + count_part(rows, verdicts)
-        found.append(make_table(title, rows, strong=proven))
+        found += tabulate_rows(GROUP_CHANGES, rows, title, strong=proven)
     return found
 
 
@@ -114,7 +109,7 @@ def show_movement(movement: Movement) -> list[Block]:
         row["share"] = f"{part.share:.1%}"
         row["95% limits"] = f"{part.low:.1%} to {part.high:.1%}"
         rows.append(row)
-    found: list[Block] = [make_table("", rows)]
+    found: list[Block] = [*tabulate_rows(MOVEMENT, rows)]
     text = " ".join(_describe_movement(movement))
     if text:
         found.append(Paragraph(text))

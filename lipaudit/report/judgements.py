@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
-from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points, make_table
+from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points
+from lipaudit.report.cells import pick_columns
 from lipaudit.report.changes import (
+    MOVED,
     describe_flip,
     draw_changes,
     draw_ranking,
@@ -25,10 +27,16 @@ from lipaudit.report.changes import (
 from lipaudit.report.document import list_names, list_warnings, make_pages, open_several
 from lipaudit.report.groups import count_part, show_group_changes, show_movement, write_movement
 from lipaudit.report.opening import open_page
-from lipaudit.report.rows import FIT, TOP, map_heads
+from lipaudit.report.rows import (
+    FIT,
+    TOP,
+    map_heads,
+    read_verdict,
+    tabulate_rows,
+)
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.columns import group_values
-from lipaudit.tables.formats import describe_places
+from lipaudit.tables.formats import describe_places, join_texts
 from lipaudit.tables.summary import describe_figure
 from lipaudit.tables.trials import FLAGS
 
@@ -48,17 +56,7 @@ def make_page(
     if isinstance(found, Judgement):
         return make_judgement_page(found)
     opening = open_several(reports, describe_ranking(found), short=short)
-    table = tabulate_ranking(found, reports, FIGURES if short else None)
-    criterion: tuple[Block, ...] = ()
-    if found.criterion:
-        wide = f", each corrected for {found.compared} comparisons" * (found.compared > 1)
-        text = f"Ranked by {found.criterion}. Limits of differences: 95%, paired{wide}."
-        criterion = (Paragraph(text),)
-    title = "Which model is the most robust?" if criterion else "The models, in order"
-    drawn = [] if short else draw_ranking(found)
-    parts = (table, *criterion, *drawn, *blocks.list_notes(found.notes))
-    chapter = Chapter("ranking", title, parts)
-    return make_pages(reports, [opening, chapter], short=short)
+    return make_pages(reports, [opening, show_ranking(found, reports, short=short)], short=short)
 
 
 # Comparisons
@@ -70,6 +68,19 @@ FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 NORM = "jacobian.norm"
 CARRIED = "jacobian.shares."
+BRIEF_CHANGES = pick_columns(
+    "metric", status="verdict", baseline="old", current="new", change="change"
+)
+"""Columns of changes on one screen; like all columns of verdicts by the fields of `Verdict`."""
+CHANGES = BRIEF_CHANGES | pick_columns(
+    "paired",
+    limits="95% limits",
+    samples="samples",
+    lost="lost",
+    gained="gained",
+    mcnemar="McNemar",
+)
+HEADS = pick_columns("head", "change", limits="95% limits", p_adjusted="p (Holm)", stands="stands")
 
 
 def make_comparison_page(
@@ -158,10 +169,6 @@ def _list_chapters(
         yield Chapter("carriers", f"Which heads carry the change of the norm?{of}", carrying)
 
 
-def _name_figure(verdict: Verdict) -> str:
-    return f"{verdict.metric} {verdict.row}".rstrip()
-
-
 # Chapters
 
 
@@ -170,36 +177,18 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
     shown = judged
+    columns = CHANGES
+    found = list[Block]()
     if short:
         shown = judged[: 2 * FEW]
-    rows = list[Cells]()
-    for verdict in shown:
-        texts = {name: text or None for name, text in verdict.texts.items()}
-        row: Cells = {
-            "metric": _name_figure(verdict),
-            "verdict": verdict.status,
-            "old": texts["baseline"],
-            "new": texts["current"],
-            "change": texts["change"],
-        }
-        if not short:
-            row["paired"] = texts["paired"]
-            row["95% limits"] = texts["limits"]
-            row["samples"] = verdict.samples or None
-            if verdict.mcnemar is not None:
-                row["lost"] = verdict.lost
-                row["gained"] = verdict.gained
-                row["McNemar"] = verdict.mcnemar
-        rows.append(row)
-    found = list[Block]()
-    if not short:
+        columns = BRIEF_CHANGES
+    else:
         found += draw_changes((verdict.subject, verdict) for verdict in judged)
-    if rows:
-        moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
-        title = ""
-        if len(shown) < len(judged):
-            title = f"The first {len(shown)} of {len(judged)}"
-        found.append(make_table(title, rows, strong=moved))
+    moved = {i for i, verdict in enumerate(shown) if verdict.status in MOVED}
+    title = ""
+    if len(shown) < len(judged):
+        title = f"The first {len(shown)} of {len(judged)}"
+    found += tabulate_rows(columns, map(read_verdict, shown), title, strong=moved)
     if not short:
         found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
     return found
@@ -233,36 +222,31 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
     if not whole:
         groups = {}
     maps = list[Block]()
-    columns = dict[tuple[str, str], Column]()
+    columns = dict(HEADS)
     for metric, group in groups.items():
         column = find_column(metric)
         heads = {(head.layer, head.head): head for head in group}
         for when in ("old", "new"):
-            columns[metric, when] = replace(column, label=f"{column.label}, {when}")
-            for row, head in zip(rows, shown, strict=True):
-                same = heads.get((head.layer, head.head))
-                row[metric, when] = same and getattr(same, when)
+            key = f"{metric}, {when}"
+            columns[key] = replace(column, label=f"{column.label}, {when}")
+            for row in rows:
+                same = heads.get((row["layer"], row["head"]))
+                row[key] = same and getattr(same, when)
         maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
     found: list[Block] = [
         Paragraph(f"{proven} of {len(changes)} changes are proven (column stands).")
     ]
-    if rows:
-        strong = {i for i, head in enumerate(shown) if head.stands}
-        title = f"Heads that moved most{count_part(shown, ranked)}, by {first}"
-        found.append(make_table(title, rows, columns, strong=strong))
+    strong = {i for i, head in enumerate(shown) if head.stands}
+    title = f"Heads that moved most{count_part(shown, ranked)}, by {first}"
+    found += tabulate_rows(columns, rows, title, strong=strong)
     return found + maps
 
 
 def _list_head_cells(head: HeadChange) -> Cells:
     """Return the cells of a head in the table of heads that moved most."""
-    cells: Cells = {
-        "head": f"{head.layer}.{head.head}",
-        "change": amount(read_change(head), head.unit),
-        "95% limits": head.texts["limits"] or None,
-        "p (Holm)": head.p_adjusted,
-        "stands": None,
-    }
+    cells = read_verdict(head)
+    cells["change"] = amount(read_change(head), head.unit)
     if head.p_adjusted is not None:
         cells["stands"] = head.stands
     return cells
@@ -289,7 +273,7 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
     if not flipped:
         return []
     shown = flipped[:most]
-    columns = dict[tuple[str, str], Column]()
+    columns = pick_columns("sample", "place", "became")
     rows = list_names([sample.id for sample in shown], places)
     for row, sample in zip(rows, shown, strict=True):
         row["became"] = describe_flip(sample)
@@ -307,14 +291,13 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
             continue
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
-            label = ", ".join(filter(None, (column.label, trial, when)))
-            columns[metric, when] = replace(column, label=label)
+            key = f"{metric}, {when}"
+            columns[key] = replace(column, label=join_texts((column.label, trial, when)))
             for row, sample in zip(rows, shown, strict=True):
-                row[metric, when] = None
                 if metric in sample.figures:
-                    row[metric, when] = sample.figures[metric][end]
+                    row[key] = sample.figures[metric][end]
     title = "Samples that changed" + count_part(shown, flipped)
-    return [make_table(title, rows, columns)]
+    return [*tabulate_rows(columns, rows, title)]
 
 
 # Rankings
@@ -324,41 +307,66 @@ FIGURES = 4
 """Number of figures of each scorecard on one screen."""
 
 
-def tabulate_ranking(
+def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) -> Chapter:
+    """Return the chapter of a ranking: its table, what ranks the models, and the differences."""
+    title = "The models, in order"
+    keys = 1
+    criterion = list[Block]()
+    if ranking.criterion:
+        title = "Which model is the most robust?"
+        keys = 2
+        text = f"Ranked by {ranking.criterion}. Limits of differences: 95%, paired"
+        if ranking.compared > 1:
+            text += f", each corrected for {ranking.compared} comparisons"
+        criterion.append(Paragraph(f"{text}."))
+    drawn = list[Block]()
+    if not short:
+        drawn = draw_ranking(ranking)
+    columns, rows = list_models(ranking, reports, FIGURES if short else None)
+    tables = tabulate_rows(columns, rows, keys=keys)
+    parts = (*tables, *criterion, *drawn, *blocks.list_notes(ranking.notes))
+    return Chapter("ranking", title, parts)
+
+
+def list_models(
     ranking: Ranking, reports: Sequence[Report], most: int | None = None
-) -> blocks.Table:
-    """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
-    columns: dict[tuple[str, str], Column] = {}  # no label may replace a cell of the ranking
-    values: dict[tuple[str, str], Any] = {}
+) -> tuple[dict[str, Column], list[Cells]]:
+    """Return the columns of a ranking, up to `most` of scorecards, and a row for every model."""
+    figures: dict[str, Column] = {}
     summaries = {model.model: model.summary for model in ranking.models}
     for name in model_labels(reports):
         for figure in summaries[name].rows:
-            columns.setdefault(("figure", figure.figure), describe_figure(figure))
-            values[name, figure.figure] = figure.value
+            # No figure may replace a cell of the ranking.
+            figures.setdefault(f"figure {figure.figure}", describe_figure(figure))
+    columns = pick_columns("model")
+    if ranking.criterion:
+        columns = pick_columns("rank", "model", "outcome", "difference")
+    columns |= dict([*figures.items()][:most])
     rows = list[Cells]()
     for model in ranking.models:
-        row: Cells = {"model": model.model}
-        if ranking.criterion:
-            row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": None}
-            if difference := model.difference:  # the best model has none
-                limits = difference.texts["limits"]
-                text = amount(read_change(difference), difference.unit)
-                if limits:
-                    text += f" ({limits})"
-                row["difference"] = text
-        for key in list(columns)[:most]:
-            row[key] = values.get((model.model, key[1]))
+        row: Cells = {f"figure {figure.figure}": figure.value for figure in model.summary.rows}
+        row |= {"rank": model.rank, "model": model.model, "outcome": model.outcome}
+        difference = model.difference
+        if difference is not None:  # the best model has none
+            limits = difference.texts["limits"]
+            row["difference"] = amount(read_change(difference), difference.unit)
+            if limits:
+                row["difference"] += f" ({limits})"
         rows.append(row)
-    return make_table("", rows, columns, keys=2 if ranking.criterion else 1)
+    return columns, rows
 
 
 def describe_ranking(ranking: Ranking) -> str:
     """Describe which models are best, behind or not distinguishable; empty if not ranked."""
-    named = group_values(((m.outcome, m.reason), m.model) for m in ranking.models if m.outcome)
-    return " ".join(
-        f"{outcome.capitalize()}: {', '.join(models)}{f' ({reason})' if reason else ''}."
-        for (outcome, reason), models in named.items()
-    )
+    outcomes = group_values(((m.outcome, m.reason), m.model) for m in ranking.models)
+    sentences = []
+    for (outcome, reason), models in outcomes.items():
+        because = ""
+        if reason:
+            because = f" ({reason})"
+        if outcome:
+            sentences.append(f"{outcome.capitalize()}: {', '.join(models)}{because}.")
+    return " ".join(sentences)
 
 
 # Judgements
@@ -372,7 +380,8 @@ ALONE = 6
 MOST = 8
 """Largest number of verdicts listed line by line for a rule, and of failures on a page."""
 PASSED = ("pass (proven)", "pass", "unchanged")
-COLUMNS = ("baseline", "current", "change", "paired", "limits", "samples")
+TEXTS = pick_columns("baseline", "current", "change", "paired", "limits", "samples")
+VERDICTS = pick_columns("verdict", "rule", "row") | TEXTS
 
 
 def write_verdicts(judgement: Judgement) -> list[str]:
@@ -488,7 +497,7 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     rows = list[Cells]()
     points = list[tuple[str, str, str]]()
     for verdict in verdicts:
-        row: Cells = {
+        row = {
             "verdict": f"{_choose_mark(judgement, verdict)} {verdict.status}",
             "rule": verdict.rule,
             "row": verdict.reason or verdict.row,
@@ -500,12 +509,11 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         more = "more " if listed else ""
         for status, count in passed.items():
             row = {"verdict": status, "rule": rule, "row": f"{count} {more}rows"}
-            rows.append(row | dict.fromkeys(COLUMNS, ""))
+            rows.append(row | dict.fromkeys(TEXTS, ""))
     found = draw_changes((verdict.subject, verdict) for verdict in verdicts)
     if points:
         found.append(Points(tuple(points[:MOST])))
-    if rows:
-        found.append(make_table("", rows))
+    found += tabulate_rows(VERDICTS, rows)
     notes = tuple(("note", text, "") for text in judgement.notes)
     if judgement.predictions is not None:
         notes = (("predictions", write_movement(judgement.predictions), ""), *notes)

@@ -12,8 +12,15 @@ from typing import Any
 
 from lipaudit.measures.attention_rows import CLASSES
 from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import Block, Cells, Curve, Table, make_table
-from lipaudit.report.rows import Sections, add_model, find_columns, map_heads, read_rows
+from lipaudit.report.blocks import Block, Cells, Curve, Table
+from lipaudit.report.rows import (
+    Sections,
+    add_model,
+    find_columns,
+    map_heads,
+    read_rows,
+    tabulate_rows,
+)
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, wilson
 from lipaudit.tables.plugins import collect, load_object
@@ -44,9 +51,10 @@ def draw_bounds(sections: Sections) -> Iterator[Curve | Table]:
     if not lines:
         return
     title = "How many times is each bound above the exact norm?"
-    table = make_table(title, lines, folded=True)
+    names = ("bound", "status", "model", "holds", "heads", "median", "largest")
+    (table,) = tabulate_rows(cells.pick_columns(*names), lines, title, folded=bool(series))
     if not series:
-        yield replace(table, folded=False)
+        yield table
         return
     norms = list(chain.from_iterable(each.x for each in series))
     ends = (min(norms), max(norms))
@@ -147,10 +155,13 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         for row in section.rows:
             if row.attack == WORST:
                 flags[row.trial.ball] = row.trial.column("robust")
-        columns = {name: replace(section.columns["robust"], label=name) for name in flags}
-        columns["clean"] = section.columns["clean"]
-        columns["samples"] = section.columns["samples"]
-        columns["class"] = Column.text("class", "Name of the class, or its number.")
+        columns = {
+            "class": Column.text("class", "Name of the class, or its number."),
+            "samples": section.columns["samples"],
+            "clean": section.columns["clean"],
+        }
+        for ball in flags:
+            columns.setdefault(ball, replace(section.columns["robust"], label=ball))
         places: dict[Any, list[int]] = {}
         for i, sample in enumerate(section.ids):
             if not is_repeat(sample):
@@ -166,7 +177,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
                 line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
             lines.append(line)
         title = add_model(model, "How accurate is each class?")
-        yield make_table(title, lines, columns, folded=True)
+        yield from tabulate_rows(columns, lines, title, folded=True)
 
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:

@@ -118,13 +118,15 @@ def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) 
     if isinstance(record, Report):
         return _list_cells(record)
     from lipaudit.gate.comparison import Comparison
-    from lipaudit.report.judgements import tabulate_ranking
+    from lipaudit.report.judgements import list_models
 
     if isinstance(record, Comparison):
         return _list_samples(record)
-    table = tabulate_ranking(record, reports)
-    labels = [column.label for column in table.columns]
-    return [dict(zip(labels, row, strict=True)) for row in table.rows]
+    columns, models = list_models(record, reports)
+    rows = []
+    for model in models:
+        rows.append({column.label: model.get(name) for name, column in columns.items()})
+    return rows
 
 
 def _list_cells(report: Report) -> Iterator[Cells]:

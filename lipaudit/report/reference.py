@@ -15,8 +15,9 @@ from statistics import fmean, median
 from typing import Any
 
 from lipaudit.measures import layouts
-from lipaudit.report import blocks, cells
+from lipaudit.report import cells
 from lipaudit.report.blocks import Cells, Chapter, Paragraph
+from lipaudit.report.rows import tabulate_rows
 from lipaudit.tables import Column, Report
 from lipaudit.tables.columns import finite, log10_ratio
 from lipaudit.tables.trials import WORST
@@ -164,6 +165,6 @@ def compare_with_known(report: Report) -> Iterator[Chapter]:
             row: Cells = {"figure": label, "value": cells.format_value(value, yardstick.column)}
             rows.append(row | {COMPARED: ", ".join(texts)})
     if rows:
-        table = blocks.make_table("", rows)
         about = "Figures of other models, each on data of its own (docs/reference.md)."
-        yield Chapter("reference", "Is that much?", (table, Paragraph(about)))
+        tables = tabulate_rows(cells.pick_columns("figure", "value", COMPARED), rows)
+        yield Chapter("reference", "Is that much?", (*tables, Paragraph(about)))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
 from lipaudit.tables.trials import WORST
+
+if TYPE_CHECKING:
+    from lipaudit.gate.verdicts import Verdict
 
 Sections = Mapping[str, Section]
 """Sections of one measure by report: a single one has the name "", several those of models."""
@@ -38,7 +42,7 @@ def read_rows(sections: Sections) -> list[Row]:
     rows = []
     for label, section in sections.items():
         for row in section.rows:
-            names: dict[str, Any] = {"model": label}
+            names: dict[str, Any] = {"model": label or row.get("model", "")}
             if "head" in section.columns:
                 names["head"] = name_head(row)
             if "eps_text" in section.columns:  # early reports store the number alone
@@ -78,6 +82,39 @@ def map_heads(
     rows = tuple(map(str, layers))
     columns = tuple(map(str, heads))
     return blocks.Heatmap(title, tuple(matrix), rows, columns, column, centre=centre)
+
+
+# Sections that a page makes
+
+
+def read_verdict(verdict: Verdict) -> dict[str, Any]:
+    """Return the fields of a verdict as cells, with the texts of its figures."""
+    texts = {name: text or None for name, text in verdict.texts.items()}
+    figure = f"{verdict.metric} {verdict.row}".rstrip()
+    return {**dict(verdict), **texts, "metric": figure, "samples": verdict.samples or None}
+
+
+def tabulate_rows(
+    columns: Mapping[str, Column],
+    rows: Iterable[Mapping[str, Any]],
+    title: str = "",
+    keys: int = 1,
+    **how: Any,
+) -> list[Table]:
+    """Return the table of a section that a page makes, such as of a ranking; none without rows.
+
+    Args:
+        columns: its columns; those without a value are left out, as in every section.
+        rows: its cells; those that a row lacks are missing, those of no column are not shown.
+        title: printed above the table.
+        keys: number of leading columns that name the row.
+        how: other attributes of the table.
+    """
+    # Not checked, as sections of a file are: medians of counts may be no whole numbers.
+    section = Section.model_construct(
+        measure="", columns=dict(columns), rows=tuple(map(Row, rows))
+    )
+    return [replace(table, title=title, keys=keys, **how) for table in tabulate({"": section})]
 
 
 # Tables of columns

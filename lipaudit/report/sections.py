@@ -14,7 +14,7 @@ from statistics import median
 from lipaudit.errors import UsageError
 from lipaudit.measures import layouts, load_measures
 from lipaudit.report import blocks, cells
-from lipaudit.report.blocks import EXTREME, Block, Paragraph, make_table
+from lipaudit.report.blocks import EXTREME, Block, Paragraph
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.report.pictures import DRAWINGS, find_drawing
 from lipaudit.report.rows import (
@@ -169,9 +169,13 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
         if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
             return  # the table above has everything
-        lines = [{name: row.get(name) for name in shown} for row in rows]
+        lines = []
+        for row in rows:
+            lines.append(tuple(row.get(name) for name in shown))
         keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-        yield make_table(blocks.ALL_COLUMNS, lines, shown, keys=keys, folded=True)
+        yield blocks.Table(
+            blocks.ALL_COLUMNS, tuple(shown.values()), tuple(lines), keys, folded=True
+        )
 
 
 # Maps of heads, histograms of samples

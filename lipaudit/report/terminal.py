@@ -60,7 +60,7 @@ def render(page: blocks.Document, width: int | None = None, colour: str | None =
     for chapter in page.chapters:
         if chapter.title:
             items.append(_heading(chapter.title, "─", console.width))
-        elif chapter is not page.chapters[0] or not isinstance(chapter.blocks[0], Table):
+        elif chapter is not page.chapters[0] or not _begins_with_table(chapter):
             items.append(Text(""))
         for block in chapter.blocks:
             if not isinstance(block, Forest):  # the table below it has the same figures
@@ -82,6 +82,10 @@ def write(page: blocks.Document, stream: TextIO) -> None:
     console = Console(file=stream, legacy_windows=False)
     colour = None if console.no_color else console.color_system
     stream.write(render(page, console.width, colour).decode())
+
+
+def _begins_with_table(chapter: blocks.Chapter) -> bool:
+    return bool(chapter.blocks) and isinstance(chapter.blocks[0], Table)
 
 
 def _heading(title: str, rule: str, width: int) -> Text:

@@ -15,7 +15,7 @@ from lipaudit.report import of_comparison, of_judgement, of_reports, render, ter
 from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
 from lipaudit.report.changes import draw_changes
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.judgements import describe_ranking, tabulate_ranking
+from lipaudit.report.judgements import describe_ranking, list_models
 from lipaudit.tables import Column, Note
 from lipaudit.tables.report import Example
 from tests.gate import cases
@@ -299,9 +299,8 @@ def ranking(report, other):
 
 def columns(ranking, reports) -> dict[str, list[object]]:
     """Return the cells of the table of models, by the heading of the column."""
-    block = tabulate_ranking(ranking, reports)
-    cells = zip(*block.rows, strict=True)
-    return {c.label: list(each) for c, each in zip(block.columns, cells, strict=True)}
+    found, rows = list_models(ranking, reports)
+    return {column.label: [row.get(name) for row in rows] for name, column in found.items()}
 
 
 def test_the_outcome_is_said_in_words(ranking, report):
@@ -348,6 +347,16 @@ def test_in_the_order_given_or_without_a_common_figure_no_report_is_ranked(repor
     heads = [keep(each, each.section("bounds")) for each in back]
     (block,) = find_chapter(of_reports(*heads).page(), "ranking").blocks
     assert [row[0] for row in block.rows] == specs
+
+
+def test_reports_without_a_common_fact_or_warning_have_a_screen(before, after):
+    """Such a page has nothing to open with."""
+    after = after.model_copy(update={"run": after.run.model_copy(update={"device": "cuda"})})
+    data = after.run.data.model_copy(update={"spec": "folder"})
+    after = after.model_copy(update={"run": after.run.model_copy(update={"data": data})})
+    page = of_reports(before, after, by="order").page(short=True)
+    assert page.chapters[0].blocks == ()
+    assert "The models, in order" in terminal.render(page).decode()
 
 
 PAGES = ("table", "markdown", "html")

@@ -47,8 +47,15 @@ def show(report, sample=None):
 
 
 def told(page, title: str) -> dict[str, tuple[str, ...]]:
+    """Return the cells of each figure: its value, that of all samples, and its rank."""
     (chapter,) = (chapter for chapter in page.chapters if chapter.title == title)
-    return {row[0]: row[1:] for row in chapter.blocks[0].rows}
+    table = chapter.blocks[0]
+    labels = [column.label for column in table.columns]
+    found = {}
+    for row in table.rows:
+        cells = dict(zip(labels, row, strict=True))  # columns without values are left out
+        found[row[0]] = tuple(cells.get(name, "") for name in ("value", "all", "from the worst"))
+    return found
 
 
 def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):

@@ -1,6 +1,6 @@
 """Shares of heads, layers and blocks in the worst direction of the model, for `jacobian`.
 
-Their computation and its proof are in `lipaudit.models.shares`.
+Their computation and its proof are in `lipaudit.models.attribution`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_sources(headline: Headline, section: Section, report: Report) -> Iterat
     yield headline.row(section, attention, column, metric=metric, figure=label, text=text)
 
 
-# Shares of all parts of one kind together, in the order of the arrays of `models.shares`.
+# Shares of all parts of one kind together, in the order of the arrays of `models.attribution`.
 OF_ALL = ("attention", "patterns", "mlps")
 HEADS_TABLE = Layout(
     name="jacobian.shares",
@@ -162,7 +162,7 @@ PATHS_TABLE = Layout(
         "samples": Column.count("samples", "Number of samples."),
     },
 )
-# Quantities of heads and of steps, in the order of the arrays of `models.shares`.
+# Quantities of heads and of steps, in the order of the arrays of `models.attribution`.
 OF_HEADS = ("share", "pattern", "value")
 OF_PATHS = ("share", "pattern", "value", "mlp")
 # Why there are no shares, in the order of the samples.
@@ -185,7 +185,7 @@ def measure_shares(
         first: the first sample, by which layers are found.
     """
     from lipaudit.models.attention.survey import find_layers
-    from lipaudit.models.shares import compute_shares, join_shares
+    from lipaudit.models.attribution import compute_shares, join_shares
 
     pieces = [slice(0, len(batch))]
     if net.scored:

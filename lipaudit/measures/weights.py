@@ -271,7 +271,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
 
 def _list_used(sites: Sequence[Site]) -> Iterator[str | int]:
     """Yield the modules, or the addresses of the weights, that rows of heads account for."""
-    from lipaudit.models.precision import Kept
+    from lipaudit.models.precision import WeightReference
 
     for site in sites:
         structure = site.structure
@@ -281,8 +281,8 @@ def _list_used(sites: Sequence[Site]) -> Iterator[str | int]:
             if form is not None:
                 yield from (address.module for address in form.source)
         if structure.out is not None:
-            weight = structure.out.kept
-            if isinstance(weight, Kept):
+            weight = structure.out.reference
+            if isinstance(weight, WeightReference):
                 weight = weight.stored
             yield weight.data_ptr()
 

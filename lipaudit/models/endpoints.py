@@ -8,7 +8,6 @@ its loss needs them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +29,7 @@ TRIED = 8
 """Number of tokens used to check the head."""
 
 Forward = Callable[[], Any]
+"""Runs the model on given samples and returns its raw result."""
 
 
 def find_places(batch: Batch, where: str) -> Tensor:
@@ -44,38 +44,38 @@ def find_places(batch: Batch, where: str) -> Tensor:
     Returns:
         The column; -1 for texts without this position.
     """
-    real = find_tokens(batch)
-    # A stable sort by padding keeps the order of the tokens, wherever the padding is.
-    columns = torch.argsort((~real).long(), dim=1, stable=True)
-    count = real.sum(1, keepdim=True)
-    if where == "last":
-        number = -1
-    else:
-        number = int(where)
-    if number >= 0:
-        slot = torch.full_like(count, number)
-    else:
-        slot = count + number
-    inside = (slot >= 0) & (slot < count)
-    found = columns.gather(1, slot.where(inside, 0))
-    return found.masked_fill(~inside, -1)[:, 0]
+    is_token = find_tokens(batch)
+    # A stable sort by padding puts padding last and keeps the order of the tokens: columns[b, i]
+    # is then the column of the i-th token of text b.
+    columns = torch.argsort((~is_token).long(), dim=1, stable=True)
+    lengths = is_token.sum(1, keepdim=True)  # (samples, 1)
+    position = -1 if where == "last" else int(where)
+    positions = torch.full_like(lengths, position)
+    if position < 0:  # counted from the end
+        positions += lengths
+    exists = (positions >= 0) & (positions < lengths)
+    found = columns.gather(1, positions.where(exists, 0))
+    return found.masked_fill(~exists, -1)[:, 0]
 
 
 def find_tokens(batch: Batch) -> Tensor:
-    """Return which columns of texts are no padding, (samples, columns)."""
+    """Return a mask of the columns of texts that are tokens, not padding, (samples, columns)."""
     if batch.mask is None:
         return torch.ones_like(batch.x, dtype=torch.bool)
     return batch.mask
 
 
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
-    """Return the logits of the token behind a column of every sample, (samples, vocabulary)."""
+    """Return the logits of the token after column `place` of every sample, (samples, vocabulary).
+
+    The head runs on the hidden states of these columns only, (samples, 1, width).
+    """
     with _replace_head_input(scorer, lambda states: pick_columns(states, place)[:, None]):
         return scorer.read(forward())[:, 0]
 
 
 def pick_columns(states: Tensor, place: Tensor) -> Tensor:
-    """Return one column of every sample, (samples, width)."""
+    """Return states[b, place[b]] of every sample b, (samples, width)."""
     samples = torch.arange(len(states), device=states.device)
     return states[samples, place.to(states.device)]
 
@@ -86,16 +86,16 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has no loss (NaN).
     """
-    real = find_tokens(part).to(logits.device)  # the head may be on another device
-    # A token is scored where both it and the token before it are real: no loss crosses padding.
-    leads = real[:, :-1] & real[:, 1:]
-    tokens = part.x.to(logits.device)[:, 1:][leads]
+    is_token = find_tokens(part).to(logits.device)  # the head may be on another device
+    # A token is scored if it and the token before it are no padding.
+    scored = is_token[:, :-1] & is_token[:, 1:]
     # Selected before the loss: a NaN at padding would survive a factor of zero.
-    before = logits[:, :-1][leads]
-    losses = F.cross_entropy(before, tokens, reduction="none")
-    text = leads.nonzero()[:, 0]
+    tokens = part.x.to(logits.device)[:, 1:][scored]
+    predictions = logits[:, :-1][scored]
+    losses = F.cross_entropy(predictions, tokens, reduction="none")  # all texts, one after another
+    text = scored.nonzero()[:, 0]  # the text of each loss
     sums = logits.new_zeros(len(logits)).index_add(0, text, losses)
-    means = sums / leads.sum(1)
+    means = sums / scored.sum(1)
     return means[:, None]
 
 
@@ -106,22 +106,27 @@ def scores_each_token(net: Net, batch: Batch) -> bool:
     if scorer is None or not text.numel():
         return False
     # A head that reads several positions gives other logits for one position alone.
-    end = torch.tensor([text.shape[1] - 1], device=text.device)
+    last_column = torch.tensor([text.shape[1] - 1], device=text.device)
 
     with exact_arithmetic(net.device), torch.no_grad():
-        plain = scorer.read(net.call(text, None))[0]
+        all_logits = scorer.read(net.call(text, None))[0]
         try:
-            last = compute_next_logits(scorer, end, lambda: net.call(text, None))
+            last_logits = compute_next_logits(scorer, last_column, lambda: net.call(text, None))
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise
             return False
-    return agree(plain[-1:], last, AGREES)
+    return agree(all_logits[-1:], last_logits, AGREES)
 
 
 def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    """Replace the input of the head; the handle ends this, as a context."""
-    return scorer.head.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
+    """Run the head on `change(states)` in place of its input, inside the returned context."""
+
+    def replace_states(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        states, *others = args
+        return change(states), *others
+
+    return scorer.head.register_forward_pre_hook(replace_states)
 
 
 @dataclass(frozen=True)
@@ -151,14 +156,15 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     Raises:
         InputError: the model lacks this output.
     """
-    speaks = net.classes is None and net.next_token is not None
-    if speaks and target is None:
-        speaks = scores_each_token(net, batch)
-    scores = net.classes is not None or speaks
-    what, where = Target.parse(target or ("logits" if scores else "features"))
+    generates_text = net.classes is None and net.next_token is not None
+    if generates_text and target is None:
+        generates_text = scores_each_token(net, batch)
+    has_logits = net.classes is not None or generates_text
+    default = "logits" if has_logits else "features"
+    what, where = Target.parse(target or default)
     name = net.architecture
     known: list[str] = []
-    if scores:
+    if has_logits:
         known = ["logits", "probabilities", "loss"]
     if not net.scored:  # a continuation of a prompt has hidden states of its own
         known += ["features", "tokens"]
@@ -169,7 +175,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
             f"{name} has no single output {what!r} per sample",
             f"Use --to {', '.join(known[:-1])} or {known[-1]}.",
         )
-    if what == "hidden" or (speaks and what in PLACED):
+    if what == "hidden" or (generates_text and what in PLACED):
         return Target(what, where or "last")
     if where:
         raise InputError(
@@ -204,20 +210,14 @@ def make_sample_function(
     Raises:
         InputError: the model lacks this input or output.
     """
-    embedded = net.kind == "text" or start == "embeddings"
     end = resolve_target(net, batch, target)
-    if start == "pixels" and net.kind == "text":
-        raise InputError("text has no pixels", "Use --from embeddings.")
-    if embedded and net.entry is None:
-        raise InputError(
-            f"the embedding module of {net.architecture} was not found",
-            "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
-            "entry=MODULE).",
-        )
+    space = _resolve_start(net, start)
+    embedded = space == "embeddings"
     if place is None and end.where:
         place = find_places(batch, end.where)
-    scored = net.classes is None and end.what not in ("features", "tokens")
-    scorer = net.next_token if scored else None
+    scorer = None
+    if net.classes is None and end.what not in ("features", "tokens"):
+        scorer = net.next_token  # these outputs are read at the head of a language model
     if scorer is not None and not scores_each_token(net, batch):
         raise InputError(
             f"the head of {net.architecture} does not score each position separately",
@@ -225,13 +225,16 @@ def make_sample_function(
         )
 
     def f(z: Tensor, index: Tensor) -> Tensor:
+        """Return the output at z, whose row i is a point of sample index[i] of the batch."""
         labels = None if batch.y is None else batch.y[index]
         column = None if place is None else place[index]
         part = replace(batch.without_ids(index), y=labels)
 
         def forward() -> Any:
-            with net.replace_embedding(z) if embedded else nullcontext():
-                return net.call(part.x if embedded else z, part.mask)
+            if not embedded:
+                return net.call(z, part.mask)
+            with net.replace_embedding(z):  # the ids still give positions and masks
+                return net.call(part.x, part.mask)
 
         output = _read_output(net, end.what, part, forward, scorer, column)
         if end.what == "logits" and net.form == "probabilities" and is_saturated(output):
@@ -247,19 +250,35 @@ def make_sample_function(
         x = batch.x.detach()
     elif scorer is None:
         x = net.embedding(batch)
-    else:  # the model has to run, but its head on one column only
+    else:  # nobody reads the logits of this pass: the head runs on one column
         with _replace_head_input(scorer, lambda states: states[:, :1]):
             x = net.embedding(batch)
-    name_of_start: str = net.kind
-    if embedded:
-        name_of_start = "embeddings"
-    elif net.kind == "image":
-        name_of_start = "pixels"
-    return SampleFunction(f, x, name_of_start, _name_target(net, end))
+    return SampleFunction(f, x, space, _name_target(net, end))
+
+
+def _resolve_start(net: Net, start: str | None) -> str:
+    """Return the input of a model's Jacobian: pixels, tokens (floats) or embeddings.
+
+    Raises:
+        InputError: the model lacks this input.
+    """
+    if start == "pixels" and net.kind == "text":
+        raise InputError("text has no pixels", "Use --from embeddings.")
+    if net.kind == "text" or start == "embeddings":
+        if net.entry is None:
+            raise InputError(
+                f"the embedding module of {net.architecture} was not found",
+                "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
+                "entry=MODULE).",
+            )
+        return "embeddings"
+    if net.kind == "image":
+        return "pixels"
+    return net.kind
 
 
 def _name_target(net: Net, end: Target) -> str:
-    """Return what a model returns at a target, in words."""
+    """Return the name of a target for the report, such as `log-probabilities` or `logits:last`."""
     if end.what == "logits" and net.scored:
         return "scores"
     if end.what == "logits" and net.form == "probabilities":
@@ -312,24 +331,27 @@ def _read_output(
 def _read_states(
     net: Net, what: str, part: Batch, forward: Forward, scorer: NextToken | None
 ) -> Tensor:
-    """Return a vector per token: the input of the head, or the output of the last layer norm."""
+    """Return a vector per token, (samples, tokens, width).
+
+    It is the input of the head, or the output of the last layer norm with zeros at padding.
+    """
     if what == "hidden" and scorer is not None:
-        seen: list[Tensor] = []
+        head_inputs: list[Tensor] = []
 
-        def keep_first(given: Tensor) -> Tensor:
-            """Record the input of the head, which gets one column of it only."""
-            seen.append(given)
-            return given[:, :1]
+        def record_input(states: Tensor) -> Tensor:
+            head_inputs.append(states)
+            return states[:, :1]  # nobody reads the logits: the head runs on one column
 
-        with _replace_head_input(scorer, keep_first):
+        with _replace_head_input(scorer, record_input):
             forward()
-        states = seen[0]
-    else:  # padded tokens are set to zero
+        states = head_inputs[0]
+    else:
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
-        tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]
-        if not tokens:
+        outputs = _record(norms, lambda _args, output: output, forward)
+        sequences = [t for t in outputs if t.ndim == 3]
+        if not sequences:
             raise InputError("no token features were found", "Use --to features.")
-        states = tokens[-1]
+        states = sequences[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
     if what == "hidden" and states.shape[:2] != part.x.shape:
@@ -357,9 +379,12 @@ def _read_features(net: Net, forward: Forward) -> Tensor:
 def _record(
     modules: Sequence[nn.Module], pick: Callable[[tuple[Any, ...], Any], Tensor], forward: Forward
 ) -> list[Tensor]:
-    """Run the model, and return what `pick` finds in (arguments, output) of each call."""
-    seen: list[Tensor] = []
-    parts = (("", part) for part in modules)
-    with watch_modules(parts, lambda _name, args, out: seen.append(pick(args, out))):
+    """Run the model, and return `pick(arguments, output)` of every call of these modules."""
+    tensors: list[Tensor] = []
+
+    def record(_name: str, args: tuple[Any, ...], output: Any) -> None:
+        tensors.append(pick(args, output))
+
+    with watch_modules((("", module) for module in modules), record):
         forward()
-    return seen
+    return tensors

@@ -62,20 +62,20 @@ def leaves(
     for the leaf.
     """
     ends: list[Tensor] = []
-    hits: list[Node] = []
+    stops: list[Node] = []
     if t.grad_fn is None:
         if t.requires_grad:
             ends.append(t)
-        return ends, hits
+        return ends, stops
     for node in nodes(t, stop):
         if node in stop:
-            hits.append(node)
-        elif hasattr(node, "variable"):
+            stops.append(node)
+        elif hasattr(node, "variable"):  # autograd's node of a leaf
             ends.append(node.variable)
             if past is not None:
-                before = past.get(node.variable, ())
-                hits += [earlier for earlier in before if earlier in stop]
-    return ends, hits
+                before_cut = past.get(node.variable, ())
+                stops += [earlier for earlier in before_cut if earlier in stop]
+    return ends, stops
 
 
 def op(node: Node) -> str:
@@ -89,9 +89,10 @@ def is_affine(t: Tensor) -> bool:
     Values cannot show this: on equal tokens every function looks affine.
     """
     for node in nodes(t):
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # a leaf
             continue
         operands = sum(parent is not None for parent, _ in node.next_functions)
+        # With several operands that depend on leaves, a product is quadratic, a sum is not.
         affine = _AFFINE_OPS if operands == 1 else _SUMS
         if op(node) not in affine:
             return False
@@ -128,15 +129,16 @@ def divides_channels(t: Tensor) -> bool:
     """
     width = t.shape[-1]
     node = t.grad_fn
-    joined = False
+    joined = False  # whether a later operation puts parts together again
+    # From t back through its views, to the first one whose operand has longer rows.
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
         name = op(node)
         if name in {"Stack", "Cat"}:
             joined = True
         if name in _RESIZING and (joined or name not in _PARTS):
-            sizes = getattr(node, "_saved_self_sym_sizes", None)
-            if sizes and sizes[-1] > width:
-                return sizes[-1] % width == 0
+            operand_shape = getattr(node, "_saved_self_sym_sizes", None)
+            if operand_shape and operand_shape[-1] > width:
+                return operand_shape[-1] % width == 0
         node = _find_operand(node)
     return False
 
@@ -189,7 +191,10 @@ class Probed:
         return moved
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the entries of y behind t, (windows, heads, tokens, e)."""
+        """Return the entries of y that each token of t is computed from, in its order.
+
+        The shape is (windows, heads, tokens, e); arguments as of `take_entries`.
+        """
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
         return take_entries(y, rows, columns)
 
@@ -214,45 +219,56 @@ class Probed:
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Index one axis by a tensor of any shape."""
+    """Index axis `dim` by a tensor of any shape, whose axes take its place."""
     taken = t.index_select(dim, index.flatten())
     return torch.unflatten(taken, dim, index.shape)
 
 
 def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of y in rows (windows, tokens) and columns (heads, e) of every head."""
-    taken = take(y, rows, 0)
-    taken = take(taken, columns, -1)
-    return taken.transpose(1, 2)
+    """Return y[rows, columns] for every window and head, (windows, heads, tokens, e).
+
+    Args:
+        y: one token per row.
+        rows: the row of each token, (windows, tokens).
+        columns: the columns of each head, (heads, e).
+    """
+    by_token = take(y, rows, 0)  # (windows, tokens, columns of y)
+    by_head = take(by_token, columns, -1)  # (windows, tokens, heads, e)
+    return by_head.transpose(1, 2)
 
 
-def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
-    """Return the value of `code`, broadcast over t, that each row (or column) of y affects.
+def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
+    """Return which label of t each row (or column) of y affects, such as its token or head.
 
-    Each value has a set of probes, half of all. A row that affects two values is hit by more than
-    half of the probes, a row that affects one value exactly by the probes of its set.
+    Each label has a set of probes, half of all. A row that affects two labels is hit by more than
+    half of the probes, a row that affects one label exactly by the probes of its set.
+
+    Args:
+        source: the tensor t.
+        code: the label of each entry of t, from 0, in a shape that broadcasts to t.
+        rows: whether to label rows of y, or else columns.
 
     Returns:
         One label per row or column of y, -1 without an effect; None if one affects parts of t with
-        different values.
+        different labels.
     """
     axis = 1 if rows else 0
-    values = int(code.max()) + 1
-    # Distinct halves of the fewest possible probes, (values, probes): 12 heads take 6 probes, as
-    # C(6, 3) = 20.
-    number = 2
-    while comb(number, number // 2) < values:
-        number += 1
-    halves = islice(combinations(range(number), number // 2), values)
-    sets = torch.zeros(values, number, dtype=torch.bool)
+    labels = int(code.max()) + 1
+    # The fewest probes with a different half for each label: 12 heads take 6, as C(6, 3) = 20.
+    probes = 2
+    while comb(probes, probes // 2) < labels:
+        probes += 1
+    halves = islice(combinations(range(probes), probes // 2), labels)
+    sets = torch.zeros(labels, probes, dtype=torch.bool)
     sets.scatter_(1, torch.tensor(list(halves)), True)
     sets = sets.to(code.device)
-    picks = sets[code].to(source.random.dtype)  # (..., probes)
+    # A probe is a random cotangent, zero at entries whose label does not have it in its set.
+    masks = sets[code].to(source.random.dtype)  # (*code, probes)
     touched = []
-    for pick in picks.unbind(-1):
-        pulled = source.pull(source.random * pick)
+    for mask in masks.unbind(-1):
+        pulled = source.pull(source.random * mask)
         touched.append(find_touched(pulled, axis))
-    hits = torch.stack(touched, -1)
+    hits = torch.stack(touched, -1)  # (rows or columns of y, probes)
     count = hits.sum(-1)
     several = (count > 0) & (count != sets[0].sum())
     if several.any():
@@ -263,31 +279,38 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
-    """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
+    """Check, by one product, that every token of t depends on its own row of y only.
+
+    Args:
+        source: the tensor t.
+        rows: the row of y of each token, (windows, tokens).
+    """
     # One random number a token, the same in all heads and channels.
-    pick = source.random[:, :1, :, :1]
-    half = pick > pick.median()  # a random half of the tokens
+    number = source.random[:, :1, :, :1]
+    half = number > number.median()  # a random half of the tokens, (windows, 1, tokens, 1)
     pulled = source.pull(source.random * half)
     touched = find_touched(pulled, 1)
-    own = half[:, 0, :, 0].flatten()
-    touched[rows.flatten()] &= ~own  # a row affects one token
+    in_half = half[:, 0, :, 0].flatten()
+    # The rows of these tokens may be touched, and no other one.
+    touched[rows.flatten()] &= ~in_half
     return not bool(touched.any())
 
 
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
     t = source.t.detach()
-    mix = compute_map(source, rows, columns, shared=(0, 2))[0, :, 0]
+    matrix = compute_map(source, rows, columns, shared=(0, 2))[0, :, 0]
     # M from one product per channel is exact if t is affine; whether it is, every token shows.
-    image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
-    rest = t - image
-    # What M y leaves over must be one constant a channel: the mean is then that constant.
-    offset = rest.mean((0, 2))
-    if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
+    image = torch.einsum("hce,bhne->bhnc", matrix, source.values(rows, columns))  # M y
+    remainder = t - image
+    # t - M y must be one constant per channel: its mean over windows and tokens is then c.
+    offset = remainder.mean((0, 2))
+    if not is_rounding(remainder - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
-    largest = find_largest(t)
-    zero = find_largest(offset[None, :, None]) <= AFFINE_TOLERANCE * largest
-    return mix, offset.masked_fill(zero[:, None], 0.0)
+    # An offset of rounding errors only is none.
+    limit = AFFINE_TOLERANCE * find_largest(t)
+    is_zero = find_largest(offset[None, :, None]) <= limit
+    return matrix, offset.masked_fill(is_zero[:, None], 0.0)
 
 
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
@@ -301,40 +324,46 @@ def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor |
 def compute_map(
     source: Probed, rows: Tensor, columns: Tensor, *, shared: Sequence[int] = ()
 ) -> Tensor:
-    """Return the local Jacobian of t, (#windows, #heads, #tokens, d, e).
+    """Return the local Jacobian of t by y, (windows, heads, tokens, d, e).
 
-    It is differentiated one channel of every vector of t at a time. Vectors that share a map,
-    along the `shared` axes, get different channels, so that it takes few products; where they do
-    not share it after all, any of them may be the one that counts.
+    One product differentiates one channel of every vector of t, (windows, heads, tokens). Vectors
+    that share a map, along the `shared` axes, differentiate different channels of it, so that few
+    products are enough; if their maps differ after all, any of them may be returned.
+
+    Args:
+        source: the tensor t.
+        rows: as of `take_entries`.
+        columns: as of `take_entries`.
+        shared: axes along which the maps are the same; their size in the result is 1.
     """
     *vectors, width = source.t.shape
-    sizes = [1, 1, 1]
-    whole = list(vectors)
+    sharing = [1, 1, 1]  # vectors with one map, by axis
+    different = list(vectors)  # vectors with maps of their own, by axis
     for axis in shared:
-        sizes[axis] = vectors[axis]
-        whole[axis] = 1
-    count = prod(sizes)
-    slot = torch.arange(count, device=rows.device).view(sizes)
-    local = source.t.new_zeros(*whole, width, columns.shape[1])
-    ranges = [torch.arange(n, device=rows.device) for n in whole]
-    at = torch.meshgrid(*ranges, indexing="ij")
+        sharing[axis] = vectors[axis]
+        different[axis] = 1
+    count = prod(sharing)
+    number = torch.arange(count, device=rows.device).view(sharing)
+    jacobian = source.t.new_zeros(*different, width, columns.shape[1])
+    ranges = [torch.arange(size, device=rows.device) for size in different]
+    maps = torch.meshgrid(*ranges, indexing="ij")
     # One product for every `count` channels, rounded up.
     for shift in range(0, width, count):
-        channel = (slot + shift) % width
+        channel = (number + shift) % width
         channel = channel.expand(vectors)
         unit = torch.zeros_like(source.t)
         unit.scatter_(-1, channel[..., None], 1.0)
         pulled = source.pull(unit)
         gradient = take_entries(pulled, rows, columns)
         if shared:
-            local[*at, channel] = gradient
+            jacobian[*maps, channel] = gradient
         else:
-            local[..., shift, :] = gradient
-    return local
+            jacobian[..., shift, :] = gradient
+    return jacobian
 
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
-    """Check t = G y."""
+    """Check t = G y for the local Jacobian G of `compute_map`, apart from rounding."""
     t = source.t.detach()
     y = source.values(rows, columns)
     if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
@@ -353,8 +382,8 @@ def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
         sizes: the tensors of the difference.
     """
     size = torch.stack([find_largest(t) for t in sizes]).amax(0)
-    most = tolerance * size + torch.finfo(rest.dtype).tiny
-    return bool((find_largest(rest) <= most).all())
+    limit = tolerance * size + torch.finfo(rest.dtype).tiny
+    return bool((find_largest(rest) <= limit).all())
 
 
 def is_orthogonal(local: Tensor) -> bool:
@@ -362,13 +391,13 @@ def is_orthogonal(local: Tensor) -> bool:
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    rest = gram - c * eye
-    return bool(rest.abs().amax() <= LINEAR_TOLERANCE * c)
+    difference = gram - c * eye
+    return bool(difference.abs().amax() <= LINEAR_TOLERANCE * c)
 
 
 def find_touched(pulled: Tensor, axis: int) -> Tensor:
-    """Return which columns (axis 0) or rows (axis 1) of y a pullback is not zero in."""
-    # (pulled != 0).any(axis), several times faster; NaN sometimes counts as an effect
+    """Return a mask of the columns (axis 0) or rows (axis 1) of a pullback that are not zero."""
+    # (pulled != 0).any(axis), several times faster; a NaN may count as nonzero.
     return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lipaudit.errors import (
     EvaluationError,
@@ -23,12 +24,18 @@ from lipaudit.errors import (
     of_machine,
 )
 from lipaudit.models.graph import leaves
-from lipaudit.models.precision import Kept, Widening, exact_arithmetic, keep
+from lipaudit.models.precision import (
+    WeightReference,
+    Widening,
+    exact_arithmetic,
+    refer_to_weight,
+)
 from lipaudit.models.requirements import AGREES, REPEAT, agree
 from lipaudit.theory.pullback import pull_back, pull_back_rows
 
 
 def _refuse_dropout(probability: float) -> Tensor:
+    """Refuse active dropout; NotImplemented lets torch's own function run."""
     if probability > 0:
         raise InputError(
             f"dropout is on (p = {probability:g}), so forward passes differ",
@@ -38,29 +45,33 @@ def _refuse_dropout(probability: float) -> Tensor:
 
 
 class _StoredProduct(torch.autograd.Function):
-    """x W^T (or x W, `back`), with W read again for every product.
+    """x W^T, or x W if `is_transposed`, with W converted again for every product.
 
     A graph that stores W would keep a converted copy of every weight: 28 GB for a 7B model in
     bfloat16.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:
-        ctx.kept = kept
-        ctx.back = back
-        weight = kept.convert()
-        return x @ (weight if back else weight.mT)
+    def forward(ctx: Any, x: Tensor, reference: WeightReference, is_transposed: bool) -> Tensor:
+        ctx.reference = reference
+        ctx.is_transposed = is_transposed
+        weight = reference.convert()
+        if is_transposed:
+            return x @ weight
+        return x @ weight.mT
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        return _StoredProduct.apply(u, ctx.kept, not ctx.back), None, None
+        # The transpose of x -> x W^T is u -> u W.
+        return _StoredProduct.apply(u, ctx.reference, not ctx.is_transposed), None, None
 
 
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    kept = keep(weight)
-    if isinstance(kept, Tensor):  # stored in the precision and place of the run
+    """Compute F.linear without storing a converted weight in the graph."""
+    reference = refer_to_weight(weight)
+    if isinstance(reference, Tensor):  # a weight that needs no conversion: torch's F.linear runs
         return NotImplemented
-    product: Tensor = _StoredProduct.apply(input, kept, False)
+    product: Tensor = _StoredProduct.apply(input, reference, False)
     if bias is None:
         return product
     return product + bias
@@ -81,11 +92,12 @@ def _run_batch_norm(
     On a CPU, torch's backward pass (at least up to 2.15) gives wrong gradients for a batch of one
     if the cotangent is a transposed view, as in every model that turns channels into tokens.
     """
-    # Statistics over axis 0 and axes from 2 on may cover several samples. A standardised weight
-    # depends on parameters only. One row with all samples' channels side by side is an instance
-    # norm; if samples are in the other axes, the check of their gradients finds it.
-    mixes = len(input) > 1 and not all(isinstance(p, nn.Parameter) for p in leaves(input)[0])
-    if training and (running_mean is not None or mixes):
+    # Batch statistics are fine for an input of parameters only: weight standardisation. They are
+    # fine for one row with the channels of all samples: that is how F.instance_norm is computed.
+    # (If a single row mixes samples in its last axes, `linearize` finds that.)
+    depends_on_samples = not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
+    mixes_samples = len(input) > 1 and depends_on_samples
+    if training and (running_mean is not None or mixes_samples):
         raise InputError(
             "a BatchNorm layer uses batch statistics, so samples depend on each other",
             "Give the BatchNorm running statistics (track_running_stats=True).",
@@ -268,9 +280,9 @@ class Linearization:
         """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
         units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
         units = units.view(-1, 1, *self.output.shape[1:])
-        units = units.expand(-1, *self.output.shape)
+        units = units.expand(-1, *self.output.shape)  # (outputs, batch, *out)
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
-        rows = torch.cat([self._pull_rows(part) for part in parts])
+        rows = torch.cat([self._pull_rows(part) for part in parts])  # (outputs, batch, *in)
         return rows.flatten(2).transpose(0, 1)
 
     @cached_property
@@ -299,8 +311,11 @@ class Linearization:
     def find_paths(self, inner: Tensor) -> tuple[bool, bool]:
         """Say whether the output depends on an inner tensor, and on x by paths around it."""
         leaf, value = self._graph
-        ends, hits = leaves(value, {node for node in (inner.grad_fn,) if node})
-        return bool(hits), any(end is leaf for end in ends)
+        cut: set[Node] = set()
+        if inner.grad_fn is not None:
+            cut.add(inner.grad_fn)
+        ends, stops = leaves(value, cut)
+        return bool(stops), any(end is leaf for end in ends)
 
     def release(self) -> None:
         """Free the graph; the next product builds it again."""
@@ -324,35 +339,40 @@ class Linearization:
         return pullback.detach()
 
     def _pull_rows(self, u: Tensor) -> Tensor:
-        """Return J^T u of several u, in one backward pass if all operations can be mapped over."""
+        """Return J^T u of several u, (cotangents, batch, *out) -> (cotangents, batch, *in).
+
+        This is one backward pass if vmap supports all operations.
+        """
         if len(u) > 1:
             leaf, value = self._graph
             try:
                 with exact_arithmetic(self.x.device):
                     return pull_back_rows(value, leaf, u)
-            except (RuntimeError, AssertionError) as error:  # an operation that cannot be mapped
+            except (RuntimeError, AssertionError) as error:  # an operation without vmap
                 if of_machine(error):
                     raise
-        return torch.stack([self.vjp(each) for each in u])
+        return torch.stack([self.vjp(cotangent) for cotangent in u])
 
-    def _compute_gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
+    def _compute_gradient(self, value: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
+        """Return the gradient of <value, cotangent> with respect to a leaf."""
         with exact_arithmetic(self.x.device), explain_errors():
-            return pull_back(of, leaf, cotangent.to(of.dtype), retain_graph=True)[0]
+            return pull_back(value, leaf, cotangent.to(value.dtype), retain_graph=True)[0]
 
 
 def _apply_unit(product: Product, z: Tensor) -> Tensor:
-    """Return product(z) of a linear map in float64, computed at z / |z|.
+    """Return product(z) of a linear map in float64, computed as |z| product(z / |z|) in max norm.
 
     Otherwise J J^T u would leave the range of float32 for norms beyond 1e19 or below 1e-19.
     """
-    size = z.flatten(1).abs().amax(1).view(-1, *[1] * (z.ndim - 1))
+    size = z.flatten(1).abs().amax(1)  # of each sample
     size = size.where(size != 0, 1.0)
-    image = product(z / size)
+    unit = z / size.view(-1, *[1] * (z.ndim - 1))
+    image = product(unit)
     return image.double() * size.double().view(-1, *[1] * (image.ndim - 1))
 
 
 def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:
-    """Basis vector i, or i[b] for sample b, of the space of `like`."""
+    """Return basis vector i, or i[b] for sample b, of the space of `like`, (batch, *)."""
     flat = torch.zeros_like(like).flatten(1)
     flat[torch.arange(len(like), device=like.device), i] = 1
     return flat.view_as(like)
@@ -379,15 +399,15 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     if coarse:
         raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
     index = torch.arange(len(x), device=x.device)
-    # First, as a model that keeps state may write into what a graph has stored.
-    alone = _run_beside_others(f, x)
-    whole = Linearization(f, x, index)
-    require_finite(whole.output)
-    if agree(whole.output[-1:], alone, AGREES):
-        return whole
+    # Before the graph is built: a model that keeps state may write into tensors of the graph.
+    beside_others = _run_beside_others(f, x)
+    linear = Linearization(f, x, index)
+    require_finite(linear.output)
+    if agree(linear.output[-1:], beside_others, AGREES):
+        return linear
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
-    if not agree(whole.output, again, AGREES):
+    if not agree(linear.output, again, AGREES):
         raise InputError("the model's output differs from one forward pass to the next", REPEAT)
     raise InputError(
         "the output of one sample depends on another one of its batch",
@@ -397,24 +417,26 @@ def linearize(f: Function, x: Tensor) -> Linearization:
 
 def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     """Return f of the last sample, (1, *out), between two samples of random entries."""
-    # Between two others: attention over the batch, causal or not, would see one of them.
+    # One before and one after it: attention over the batch, causal or not, would see one of them.
     index = torch.tensor([0, len(x) - 1, 0], device=x.device)
     low = x.amin()
     high = x.amax()
     span = (high - low).where(high > low, 1.0)
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand((2, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)
-    beside = x[index]
-    # Entries beyond those of the samples, as for the largest of a batch only these count.
-    beside[::2] = low - span + 3 * span * noise
+    batch = x[index]
+    others = batch[::2]  # a view of the first and the third row
+    # From low - span to high + span: a model that divides by the largest entry of the batch would
+    # show no difference beside smaller entries.
+    others[:] = low - span + 3 * span * noise
     with exact_arithmetic(x.device), torch.no_grad():
         try:
-            output = evaluate(f, beside, index)
+            output = evaluate(f, batch, index)
         except Exception as error:  # a model may check its numbers, and raise anything
             if isinstance(error, LipauditError) or of_machine(error):
                 raise
-            beside[::2] = low + span * noise
-            output = evaluate(f, beside, index)
+            others[:] = low + span * noise  # from low to high
+            output = evaluate(f, batch, index)
     if output.shape[:1] != index.shape:
         raise InputError(f"{len(index)} samples give an output of shape {tuple(output.shape)}")
     return output[1:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -108,27 +108,28 @@ def compute_jacobian_norms(
         UsageError: `inf` with more than `MOST_ROWS` outputs.
         EvaluationError: a derivative is not finite.
     """
-    m = linear.outputs
-    few_outputs = m <= linear.inputs
+    smaller_side = min(linear.inputs, linear.outputs)
+    few_outputs = linear.outputs <= linear.inputs
     if norm == "inf":
         return _compute_largest_row_sum(linear)
-    if min(linear.inputs, m) <= DENSE:
+    if smaller_side <= DENSE:
         return _decompose_dense(linear, directions=directions, left=left, tol=tol)
-    # In the smaller space vectors are shorter, and a Krylov space is exhausted sooner.
     if seeds is None:
         seeds = [0] * len(linear)
-    # One seed a sample: its norm does not depend on which others share the batch.
-    start = random_starts(seeds, min(m, linear.inputs))
+    # One seed a sample: its norm does not depend on which others share the batch. In the smaller
+    # space vectors are shorter, and a Krylov space is exhausted sooner.
+    start = random_starts(seeds, smaller_side)
     start = start.to(linear.x.device, torch.float64)
 
-    def select(index: Tensor) -> Products:
+    def make_products(index: Tensor) -> Products:
+        """Return the products with J J^T or J^T J of some of the samples."""
         if len(index) == len(linear):
             return make_gram_products(linear)
-        linear.release()
+        linear.release()  # the graph of all samples gives way to that of the remaining ones
         return make_gram_products(linear.select(index.to(linear.x.device)))
 
-    found = spectral_norms(
-        select,
+    lanczos = spectral_norms(
+        make_products,
         start,
         vectors=directions or left,
         second=left,
@@ -136,19 +137,21 @@ def compute_jacobian_norms(
         max_steps=max_steps,
         within=within,
     )
-    require_range(linear, found.norm, torch.ones_like(linear.output))
-    spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
-    vector = found.vector
-    if directions and vector is not None and few_outputs:  # take it to the inputs
-        vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)
-    right = vector if directions else None
-    norms = JacobianNorms(found.norm, found.upper, spent, found.converged, right)
-    if found.second is None:
+    require_range(linear, lanczos.norm, torch.ones_like(linear.output))
+    products = 2 * lanczos.products  # a product with J J^T is one with J^T and one with J
+    norms = JacobianNorms(lanczos.norm, lanczos.upper, products, lanczos.converged)
+    # Vectors of Lanczos are left singular vectors u in the space of outputs, else right ones, v.
+    vector = lanczos.vector
+    if directions and vector is not None:
+        if few_outputs:
+            vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)  # J^T u
+        norms = replace(norms, vector=vector)
+    if lanczos.second is None:
         return norms
-    pair = [each for each in (found.vector, found.second_vector) if each is not None]
+    pair = [v for v in (lanczos.vector, lanczos.second_vector) if v is not None]
     if not few_outputs:
-        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]
-    squares = torch.stack([found.norm, found.second], 1).square()
+        pair = [linear.jvp(v.view(linear.x.shape).to(linear.x)).flatten(1) for v in pair]  # J v
+    squares = torch.stack([lanczos.norm, lanczos.second], 1).square()
     return _add_left(norms, torch.stack(pair, 1), squares, tol)
 
 
@@ -173,49 +176,57 @@ def _decompose_dense(
 ) -> JacobianNorms:
     """Return sigma_1(J) of Jacobians with a short side, and the requested singular vectors."""
     few_outputs = linear.outputs <= linear.inputs
-    dense = linear.rows if few_outputs else linear.columns  # J or J^T: the short side first
-    # J J^T or J^T J, at most 16 x 16; in float64 the root of its values loses no digit of float32.
+    # M = J or J^T, (batch, short side, long side).
+    matrix = linear.rows if few_outputs else linear.columns
+    # M M^T, at most 16 x 16: in float64 the roots of its eigenvalues lose no digit of float32.
     grams = []
-    for j in dense:  # one sample at a time: all in float64 would double the memory
-        wide = j.to(torch.float64)
+    for m in matrix:  # one sample at a time: all in float64 would double the memory
+        wide = m.to(torch.float64)
         grams.append(wide @ wide.T)
     gram = torch.stack(grams)
     require_finite(gram)
     largest = torch.linalg.eigvalsh(gram)[:, -1]
     sigma = largest.clamp_min(0).sqrt()
-    exact = _make_exact(linear, sigma, dense.shape[1], "dense")
+    norms = _make_exact(linear, sigma, matrix.shape[1], "dense")
     if not (directions or left):
-        return exact
-    values, vectors = torch.linalg.eigh(gram)
-    short = vectors.mT.flip(1).to(dense)  # singular vectors of the short side, the largest first
+        return norms
+    squares, vectors = torch.linalg.eigh(gram)
+    # Rows are left singular vectors of M, the largest first.
+    short = vectors.mT.flip(1).to(matrix)
     if directions:
         right = short[:, 0]
         if few_outputs:
-            right = (short[:, :1] @ dense)[:, 0]  # J^T u
-        exact = replace(exact, vector=right)
+            right = (short[:, :1] @ matrix)[:, 0]  # J^T u
+        norms = replace(norms, vector=right)
     if not left:
-        return exact
+        return norms
     if not few_outputs:
-        short = short @ dense  # J v
-    return _add_left(exact, short, values.flip(1), tol)
+        short = short @ matrix  # J v
+    return _add_left(norms, short, squares.flip(1), tol)
 
 
 def _add_left(norms: JacobianNorms, left: Tensor, squares: Tensor, tol: float) -> JacobianNorms:
-    """Return the norms with the left vectors of the squared singular values, largest first.
+    """Return the norms with the left singular vectors, and which of them are tied for the largest.
 
     Vectors that are tied in no sample are left out.
+
+    Args:
+        norms: the norms.
+        left: left singular vectors, (samples, vectors, outputs), the largest first.
+        squares: their squared singular values, (samples, vectors).
+        tol: largest relative distance of tied values.
     """
-    values = squares.clamp_min(0).sqrt().cpu()
-    first = values[:, :1]
-    relative = torch.where(first > 0, values / first, 0.0)
+    sigma = squares.clamp_min(0).sqrt().cpu()
+    largest = sigma[:, :1]
+    relative = torch.where(largest > 0, sigma / largest, 0.0)
     tied = relative >= 1 - tol
     tied[:, 0] = True
     count = int(tied.sum(1).max())
     if relative.shape[1] > 1:
-        following = relative[:, 1]
+        second = relative[:, 1]
     else:
-        following = torch.zeros(len(relative))
-    gap = 1 - following.double()
+        second = torch.zeros(len(relative))
+    gap = 1 - second.double()
     return replace(norms, left=left[:, :count], tied=tied[:, :count], gap=gap)
 
 
@@ -248,29 +259,37 @@ def compute_margins(
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
     of_class = y[:, None]
-    # The other classes, the closest first: the class itself is last.
+    # The other classes j by f_y - f_j, the smallest first: the class itself is last, and cut off.
     order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
     order = order[:, :-1]
-    gaps = logits.gather(1, of_class) - logits.gather(1, order)
+    gaps = logits.gather(1, of_class) - logits.gather(1, order)  # f_y - f_j
     gaps = gaps.cpu().double()
-    if upper is None:
-        upper = torch.full((len(y),), torch.inf)
-    known = linear.outputs <= DENSE
-    each = torch.arange(len(y), device=y.device)
-    row: Callable[[Tensor], Tensor] = (lambda j: linear.rows[each, j]) if known else linear.row
     count = gaps.shape[1]
-    if rivals is not None and not known:
+    is_dense = linear.outputs <= DENSE
+    if rivals is not None and not is_dense:
         count = min(count, rivals)
-    true = row(y)
+    samples = torch.arange(len(y), device=y.device)
+
+    def compute_gradient(classes: Tensor) -> Tensor:
+        """Return J^T e_j of one class j per sample, (samples, inputs)."""
+        if is_dense:
+            return linear.rows[samples, classes]
+        return linear.row(classes)
+
     dual = 1 if norm == "inf" else 2
 
     def measure(gradients: Tensor) -> Tensor:
+        """Return the dual norm of each sample's gradient, on the CPU."""
         return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
 
+    of_label = compute_gradient(y)
+    if upper is None:
+        upper = torch.full((len(y),), torch.inf)
+    # The G of the docstring.
     if dual == 2:
-        most = 2**0.5 * upper.cpu().double()
+        steepest = 2**0.5 * upper.cpu().double()
     else:
-        most = upper.cpu().double() + measure(true)
+        steepest = upper.cpu().double() + measure(of_label)
     # Gaps and classes are on the CPU, the order is on the device of the gradients.
     radius = torch.full_like(gaps[:, 0], torch.inf)
     classes = order.cpu()
@@ -278,39 +297,47 @@ def compute_margins(
     examined = torch.zeros_like(classes[:, 0])
     complete = torch.zeros_like(closest, dtype=torch.bool)
     for i in range(count):
-        gradient = true - row(order[:, i])
+        gradient = of_label - compute_gradient(order[:, i])
         slope = measure(gradient)
-        if i == 0:
-            first = gradient
-            steepness = slope
-        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
-        nearer = ~complete & (here < radius)
-        radius = here.where(nearer, radius)
+        if i == 0:  # the runner-up
+            direction = gradient
+            first_slope = slope
+        distance = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+        nearer = ~complete & (distance < radius)
+        radius = distance.where(nearer, radius)
         closest = classes[:, i].where(nearer, closest)
         examined += ~complete
-        # Gaps only grow: a class that is not nearer at the largest slope ends the search.
+        # Later gaps are at least the next one: no class is nearer than next_gap / G.
         if i + 1 < gaps.shape[1]:
-            later = gaps[:, i + 1]
+            next_gap = gaps[:, i + 1]
         else:
-            later = torch.full_like(radius, torch.inf)
-        complete |= (later >= 0) & (later >= radius * most) | later.isinf()
+            next_gap = torch.full_like(radius, torch.inf)
+        complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break
-    others = (later / most).where(later >= 0, -torch.inf)
-    # What was not examined is no nearer than its gap over the largest slope.
-    limit = torch.where(complete, radius, torch.minimum(radius, others))
-    return Margins(gaps[:, 0], steepness, limit, closest, examined, complete, first)
+    unexamined = (next_gap / steepest).where(next_gap >= 0, -torch.inf)
+    limit = torch.where(complete, radius, torch.minimum(radius, unexamined))
+    return Margins(
+        margin=gaps[:, 0],
+        gradient=first_slope,
+        radius=limit,
+        closest=closest,
+        rivals=examined,
+        complete=complete,
+        direction=direction,
+    )
 
 
 def _make_exact(
     linear: Linearization, norm: Tensor, products: int, method: Method
 ) -> JacobianNorms:
+    """Return exact norms, computed with the same number of products for every sample."""
     require_finite(norm)
     norm = norm.cpu().double()
     require_range(linear, norm, torch.ones_like(linear.output))
-    spent = torch.full((len(linear),), products)
-    converged = torch.ones_like(spent, dtype=torch.bool)
-    return JacobianNorms(norm, norm, spent, converged, method=method)
+    counts = torch.full((len(linear),), products)
+    converged = torch.ones_like(counts, dtype=torch.bool)
+    return JacobianNorms(norm, norm, counts, converged, method=method)
 
 
 def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
@@ -323,10 +350,11 @@ def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
     """
     small = norm < SMALLEST[linear.x.dtype]
     if small.any():
-        # A power of two changes no digit: what underflows shows at a larger u; 0 stays 0.
+        # A norm may be 0: only a derivative that has entries at u = 2^100 has lost digits. (A
+        # power of two rounds nothing.)
         pulled = linear.vjp(units * 2.0**100).flatten(1)
-        lost = (small & pulled.any(1).cpu()).any()
-        if lost:
+        has_entries = pulled.any(1).cpu()
+        if (small & has_entries).any():
             raise EvaluationError(
                 f"the derivative is too small for {linear.x.dtype}", "Use --dtype float64."
             )

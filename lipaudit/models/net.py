@@ -47,8 +47,11 @@ def watch_modules(
     """
     with ExitStack() as hooks:
         for name, part in parts:
-            hook = part.register_forward_hook(lambda _m, *call, name=name: see(name, *call))
-            hooks.enter_context(hook)
+
+            def run_hook(_module: nn.Module, args: Any, output: Any, name: str = name) -> Any:
+                return see(name, args, output)
+
+            hooks.enter_context(part.register_forward_hook(run_hook))
         yield
 
 
@@ -144,13 +147,13 @@ class ModelSpec:
     commit: Commit | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self.input_shape
-        if isinstance(given, int):
-            size = (given,)
-        else:
-            size = tuple(given)
-        image = isinstance(given, int) and self.kind == "image"
-        object.__setattr__(self, "input_shape", (3, *size, *size) if image else size)
+        # `object.__setattr__`, because the dataclass is frozen.
+        shape: Any = self.input_shape
+        if isinstance(shape, int) and self.kind == "image":
+            shape = (3, shape, shape)
+        elif isinstance(shape, int):
+            shape = (shape,)
+        object.__setattr__(self, "input_shape", tuple(shape))
         for name in ("mean", "std"):
             value = getattr(self, name)
             if isinstance(value, int | float):  # one for all channels
@@ -215,7 +218,7 @@ class LoadOptions:
 
     @property
     def building(self) -> dict[str, Any]:
-        """The arguments of the architecture itself."""
+        """The arguments of the architecture itself: `pretrained` is not one of them."""
         return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
 
     def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -233,11 +236,12 @@ class LoadOptions:
                 "Give one side (32), height and width (32,32), or channels, height and width "
                 "(3,32,32).",
             )
-        if len(size) == 3:
-            channels = size[0]
-        else:
-            channels = known[0]
-        return channels, size[-1] if len(size) == 1 else size[-2], size[-1]
+        channels = known[0]
+        if len(size) == 1:
+            return channels, size[0], size[0]
+        if len(size) == 2:
+            return channels, size[0], size[1]
+        return size[0], size[1], size[2]
 
 
 # Source of a module object that has no MODEL name.
@@ -320,7 +324,11 @@ class Net(ModelSpec):
 
     @property
     def changes(self) -> tuple[Norm, ...]:
-        """Return what attacks can change of its texts: words, characters, an added suffix."""
+        """Return how attacks can change its texts: words, characters, an added suffix.
+
+        They follow the gradient at the embedding table, so they need one; characters need the
+        words of the tokens. A tokenizer without a lexicon cannot write a changed text.
+        """
         table = getattr(self.entry, "weight", None)
         if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
             return ()
@@ -363,58 +371,66 @@ class Net(ModelSpec):
         """Return which positions of its samples may change, (batch, tokens); None: all."""
         if not self.scored:
             return batch.mask if self.kind == "text" else None
-        prompt = batch.x < (self.vocabulary or 0)
+        # Ids of continuations are packed beyond the vocabulary (`data.continuations.pack`).
+        in_prompt = batch.x < (self.vocabulary or 0)
         if batch.mask is None:
-            return prompt
-        return prompt & batch.mask
+            return in_prompt
+        return in_prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
         """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept.
 
         Of texts it replaces the first output of `entry`: positions and masks stay correct.
         """
-        if self.exact is None or not (torch.is_grad_enabled() and z.requires_grad):
-            return self._forward_plainly(z, batch)
+        needs_gradient = torch.is_grad_enabled() and z.requires_grad
+        if self.exact is None or not needs_gradient:
+            return self._run(z, batch)
+        # Under autocast: values of rounded arithmetic, gradients of exact arithmetic.
         with torch.no_grad():
-            deployed = self._forward_plainly(z, batch)
+            deployed = self._run(z, batch)
         return borrow_gradient(deployed, self.exact.forward(z, batch))
 
-    def _forward_plainly(self, z: Tensor, batch: Batch) -> Tensor:
+    def _run(self, z: Tensor, batch: Batch) -> Tensor:
+        """Run the module from the attacked space, with the gradient of its own arithmetic."""
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         with self.replace_embedding(z):
             return self.read(self.call(batch.x, batch.mask))
 
     def make_classifier(self, batch: Batch) -> Classifier | ByRow:
-        """Return `forward` as a function for attacks."""
+        """Return `forward` at a batch as the function of z alone that attacks take.
+
+        Texts have masks of their own, so the function also gets the rows that z belongs to.
+        """
         if self.kind == "text":
             return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))
         return lambda z: self.forward(z, batch)
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""
-        seen: list[Tensor] = []
+        outputs: list[Tensor] = []
         # A copy: some models scale their embeddings in place.
-        with torch.no_grad(), self._watch_entry(lambda out: seen.append(out.clone())):
+        with torch.no_grad(), self._watch_entry(lambda out: outputs.append(out.clone())):
             self.call(batch.x, batch.mask)
-        states = self._turn(seen[0])
+        states = self._put_batch_first(outputs[0])
         if self.exact is None:
             return states
         return states.to(self.dtype)
 
     def replace_embedding(self, z: Tensor) -> RemovableHandle:
         """Replace the first output of `entry` by z; the handle ends this, as a context."""
-        pending = [self._turn(z).clone()]
+        # The exchange of two axes is its own inverse: a model with tokens first gets them first.
+        pending = [self._put_batch_first(z).clone()]
 
         def replace_first(out: Tensor) -> Tensor:
-            if not pending:
+            if not pending:  # a later call of the same embedding, such as of the decoder
                 return out
             # Under autocast, the embedding may be rounded, and what follows reads it so.
             return pending.pop().to(out.dtype)
 
         return self._watch_entry(replace_first)
 
-    def _turn(self, states: Tensor) -> Tensor:
+    def _put_batch_first(self, states: Tensor) -> Tensor:
         """Exchange the first two axes if the embedding has tokens first."""
         if self.tokens_first:
             return states.transpose(0, 1)

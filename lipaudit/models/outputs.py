@@ -24,16 +24,19 @@ from lipaudit.models.net import ModelSpec, Net, NextToken, OutputForm, watch_mod
 from lipaudit.models.precision import devices, exact_arithmetic, precision
 from lipaudit.tables import Note
 
+# The sample of loading for texts.
 PROBE_TEXT = "a blank sample"
 PROBE_TOKENS = 8
 # Largest deviation of the sum of probabilities from 1, in float32.
 SIMPLEX = 1e-5
 HALF = {torch.float16, torch.bfloat16}
+# Runs a model on (samples, mask), and reads the output tensor from the result.
 Call = Callable[[Tensor, Tensor | None], Any]
 Read = Callable[[Any], Tensor]
 
 
 def _return_scores(scores: Any, *_args: Any, **_options: Any) -> Any:
+    """Return the logits of a sigmoid: its argument."""
     return scores
 
 
@@ -130,13 +133,20 @@ def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
         final: the softmax or sigmoid that the forward pass applied last.
     """
     values = output.detach().double()
-    if bool(((values.exp().sum(-1) - 1).abs() < SIMPLEX).all()):
+    if _sums_to_one(values.exp()):
         return "log-probabilities"
-    inside = (values > -SIMPLEX).all() & (values < 1 + SIMPLEX).all()
-    if bool(inside & ((values.sum(-1) - 1).abs() < SIMPLEX).all()):
+    in_unit_interval = (values > -SIMPLEX).all() & (values < 1 + SIMPLEX).all()
+    if bool(in_unit_interval) and _sums_to_one(values):
         return "probabilities"
-    alone = output is final.output and final.function in SIGMOIDS
-    return "sigmoids" if alone else "logits"
+    if output is final.output and final.function in SIGMOIDS:
+        return "sigmoids"
+    return "logits"
+
+
+def _sums_to_one(values: Tensor) -> bool:
+    """Say whether the values of every sample sum to 1 over the classes, the last axis."""
+    deviation = (values.sum(-1) - 1).abs()
+    return bool((deviation < SIMPLEX).all())
 
 
 def note_form(form: OutputForm) -> tuple[Note, ...]:
@@ -162,12 +172,13 @@ def convert_outputs(
     """
     if form not in ("probabilities", "sigmoids"):
         return call, read, scorer
-
-    def read_plain(watched: Activated) -> Tensor:
-        return read(watched.result)
+    read_scores = read
+    if scorer is not None:
+        read_scores = scorer.read
 
     def read_logits(watched: Activated) -> Tensor:
-        output = (read if scorer is None else scorer.read)(watched.result)
+        """Return the logits of the scores in a result."""
+        output = read_scores(watched.result)
         if output is watched.final.output:
             logits: Tensor = watched.final.logits()
             return logits
@@ -176,14 +187,21 @@ def convert_outputs(
             return output.logit(limits.eps)
         return output.clamp_min(limits.tiny).log()
 
+    watched_call = partial(run_watched, call)
     if scorer is None:
-        return partial(run_watched, call), read_logits, None
-    return partial(run_watched, call), read_plain, NextToken(scorer.head, read_logits)
+        return watched_call, read_logits, None
+    # The output of a language model is no score: its next-token scores are.
+    return (
+        watched_call,
+        lambda watched: read(watched.result),
+        NextToken(scorer.head, read_logits),
+    )
 
 
 def is_saturated(logits: Tensor) -> bool:
-    """Say whether a probability was so small that its logarithm was cut, and has no derivative."""
+    """Say whether `read_logits` cut a logarithm at the smallest float: it has no derivative."""
     tiny = torch.finfo(logits.dtype).tiny
+    # In the logits' own precision and device, whose log may round differently.
     smallest = torch.full_like(logits[..., :1], tiny).log()
     return bool((logits == smallest).any())
 
@@ -220,58 +238,55 @@ class EntrySearch:
     def __init__(self, spec: ModelSpec, x: Tensor) -> None:
         self.spec = spec
         self.x = x
-        self.image = spec.kind == "image"
-        # Names of modules by whether they take the ids themselves.
-        self.readers: dict[bool, list[str]] = {True: [], False: []}
+        # Names of modules that take the sample itself, and of those that take its shape only:
+        # tables of positions and types.
+        self.readers: list[str] = []
+        self.similar_readers: list[str] = []
         # Names of modules whose output is (tokens, batch, width).
-        self.turned: set[str] = set()
+        self.tokens_first: set[str] = set()
 
-    def list_parts(self) -> list[tuple[str, nn.Module]]:
+    def list_candidates(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that may be the embedding, by name."""
-        if self.image:
-            return [
-                (name, part)
-                for name, part in self.spec.module.named_modules()
-                if "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
-            ]
-        return [
-            (name, part)
-            for name, part in self.spec.module.named_modules()
-            if self.spec.kind == "text" and (part is self.spec.entry or is_table(part))
-        ]
+        modules = self.spec.module.named_modules()
+        return [(name, part) for name, part in modules if self._may_embed(name, part)]
 
-    def see(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        """Note what a module takes and returns."""
-        if self.image:
-            self.readers[True].append(name)
+    def _may_embed(self, name: str, part: nn.Module) -> bool:
+        if self.spec.kind == "image":
+            own_name = name.rpartition(".")[2]
+            return "PatchEmbed" in type(part).__name__ or "patch_embed" in own_name
+        if self.spec.kind == "text":
+            return part is self.spec.entry or isinstance(part, nn.Embedding)
+        return False
+
+    def observe(self, name: str, args: tuple[Any, ...], output: Any) -> None:
+        """Record what a candidate takes and returns in a forward pass."""
+        if self.spec.kind == "image":
+            self.readers.append(name)
             return
         columns = self.x.mT  # ids of a model with tokens first
-        if isinstance(out, Tensor) and out.shape[:2] == columns.shape != self.x.shape:
-            self.turned.add(name)
-        taken = None
-        if args:
-            taken = args[0]
+        if isinstance(output, Tensor) and output.shape[:2] == columns.shape != self.x.shape:
+            self.tokens_first.add(name)
+        if not args or not isinstance(args[0], Tensor):
+            return
         for ids in (self.x, columns):
-            if isinstance(taken, Tensor) and taken.shape == ids.shape:
-                self.readers[bool((taken == ids).all())].append(name)
+            if args[0].shape == ids.shape:
+                if bool((args[0] == ids).all()):
+                    self.readers.append(name)
+                else:
+                    self.similar_readers.append(name)
                 break
 
-    def choose(self, found: Probe) -> Probe:
-        """Return the facts with the embedding: the named one, else the first that takes the ids.
-
-        Tables of positions and types may take tensors of the same shape.
-        """
+    def add_entry(self, found: Probe) -> Probe:
+        """Return the facts with the embedding: the one named, else the first reader of the ids."""
         entry = self.spec.entry
-        names = self.readers[True] + self.readers[False]
+        names = self.readers + self.similar_readers
         if entry is None and names:
             entry = self.spec.module.get_submodule(names[0])
-        turned = any(part is entry and n in self.turned for n, part in self.list_parts())
-        return replace(found, entry=entry, tokens_first=turned)
-
-
-def is_table(module: nn.Module) -> bool:
-    """Say whether a module is a table of embeddings."""
-    return isinstance(module, nn.Embedding)
+        tokens_first = False
+        for name, part in self.list_candidates():
+            if part is entry and name in self.tokens_first:
+                tokens_first = True
+        return replace(found, entry=entry, tokens_first=tokens_first)
 
 
 def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
@@ -290,11 +305,11 @@ def probe_model(spec: ModelSpec, call: Call, read: Read) -> Probe:
         f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
         "ModelSpec with its own `call(x, mask)`.",
     )
-    watched = watch_modules(search.list_parts(), search.see)
+    watched = watch_modules(search.list_candidates(), search.observe)
     with explained, watched, exact_arithmetic(device), torch.no_grad():
         found = _run_probes(spec, call, read, samples)
     _require_floats(found.output, samples[0])
-    return search.choose(found)
+    return search.add_entry(found)
 
 
 def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) -> Probe:
@@ -331,15 +346,15 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
 def make_probes(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Return a blank sample, and noise except for texts, each as a batch of one."""
     if spec.kind == "text":
-        most = min(PROBE_TOKENS, *spec.input_shape)
-        # A text of padding alone is undefined in many models.
-        plain = next(i for i in (1, 2, 3) if i not in (spec.pad_id, spec.end_id))
+        length = min(PROBE_TOKENS, *spec.input_shape)
         if spec.tokenize:
-            ids = spec.tokenize(PROBE_TEXT, most)
+            ids = spec.tokenize(PROBE_TEXT, length)
         else:
-            ids = [plain] * most
-        if not (spec.end_id is None or spec.tokenize):
-            ids = [*ids[1:], spec.end_id]
+            # A text of padding alone is undefined in many models.
+            plain = next(i for i in (1, 2, 3) if i not in (spec.pad_id, spec.end_id))
+            ids = [plain] * length
+            if spec.end_id is not None:
+                ids[-1:] = [spec.end_id]
         return [torch.tensor([ids], device=device)]
     # Grey pixels, and zeros for floats: inputs that most models accept.
     grey = 0.5 if spec.kind == "image" else 0.0
@@ -373,8 +388,9 @@ def note_choice(spec: ModelSpec, result: Any) -> tuple[Note, ...]:
 
 
 def _require_floats(output: Tensor, x: Tensor) -> None:
-    halved = output.dtype in HALF and x.dtype == torch.float32
-    if halved or not output.is_floating_point():
+    """Refuse an output of integers, or of half precision in a run in float32."""
+    is_rounded = output.dtype in HALF and x.dtype == torch.float32
+    if is_rounded or not output.is_floating_point():
         raise InputError(
             f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
             "Let the model return its scores (logits), not a decision, which has no gradient. "
@@ -401,6 +417,12 @@ def settle_output(net: Net, batch: Batch) -> Net:
         )
     form = read_form(net, passed, output)
     call, read, scorer = convert_outputs(form, net.call, net.read, net.next_token)
-    how: dict[str, Any] = {"call": call, "read": read, "next_token": scorer}
-    notes = net.notes + note_form(form)
-    return replace(net, form=form, undefined=False, notes=notes, **how)
+    return replace(
+        net,
+        form=form,
+        undefined=False,
+        notes=net.notes + note_form(form),
+        call=call,
+        read=read,
+        next_token=scorer,
+    )

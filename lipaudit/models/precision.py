@@ -1,10 +1,9 @@
 """The precision of a run: of its arithmetic, and of weights that are stored in another one.
 
-A held module keeps its parameters as stored (in half precision, on the CPU, in a mapped file).
-`parameters()` returns the stored tensors. `module.weight` returns a copy in the precision and on
-the device of the run, converted ("lifted") when a layer reads it and freed after use. While the
-model runs, `parameters()` returns such copies, too, because some models read their own dtype and
-device.
+After `convert_on_read`, a module keeps its parameters as stored (in half precision, on the CPU, in
+a mapped file), and `parameters()` returns these. `module.weight` returns a copy in the precision
+and on the device of the run, converted when a layer reads it and freed after use. While the model
+runs, `parameters()` returns such copies, too, because some models read their own dtype and device.
 """
 
 from __future__ import annotations
@@ -68,32 +67,39 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        # torch 2.9 has a setting per operation beside the two older ones, and refuses to read an
-        # older one if they contradict each other. So all are set to the same value here, and
-        # each is read while nothing contradicts it.
-        backends: Any = torch.backends
-        cudnn, onednn = backends.cudnn, backends.mkldnn
-        operations: list[Any] = []  # with a precision setting, from general to single ones
-        if hasattr(cudnn, "conv"):
-            operations = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
-            operations += [part for each in (cudnn, onednn) for part in (each.conv, each.rnn)]
-        for part in operations:  # general ones first: the dependent ones then read as "none"
-            stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
-            part.fp32_precision = "none"
-        try:
-            allowed = cudnn.allow_tf32
-        except RuntimeError:  # only True contradicts settings that are all "none"
-            allowed = True
-        stack.callback(setattr, cudnn, "allow_tf32", allowed)
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("highest")
-        cudnn.allow_tf32 = False
-        for part in operations:
-            part.fp32_precision = "ieee"
+        _switch_tf32_off(stack)
         yield
 
 
+def _switch_tf32_off(stack: ExitStack) -> None:
+    """Compute float32 products in float32, until the stack restores the settings.
+
+    torch 2.9 has a setting per operation beside the two older ones, and refuses to read an older
+    one if they contradict each other. So each is read while nothing contradicts it.
+    """
+    backends: Any = torch.backends
+    cudnn, onednn = backends.cudnn, backends.mkldnn
+    settings: list[Any] = []  # objects with a precision setting, general ones first
+    if hasattr(cudnn, "conv"):
+        settings = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
+        settings += [cudnn.conv, cudnn.rnn, onednn.conv, onednn.rnn]
+    for setting in settings:  # once general ones are "none", single ones no longer inherit them
+        stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+        setting.fp32_precision = "none"
+    try:
+        allowed = cudnn.allow_tf32
+    except RuntimeError:  # only True contradicts settings that are all "none"
+        allowed = True
+    stack.callback(setattr, cudnn, "allow_tf32", allowed)
+    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+
+
 _CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+"""Methods that cast a tensor, and the dtype of their result."""
 
 
 class Widening(TorchFunctionMode):
@@ -111,14 +117,14 @@ class Widening(TorchFunctionMode):
         self.halves: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with float64 in place of what it asks for."""
+        """Call `func` with float64 in place of lower precisions."""
         kwargs = kwargs or {}
-        for each in (_CASTS.get(func), *args, *kwargs.values()):
-            if each is torch.half or each is torch.bfloat16:
-                self.halves.add(each)
+        for value in (_CASTS.get(func), *args, *kwargs.values()):
+            if value is torch.half or value is torch.bfloat16:
+                self.halves.add(value)
         if func in _CASTS:
             return Tensor.double(*args, **kwargs)
-        if func is not Tensor.view:  # a view of the bits
+        if func is not Tensor.view:  # `view(dtype)` reads the same bits and casts nothing
             args = [_widen(value) for value in args]
             kwargs = {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -185,6 +191,8 @@ def borrow_gradient(values: Tensor, exact: Tensor) -> Tensor:
 
 
 class _BorrowedGradient(torch.autograd.Function):
+    """(values, exact) -> values, with the gradient of `exact`."""
+
     @staticmethod
     def forward(_ctx: Any, values: Tensor, _exact: Tensor) -> Tensor:
         return values.clone()
@@ -211,10 +219,10 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
         undo.callback(np.random.set_state, np.random.get_state())
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
-        for each in seeded:
-            accelerator = torch.get_device_module(each)
-            with accelerator.device(each):
-                accelerator.manual_seed(seed)
+        for accelerator in seeded:
+            backend = torch.get_device_module(accelerator)
+            with backend.device(accelerator):
+                backend.manual_seed(seed)
         yield
 
 
@@ -222,9 +230,9 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
 LARGE = 2**16
 
 # Converted copy of each stored weight in use; tied weights share one copy.
-_lifted: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
+_copies: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
 # Stored weight of each converted copy.
-_stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+_originals: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 # Function that computes the values of each deferred weight.
 _deferred: MutableMapping[Tensor, Callable[[], Tensor]] = WeakTensorKeyDictionary()
 # The dtype of deferred weights: narrower than that of any run, so they are converted on reading.
@@ -232,7 +240,7 @@ DEFERRED = torch.float8_e5m2
 
 
 def defer(compute: Callable[[], Tensor], shape: torch.Size) -> nn.Parameter:
-    """Return a parameter without memory; `hold` has its values computed whenever it is read."""
+    """Return a parameter without memory, whose values `convert_on_read` computes on reading."""
     # NaN, so that nothing can take the placeholder for values.
     weight = nn.Parameter(torch.tensor(torch.nan).to(DEFERRED).expand(shape), requires_grad=False)
     _deferred[weight] = compute
@@ -248,7 +256,7 @@ def compute_values(stored: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightReference:
     """A weight, or a view of one, that is converted again whenever it is read.
 
     Attributes:
@@ -270,30 +278,33 @@ class Kept:
 
     def convert(self) -> Tensor:
         """Return the converted weight or view."""
-        copy = _lift(self.stored, self.dtype, self.device)
+        copy = _convert(self.stored, self.dtype, self.device)
         return copy.detach().as_strided(*self.view)
 
 
-def keep(weight: Tensor) -> Tensor | Kept:
-    """Return a reference to a weight for use beyond its layer; it never keeps the copy alive."""
+def refer_to_weight(weight: Tensor) -> Tensor | WeightReference:
+    """Return a reference to a converted weight that does not keep the copy in memory.
+
+    A weight that needs no conversion is its own reference.
+    """
     whole = weight
-    if weight._base is not None:
+    if weight._base is not None:  # a view
         whole = weight._base
-    stored = _stored.get(whole)
+    stored = _originals.get(whole)
     if stored is None:
         return weight.detach()
     view = weight.shape, weight.stride(), int(weight.storage_offset())
-    return Kept(stored, weight.dtype, weight.device, view)
+    return WeightReference(stored, weight.dtype, weight.device, view)
 
 
-def read(kept: Tensor | Kept) -> Tensor:
-    """Return the weight behind a reference made by `keep`."""
-    if isinstance(kept, Tensor):
-        return kept
-    return kept.convert()
+def read_weight(reference: Tensor | WeightReference) -> Tensor:
+    """Return the weight behind a reference made by `refer_to_weight`."""
+    if isinstance(reference, Tensor):
+        return reference
+    return reference.convert()
 
 
-def hold(
+def convert_on_read(
     module: nn.Module, dtype: torch.dtype, place: Callable[[str], torch.device] | None = None
 ) -> set[torch.dtype]:
     """Keep the parameters of a module as stored, and convert each when it is read.
@@ -320,11 +331,11 @@ def hold(
                 part._buffers[name] = buffer.to(device, kind)
         parameters = [p for p in part._parameters.values() if p is not None]
         for p in parameters:
-            if p.is_floating_point() and not _narrower(p, dtype):
+            if p.is_floating_point() and not _is_narrower(p, dtype):
                 p.data = p.data.to(dtype)
-        if any(_lifts(p, dtype, device) for p in parameters):
+        if any(_needs_conversion(p, dtype, device) for p in parameters):
             part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
-    return {p.dtype for p in module.parameters() if _narrower(p, dtype)}
+    return {p.dtype for p in module.parameters() if _is_narrower(p, dtype)}
 
 
 def precision(module: nn.Module) -> torch.dtype:
@@ -339,21 +350,21 @@ def devices(module: nn.Module) -> Iterator[torch.device]:
     """Yield the devices on which the parts of a module read their parameters, in order."""
     for part in module.modules():
         table = part._parameters
-        given = None
+        device_of_copies = None
         if isinstance(table, _Parameters):
-            given = table.device
-        for p in dict.values(table):
+            device_of_copies = table.device
+        for p in dict.values(table):  # without a conversion
             if p is not None:
-                yield given or p.device
+                yield device_of_copies or p.device
 
 
-def has_lifted_weights(module: nn.Module) -> bool:
+def has_converted_weights(module: nn.Module) -> bool:
     """Say whether weights are converted on reading: stored weights have no gradient."""
     return any(isinstance(part._parameters, _Parameters) for part in module.modules())
 
 
-def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a held model in which `parameters()` returns converted weights."""
+def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of a model after `convert_on_read`: it sees converted `parameters()`."""
 
     def run(*args: Any) -> Any:
         _Parameters.running += 1
@@ -366,10 +377,13 @@ def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of one module by name: stored, and converted on reading."""
+    """The parameters of one module by name: stored, and converted on reading.
+
+    A module reads `module.weight` by `__getitem__`; `parameters()` uses `items` and `values`.
+    """
 
     running = 0
-    """Number of running model calls."""
+    """Number of running model calls, of all modules."""
 
     def __init__(
         self, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device | None
@@ -384,7 +398,7 @@ class _Parameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the stored weight; setting the copy that was read changes nothing."""
         if value is not None:
-            value = _stored.get(value, value)
+            value = _originals.get(value, value)
         super().__setitem__(name, value)
 
     def items(self) -> Any:
@@ -400,35 +414,35 @@ class _Parameters(dict[str, Any]):
         return (self._convert(p) for p in parameters)
 
     def _convert(self, stored: Any) -> Any:
-        if stored is None:
+        if stored is None:  # such as the bias of a layer without one
             return None
-        return _lift(stored, self.dtype, self.device)
+        return _convert(stored, self.dtype, self.device)
 
 
-def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return the converted copy of a stored weight; an existing copy is reused."""
-    if not _lifts(stored, dtype, device):
+def _convert(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Return the converted copy of a stored weight; a copy in use is returned again."""
+    if not _needs_conversion(stored, dtype, device):
         return stored
-    kind = stored.dtype
-    if _narrower(stored, dtype):
-        kind = dtype
-    place = device or stored.device
-    known = _lifted.get(stored)
+    copy_dtype = stored.dtype
+    if _is_narrower(stored, dtype):
+        copy_dtype = dtype
+    copy_device = device or stored.device
+    weak_reference = _copies.get(stored)
     copy = None
-    if known is not None:
-        copy = known()
-    if copy is None or (copy.dtype, copy.device) != (kind, place):
+    if weak_reference is not None:
+        copy = weak_reference()  # None if it has been freed
+    if copy is None or (copy.dtype, copy.device) != (copy_dtype, copy_device):
         # A copy made in inference mode could never be saved for a backward pass.
         with torch.inference_mode(False), torch.no_grad():
             values = compute_values(stored)
-            room = _room(values, kind, place)
-            copy = nn.Parameter(room.copy_(values), requires_grad=False)
-        _lifted[stored] = TensorWeakRef(copy)
-        _stored[copy] = stored
+            memory = _allocate(values, copy_dtype, copy_device)
+            copy = nn.Parameter(memory.copy_(values), requires_grad=False)
+        _copies[stored] = TensorWeakRef(copy)
+        _originals[copy] = stored
     return copy
 
 
-def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory for a copy that the system gets back when the copy is freed.
 
     The C library does not return blocks of megabytes that lie between longer-lived ones: the heap
@@ -442,9 +456,10 @@ def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(like.shape)
 
 
-def _lifts(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:
-    return _narrower(p, dtype) or device not in (None, p.device)
+def _needs_conversion(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:
+    """Say whether a parameter is narrower than `dtype`, or on another device than `device`."""
+    return _is_narrower(p, dtype) or device not in (None, p.device)
 
 
-def _narrower(p: Tensor, dtype: torch.dtype) -> bool:
+def _is_narrower(p: Tensor, dtype: torch.dtype) -> bool:
     return p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits

@@ -47,7 +47,12 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
 
 
 def _find_largest(t: Tensor, each: int | None) -> Tensor:
-    """Return the largest absolute entry, in float64: at each place of an axis, if one is given."""
+    """Return the largest absolute entry, in float64: of the whole, or of each slice along an axis.
+
+    Args:
+        t: the tensor.
+        each: the axis; None: the whole.
+    """
     largest = t.abs()
     axes = [axis for axis in range(t.ndim) if axis != each]
     if axes:
@@ -61,21 +66,18 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     Raises:
         InputError: the model is random, or its first sample depends on the second one.
     """
-    random = (
-        "the model is random: two forward passes over the same samples differ",
-        REPEAT,
-    )
-    mixed = (
-        "the output of a sample depends on the other samples of its batch",
-        "Use a model without batch statistics or attention across the batch.",
-    )
     with torch.no_grad():
         repeated = net.output(batch)
         if not agree(output, repeated, each=0):
-            raise InputError(*random)
+            raise InputError(
+                "the model is random: two forward passes over the same samples differ", REPEAT
+            )
         beside_other = net.output(other)
         if not agree(output[:1], beside_other[:1], each=0):
-            raise InputError(*mixed)
+            raise InputError(
+                "the output of a sample depends on the other samples of its batch",
+                "Use a model without batch statistics or attention across the batch.",
+            )
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
@@ -125,20 +127,18 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     alone: Tensor | None = None
     try:
         with torch.no_grad():
-            passes = []
-            for _ in range(2):
-                outputs = [net.output(sample) for sample in pair.split(1)]
-                passes.append(torch.cat(outputs))
-            alone, again = passes
+            singles = list(pair.split(1))
+            alone = torch.cat([net.output(sample) for sample in singles])
+            again = torch.cat([net.output(sample) for sample in singles])
             together = net.output(pair)
     except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
         if alone is None or singly:
             return  # the measure will name the sample
-        said = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
-            f"{net.architecture} runs on one sample but fails on a batch of two ({said})",
+            f"{net.architecture} runs on one sample but fails on a batch of two ({reason})",
             "Use --batch-size 1, or fix the model.",
         ) from error
     if len(together) != len(pair) or together.shape != alone.shape:
@@ -147,14 +147,14 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             f"{tuple(alone.shape)} for the same two, one at a time",
             "Fix the model: it must return one row per sample for every batch size.",
         )
-    known = alone.isfinite() & together.isfinite()
-    change = torch.where(known, together - alone, 0.0).abs()
-    noise = torch.where(known, again - alone, 0.0).abs()
-    largest = torch.where(known, alone, 0.0).abs().amax()
-    if change.amax() > AGREES * largest + 10 * noise.amax():
+    finite = alone.isfinite() & together.isfinite()
+    change = torch.where(finite, together - alone, 0.0).abs().amax()
+    noise = torch.where(finite, again - alone, 0.0).abs().amax()  # of a random model
+    largest = torch.where(finite, alone, 0.0).abs().amax()
+    if change > AGREES * largest + 10 * noise:
         raise InputError(
             "the output of one sample depends on another one (beside it, outputs change by up to "
-            f"{float(change.amax()):.2g})",
+            f"{float(change):.2g})",
             "A BatchNorm needs running statistics; nn.TransformerEncoder and "
             "nn.MultiheadAttention need batch_first=True where samples are in the first axis.",
         )
@@ -170,14 +170,11 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     Raises:
         InputError: an output in the batch differs from the output alone.
     """
-    assert batch.mask is not None
-    lengths = batch.mask.sum(1)
-    ends = torch.stack([lengths.argmin(), lengths.argmax()])
     advice = (
         "Let its forward take (ids, mask) and leave padding out, or attack texts of equal length "
         "(--max-tokens cuts them). bounds, attention and jacobian handle lengths separately."
     )
-    pair = batch.rows(ends)
+    pair = _pick_extreme_lengths(batch)
     text = f"{net.architecture} cannot be run on texts of several lengths"
     with explain_failure(text, advice), torch.no_grad():
         net.output(pair.to(net.device, net.dtype))
@@ -186,6 +183,14 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     except InputError as error:
         text = f"{net.architecture} reads padding: {error.message}"
         raise InputError(text, advice) from error
+
+
+def _pick_extreme_lengths(batch: Batch) -> Batch:
+    """Return the shortest and the longest text; without a mask, the first two samples."""
+    if batch.mask is None:
+        return batch[:2]
+    lengths = batch.mask.sum(1)
+    return batch.rows(torch.stack([lengths.argmin(), lengths.argmax()]))
 
 
 def require_autocast(net: Net, batch: Batch, autocast: str | None) -> tuple[Note, ...]:
@@ -235,11 +240,7 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
     """
     if not any(isinstance(part, nn.TransformerEncoder) for part in net.module.modules()):
         return ()
-    pair = batch[:2]
-    if batch.mask is not None:
-        lengths = batch.mask.sum(1)
-        pair = batch.rows(torch.stack([lengths.argmin(), lengths.argmax()]))
-    pair = pair.to(net.device, net.dtype)
+    pair = _pick_extreme_lengths(batch).to(net.device, net.dtype)
     mha = torch.backends.mha
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # the measures name the sample that fails
@@ -259,7 +260,7 @@ def note_fast_path(net: Net, batch: Batch) -> tuple[Note, ...]:
     return ()
 
 
-# Lengths of a step, as shares of the length of the sample.
+# Lengths of a step, relative to the length of the sample.
 #
 # A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
 # rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
@@ -290,45 +291,47 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     if sum(p.numel() for p in parameters) > WIDENED:
         return ()
     pair = batch[:2].trim()
-    wide = Widening()
-    # All weights are widened, and restored afterwards in the same memory.
+    widening = Widening()
+    # All weights become float64, and get their own memory back afterwards.
     # Buffers, too: running statistics in float32 would leave a kink of their own.
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
-    narrow = [(t, t.data) for t in tensors]
+    originals = [t.data for t in tensors]
     try:
         for t in tensors:
             t.data = compute_values(t).detach().double()
-        with exact_arithmetic(net.device), wide:
-            shares = _measure_differences(net, pair.to(net.device, torch.float64))
+        with exact_arithmetic(net.device), widening:
+            errors = _measure_gradient_errors(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it
         if of_machine(error):
             raise
         return ()
     finally:
-        for t, data in narrow:
-            t.data = data
-    remarks: tuple[Note, ...] = ()
-    if wide.halves and net.dtype != torch.float64:
+        for t, original in zip(tensors, originals, strict=True):
+            t.data = original
+    notes: tuple[Note, ...] = ()
+    if widening.halves and net.dtype != torch.float64:
         text = (
-            f"parts of the model are computed in {' and '.join(name_dtypes(wide.halves))}, so "
+            f"parts of the model are computed in {' and '.join(name_dtypes(widening.halves))}, so "
             "figures carry its rounding errors. To avoid them, use --dtype float64"
         )
-        remarks = (Note.warn("half-precision-parts", text),)
-    sample = int(shares.argmax())
-    if not bool(shares[sample] > DIFFERS):
-        return remarks
+        notes = (Note.warn("half-precision-parts", text),)
+    sample = int(errors.argmax())
+    if not bool(errors[sample] > DIFFERS):
+        return notes
     text = (
         "the gradient of this model is not its derivative (they differ by "
-        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
+        f"{float(errors[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
         "attacks of this run do not describe the function that the model computes"
     )
-    return (*remarks, Note.warn("no-derivative", text))
+    return (*notes, Note.warn("no-derivative", text))
 
 
-def _measure_differences(net: Net, batch: Batch) -> Tensor:
-    """Return |D(h) - J u . w| relative to the derivative, the smallest over h, per sample.
+def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
+    """Return the relative error of autograd's slope at each sample, (samples,).
 
-    Steps end at the first h after which no sample differs.
+    The slope <J^T w, u> along a random direction u is compared with the central difference
+    D(h) = <w, f(x + h u) - f(x - h u)> / 2h. The error is the smallest one over the steps h, which
+    end when no sample differs.
     """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
@@ -336,37 +339,38 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     free = net.free(batch)
     if free is not None:
         u = u * free[..., None]
-    flat = tuple(range(1, x.ndim))
-    length = torch.linalg.vector_norm(x, dim=flat, keepdim=True).clamp_min(1.0)
-    u = u * length / torch.linalg.vector_norm(u, dim=flat, keepdim=True)
+    # u has the length of the sample: h is relative.
+    axes = tuple(range(1, x.ndim))
+    length = torch.linalg.vector_norm(x, dim=axes, keepdim=True).clamp_min(1.0)
+    u = u * length / torch.linalg.vector_norm(u, dim=axes, keepdim=True)
     with torch.enable_grad():
         point = x.clone().requires_grad_()
         output = net.forward(point, batch)
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        pulled = _compute_gradient((output * w).sum(), point)
-    slope = (pulled * u).sum(flat)
+        gradient = _compute_gradient((output * w).sum(), point)  # J^T w
+    slope = (gradient * u).sum(axes)
     # For a random u the slope is about ||J^T w|| ||u|| / sqrt(n), but may be far smaller by
     # chance.
     entries = u.count_nonzero() / len(u)
-    steepness = torch.linalg.vector_norm(pulled, dim=flat)
-    usual = steepness * length.flatten() / entries.sqrt()
-    # Rounding of g, for directions in which the derivative vanishes.
+    steepness = torch.linalg.vector_norm(gradient, dim=axes)
+    usual_slope = steepness * length.flatten() / entries.sqrt()
+    # Rounding of <w, f>, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
     terms = (output.detach() * w).abs()
     rounding = eps * terms.flatten(1).sum(1)
-    shares = torch.full_like(slope, torch.inf)
+    errors = torch.full_like(slope, torch.inf)
     for h in STEPS:
         with torch.no_grad():
             ahead = net.forward(x + h * u, batch)
             behind = net.forward(x - h * u, batch)
         difference = (ahead - behind) * w
-        found = difference.flatten(1).sum(1) / (2 * h)
-        scale = torch.stack([slope.abs(), usual, found.abs()]).amax(0)
-        apart = ((found - slope).abs() - rounding / h).clamp_min(0)
-        shares = torch.minimum(shares, apart / scale.clamp_min(1e-300))
-        if bool((shares <= DIFFERS).all()):
+        quotient = difference.flatten(1).sum(1) / (2 * h)  # D(h)
+        scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
+        error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
+        errors = torch.minimum(errors, error / scale.clamp_min(1e-300))
+        if bool((errors <= DIFFERS).all()):
             break
-    return shares
+    return errors
 
 
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:

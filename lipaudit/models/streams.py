@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -55,55 +56,46 @@ def find_additions(output: Tensor, parts: Collection[Node]) -> list[Addition]:
     """
     graph = [*nodes(output)]
     readers = Counter(edge.node for node in graph for edge in _list_parents(node))
-    sums = sorted(filter(_is_sum, graph), key=find_place)
+    sums = sorted(filter(_is_sum, graph), key=get_order)
     found: dict[Node, Addition] = {}
     for node in sums:
         addition = _read_addition(node, found, readers)
         if addition is not None:
             found[node] = addition
-    kept = list(found.values())
+    additions = list(found.values())
     for outer in found.values():
-        inner = [each for each in kept if each is not outer and outer.holds(each.sum.node)]
-        held = []
-        for part in parts:
-            if any(each.holds(part) for each in inner):
-                held.append(part)
+        inner = [a for a in additions if a is not outer and outer.holds(a.sum.node)]
         if not inner:
             continue
         dropped = inner
-        if held:
+        if any(addition.holds(part) for addition in inner for part in parts):
             dropped = [outer]
-        kept = [each for each in kept if each not in dropped]
-    return kept
+        additions = [addition for addition in additions if addition not in dropped]
+    return additions
 
 
 def find_blocks(additions: Sequence[Addition], starts: Collection[int]) -> list[tuple[int, int]]:
-    """Return the first and last addition of every block whose additions follow one another.
+    """Return the indices of the first and last addition of every block with one residual stream.
 
-    Where each addition reads the sum of the one before it, x of the first is a term of the last
-    sum. A normalisation between two additions, as in BERT, ends that.
+    In such a block each addition adds to the sum of the one before it, so x of the first one is a
+    term of the last sum. BERT, which normalises between two additions, has no such block.
 
     Args:
         additions: the additions, in order.
         starts: indices of those that begin a block.
     """
     blocks: list[tuple[int, int]] = []
-    for first in sorted(starts):
-        last = first
-        following = last + 1
-        while following < len(additions) and following not in starts:
-            if additions[following].skip.node is not additions[last].sum.node:
-                break
-            last = following
-            following = last + 1
-        whole = following >= len(additions) or following in starts
-        if whole:
-            blocks.append((first, last))
+    order = sorted(starts)
+    ends = [*order[1:], len(additions)]
+    for first, end in zip(order, ends, strict=False):
+        pairs = pairwise(additions[first:end])
+        if all(later.skip.node is earlier.sum.node for earlier, later in pairs):
+            blocks.append((first, end - 1))
     return blocks
 
 
-def find_place(node: Node) -> int:
-    """Return the place of a node in the order of execution."""
+def get_order(node: Node) -> int:
+    """Return the number of a node in the order of execution."""
     return node._sequence_nr()
 
 
@@ -122,27 +114,37 @@ def _list_parents(node: Node) -> list[GradientEdge]:
 def _read_addition(
     node: Node, found: dict[Node, Addition], readers: Counter[Node]
 ) -> Addition | None:
-    """Return a sum as a residual addition; None if it is none."""
-    skip, branch = sorted(_list_parents(node), key=lambda edge: find_place(edge.node))
-    # F may read x from further up: x + f(x) + g(x) is two additions with one x.
+    """Return a sum as a residual addition; None if it is none.
+
+    Args:
+        node: the sum.
+        found: the residual additions before it.
+        readers: how many tensors are computed from each node.
+    """
+    # Of the two operands, the skip is computed first.
+    skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
+    # F may read an earlier x of the stream: x + f(x) + g(x) is two additions with one x.
     stream = _strip_views(skip.node)
-    inside = _walk(branch.node, stream)
+    inside = _find_between(branch.node, stream)
     while inside is None and stream in found:
         stream = _strip_views(found[stream].skip.node)
-        inside = _walk(branch.node, stream)
+        inside = _find_between(branch.node, stream)
     if inside is None:
         return None
     terms = _split_terms(branch, inside, readers)
-    walks = [_walk(term.node, stream) for term in terms]
-    if len(terms) > 1 and None in walks:
+    insides = [_find_between(term.node, stream) for term in terms]
+    if len(terms) > 1 and None in insides:  # a term does not depend on x: no parallel branches
         terms = [branch]
-        walks = [inside]
-    parts = tuple(frozenset(walk or ()) for walk in walks)
+        insides = [inside]
+    parts = tuple(frozenset(nodes_inside or ()) for nodes_inside in insides)
     return Addition(GradientEdge(node, 0), skip, tuple(terms), parts)
 
 
 def _strip_views(node: Node) -> Node:
-    """Return the node behind operations that only move entries, but no leaf: it has no place."""
+    """Return the node behind operations that only move entries, at most the one after a leaf.
+
+    (A leaf has no number in the order of execution.)
+    """
     while op(node) in _VIEWS:
         parents = _list_parents(node)
         if not parents or hasattr(parents[0].node, "variable"):
@@ -151,26 +153,29 @@ def _strip_views(node: Node) -> Node:
     return node
 
 
-def _walk(start: Node, end: Node) -> set[Node] | None:
-    """Return the nodes between two nodes; None without a path, or if one has no linear map."""
-    earliest = find_place(end)
+def _find_between(later: Node, earlier: Node) -> set[Node] | None:
+    """Return the nodes between two nodes, if every path between them passes a linear map.
+
+    None means that there is no path, or that one has no linear map.
+    """
     seen: set[tuple[Node, bool]] = set()
-    reached = False
-    todo = [(start, False)]
+    is_connected = False
+    # Nodes to visit, and whether a linear map is on the way from `later` to them.
+    todo = [(later, False)]
     while todo:
-        node, mixed = todo.pop()
-        if node is end:
-            if not mixed:
+        node, has_map = todo.pop()
+        if node is earlier:
+            if not has_map:
                 return None
-            reached = True
+            is_connected = True
             continue
-        # Nodes from before the end do not depend on it.
-        if (node, mixed) in seen or find_place(node) < earliest:
+        # Nodes that were computed before `earlier` do not depend on it.
+        if (node, has_map) in seen or get_order(node) < get_order(earlier):
             continue
-        seen.add((node, mixed))
-        mixed = mixed or op(node) in _MIXING
-        todo += [(edge.node, mixed) for edge in _list_parents(node)]
-    if reached:
+        seen.add((node, has_map))
+        has_map = has_map or op(node) in _MIXING
+        todo += [(edge.node, has_map) for edge in _list_parents(node)]
+    if is_connected:
         return {node for node, _ in seen}
     return None
 
@@ -178,16 +183,24 @@ def _walk(start: Node, end: Node) -> set[Node] | None:
 def _split_terms(
     branch: GradientEdge, inside: Collection[Node], readers: Counter[Node]
 ) -> list[GradientEdge]:
-    """Return the terms of a branch that is a sum itself, as of attention and MLP in parallel."""
+    """Return the terms of a branch that is a sum itself, as of attention and MLP in parallel.
+
+    Args:
+        branch: the branch.
+        inside: the nodes between the skip and the branch.
+        readers: how many tensors are computed from each node.
+    """
     terms: list[GradientEdge] = []
     todo = [branch]
     while todo:
         edge = todo.pop()
-        parents = _list_parents(edge.node)
-        # A tensor that something else reads, too, is no term of its own.
-        alone = all(readers[parent.node] == 1 for parent in parents)
-        if _is_sum(edge.node) and alone and all(parent.node in inside for parent in parents):
-            todo += parents
+        operands = _list_parents(edge.node)
+        # An operand that something else reads, too, is no term of its own.
+        is_split = _is_sum(edge.node) and all(
+            readers[operand.node] == 1 and operand.node in inside for operand in operands
+        )
+        if is_split:
+            todo += operands
         else:
             terms.append(edge)
     return terms

@@ -115,9 +115,9 @@ def test_a_model_that_asks_for_its_own_type_gets_that_of_the_run():
 
     module = Asking(3, 2).bfloat16().requires_grad_(False)
     plain = copy.deepcopy(module).float()
-    assert precision.hold(module, torch.float32) == {torch.bfloat16}
+    assert precision.convert_on_read(module, torch.float32) == {torch.bfloat16}
     x = torch.rand(5, 3) + 2**-20
-    assert torch.equal(precision.lifting(module)(x), plain(x))
+    assert torch.equal(precision.lift_parameters(module)(x), plain(x))
 
 
 def test_a_module_that_was_lent_keeps_its_weights_as_they_were():
@@ -133,7 +133,7 @@ def test_modules_that_read_weights_of_others_read_lifted_ones():
     recurrent = nn.GRU(8, 8).bfloat16().eval().requires_grad_(False)
     both = nn.ModuleList([attention, recurrent])
     plain = copy.deepcopy(both).float()
-    precision.hold(both, torch.float32)
+    precision.convert_on_read(both, torch.float32)
     x = torch.rand(4, 1, 8)
     assert torch.equal(attention(x, x, x)[0], plain[0](x, x, x)[0])
     assert torch.equal(recurrent(x)[0], plain[1](x)[0])
@@ -143,7 +143,7 @@ def test_modules_that_read_weights_of_others_read_lifted_ones():
 def test_tied_weights_stay_one_tensor_and_what_was_read_can_be_put_back():
     table, head = nn.Embedding(5, 3).half(), nn.Linear(3, 5, bias=False).half()
     head.weight = table.weight
-    precision.hold(nn.ModuleList([table, head]), torch.float32)
+    precision.convert_on_read(nn.ModuleList([table, head]), torch.float32)
     assert table.weight is head.weight
     assert torch.func.functional_call(head, {}, torch.ones(3)).dtype == torch.float32
     head.weight = head.weight
@@ -153,12 +153,12 @@ def test_tied_weights_stay_one_tensor_and_what_was_read_can_be_put_back():
 
 def test_a_view_that_is_kept_is_lifted_again_to_the_same_values():
     module = nn.Linear(300, 400).bfloat16()  # large enough for pages of its own
-    precision.hold(module, torch.float64)
-    kept = precision.keep(module.weight.t()[10:20])
-    assert isinstance(kept, precision.Kept)
-    assert torch.equal(precision.read(kept), next(module.parameters()).double().t()[10:20])
+    precision.convert_on_read(module, torch.float64)
+    kept = precision.refer_to_weight(module.weight.t()[10:20])
+    assert isinstance(kept, precision.WeightReference)
+    assert torch.equal(precision.read_weight(kept), next(module.parameters()).double().t()[10:20])
     assert kept.shape == (10, 400)
-    assert torch.equal(precision.read(precision.keep(kept.stored)), kept.stored)
+    assert torch.equal(precision.read_weight(precision.refer_to_weight(kept.stored)), kept.stored)
     assert F.linear(torch.ones(300).double(), module.weight).dtype == torch.float64
 
 

@@ -16,7 +16,7 @@ from lipaudit.models.attention.calls import AttentionCall, AxisLayout
 from lipaudit.models.attention.layouts import find_layouts, guess_layouts
 from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
-from lipaudit.models.precision import keep
+from lipaudit.models.precision import refer_to_weight
 from lipaudit.models.sources.weights import HALF
 from lipaudit.theory.head_norms import forward_error
 
@@ -166,4 +166,4 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     has_one_each = bool(((mix != 0).sum(0) == 1).all())
     if not has_one_each or int(order.bincount().amax()) > 1:
         return None
-    return capture.OutputMap(keep(linear.weight), order, gain)
+    return capture.OutputMap(refer_to_weight(linear.weight), order, gain)

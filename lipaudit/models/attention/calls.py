@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.errors import InputError
 from lipaudit.models.graph import leaves
-from lipaudit.models.precision import Kept, read
+from lipaudit.models.precision import WeightReference, read_weight
 from lipaudit.theory.pullback import pull_back
 
 RIGHT = "linear"
@@ -37,20 +37,20 @@ class Linear:
     Attributes:
         x: the input, channels last.
         parameter: W, (channels in, channels out), for any orientation of the parameter, or a
-            reference to it (`precision.keep`).
+            reference to it (`precision.refer_to_weight`).
         bias: b, or None.
         arrange: converts y to the axes of x; for joined maps, the y of each.
     """
 
     x: Tensor
-    parameter: Tensor | Kept
+    parameter: Tensor | WeightReference
     bias: Tensor | None
     arrange: Arrange = lambda y: y
 
     @property
     def weight(self) -> Tensor:
         """Return W."""
-        return read(self.parameter)
+        return read_weight(self.parameter)
 
     @property
     def inputs(self) -> Tensor:

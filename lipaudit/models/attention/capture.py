@@ -30,7 +30,7 @@ from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, fork_random, run
 from lipaudit.models.net import Net
-from lipaudit.models.precision import Kept, exact_arithmetic, read
+from lipaudit.models.precision import WeightReference, exact_arithmetic, read_weight
 from lipaudit.models.requirements import AGREES
 from lipaudit.theory.head_norms import forward_error
 from lipaudit.theory.heads import Heads
@@ -73,7 +73,7 @@ def add_inputs(
     memory = tokens["k"]  # the input of keys and values
     out = None
     if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
-        weight = read(structure.out.kept)
+        weight = read_weight(structure.out.reference)
         out = weight[structure.out.order] * structure.out.gain[:, None]
         out = torch.unflatten(out, 0, (call.q.shape[1], -1))
     if "q" in parts:
@@ -268,12 +268,13 @@ class OutputMap:
     """W_O, if the layer's output is sum_h O_h W_O,h.
 
     Attributes:
-        kept: weight of the output projection, (channels in, channels out), see `precision.keep`.
+        reference: weight of the output projection, (channels in, channels out), as of
+            `precision.refer_to_weight`.
         order: its row for each channel of the concatenated heads.
         gain: factor of each channel before the projection.
     """
 
-    kept: Tensor | Kept
+    reference: Tensor | WeightReference
     order: Tensor
     gain: Tensor
 

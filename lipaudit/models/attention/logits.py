@@ -410,7 +410,7 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     windows, heads, tokens, _ = source.t.shape
     # Each row of the map affects the logits of its own token alone, or none (-1).
     token = torch.arange(windows * tokens, device=rows.device)
-    token_of_row = graph.label_fed(source, token.view(windows, 1, tokens, 1), rows=True)
+    token_of_row = graph.label_affected(source, token.view(windows, 1, tokens, 1), rows=True)
     if token_of_row is None:
         raise NotClosedForm(BESIDE)
     expected = torch.full_like(token_of_row, -1)
@@ -419,7 +419,7 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         raise NotClosedForm(BESIDE)
     # Each column affects the logits of its own head alone, or none.
     head = torch.arange(heads, device=rows.device)
-    head_of_column = graph.label_fed(source, head.view(1, heads, 1, 1), rows=False)
+    head_of_column = graph.label_affected(source, head.view(1, heads, 1, 1), rows=False)
     if head_of_column is None:
         raise NotClosedForm(BESIDE)
     expected = head.repeat_interleave(width)

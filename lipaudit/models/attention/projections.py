@@ -209,7 +209,7 @@ def find_token_rows(source: Probed) -> Tensor:
     if reads_all and graph.reads_only(source, ordered):
         return ordered
     # Row r of y affects the token with the number token[r], or none: -1.
-    token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
+    token = graph.label_affected(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("depends on several tokens", "mixing")
     has_effect = token >= 0
@@ -276,7 +276,7 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
         count = heads // repeat
         number = torch.arange(count, device=t.device)
         # Column c of y affects the head with the number head[c], or none: -1.
-        head = graph.label_fed(part, number.view(1, -1, 1, 1), rows=False)
+        head = graph.label_affected(part, number.view(1, -1, 1, 1), rows=False)
         if head is not None:
             sizes = torch.bincount(head[head >= 0], minlength=count)
             if (sizes != sizes[0]).any():

@@ -28,7 +28,7 @@ from lipaudit.models.attention.contractions import READERS, Contraction
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net, watch_modules
-from lipaudit.models.precision import Widening, keep
+from lipaudit.models.precision import Widening, refer_to_weight
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
@@ -199,7 +199,7 @@ class Tracer(AttentionMode):
         if linear.bias is not None:
             bias = linear.bias.detach()
         # `keep`: weights converted for the run must not live as long as the graph.
-        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
+        constant = Linear(linear.x.detach(), refer_to_weight(linear.weight), bias, linear.arrange)
         origin = Origin(address, constant)
         if self.wanted is None:
             way = self._extend_way(linear.x, address)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch, Task
 from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import ModelSpec, Net
-from lipaudit.models.precision import exact_arithmetic, lifting, widen_half
+from lipaudit.models.precision import exact_arithmetic, lift_parameters, widen_half
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources import text_models
 from lipaudit.tables import Note
@@ -240,7 +240,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lifting(call),
+        call=lift_parameters(call),
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
@@ -321,9 +321,9 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
 
     next_logits = net.next_logits
     assert next_logits is not None
-    score = lifting(lambda z: next_logits(z, 0))
+    score = lift_parameters(lambda z: next_logits(z, 0))
     with exact_arithmetic(net.device), torch.no_grad():
-        z = lifting(entry)(ids)
+        z = lift_parameters(entry)(ids)
         whole = score(z)
         start = score(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))

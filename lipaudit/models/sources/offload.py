@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lipaudit import errors
 from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, few
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.precision import DEFERRED, hold, lifting, name_dtypes
+from lipaudit.models.precision import DEFERRED, convert_on_read, lift_parameters, name_dtypes
 from lipaudit.models.sources.weights import describe_misfit, note_half_precision, read_json
 from lipaudit.tables import Note
 
@@ -79,10 +79,10 @@ def place_weights(
         call = placement.connect(module, call)
         computes_at = placement.computes_at
         places = placement.places
-    kinds = hold(module, run, computes_at)
+    kinds = convert_on_read(module, run, computes_at)
     if dtype is None:
         notes += (_note_stored(kinds, options.dtype),)
-    return lifting(call), places, notes
+    return lift_parameters(call), places, notes
 
 
 def _note_stored(kinds: set[torch.dtype], dtype: str) -> Note:

@@ -33,7 +33,7 @@ from lipaudit.engine.files import ordinary_mode, require_folder, write
 from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.net import LoadOptions, Net
-from lipaudit.models.precision import has_lifted_weights, seed_device
+from lipaudit.models.precision import has_converted_weights, seed_device
 from lipaudit.models.sources.loader import save_net
 from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.wings.training.recipe import Recipe
@@ -259,7 +259,7 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.classes is None:
         advice = "For a timm or transformers model, add a new classifier with --classes."
         raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
-    if has_lifted_weights(net.module) or net.device_map:
+    if has_converted_weights(net.module) or net.device_map:
         text = "training needs its weights on one device, in the precision of the run"
         raise UsageError(text, "Leave --weights and --device-map out.")
     if net.quantised:

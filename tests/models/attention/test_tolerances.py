@@ -164,7 +164,7 @@ def probed(columns: torch.Tensor) -> Probed:
 
 
 def heads_of(source: Probed) -> torch.Tensor | None:
-    return graph.label_fed(source, torch.arange(HEADS).view(1, HEADS, 1, 1), rows=False)
+    return graph.label_affected(source, torch.arange(HEADS).view(1, HEADS, 1, 1), rows=False)
 
 
 def test_every_column_has_the_head_that_it_feeds():

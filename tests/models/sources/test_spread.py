@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_line(written, monkeypatch):
 
 def test_samples_go_where_the_first_parameter_is_read():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    precision.hold(
+    precision.convert_on_read(
         module, torch.float32, lambda path: torch.device("meta") if path == "0" else None
     )
     assert [d.type for d in devices(module)] == ["meta", "meta", "cpu", "cpu"]

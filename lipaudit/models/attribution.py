@@ -1,7 +1,8 @@
-"""Shares of the parts of a network in one direction of its Jacobian, by two passes a sample.
+"""Attribute the norm of a model's Jacobian to parts of the network, by two passes a sample.
 
-Let u be a direction of the output, v = J^T u / |J^T u| and sigma = <u, J v>. A tensor O between
-input and output has the share
+The share of a part is how much of the norm its paths carry, along one direction. Let u be a
+direction of the output, v = J^T u / |J^T u| and sigma = <u, J v>. A tensor O between input and
+output has the share
 
     share(O) = < (df/dO)^T u, (dO/dx) v > / sigma.
 
@@ -43,12 +44,13 @@ from lipaudit.models.linearize import Function, evaluate, explain_errors
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.streams import find_additions, find_blocks, find_place
+from lipaudit.models.streams import find_additions, find_blocks, get_order
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.pullback import pull_back
 
+# (edge of O) -> (df/dO)^T u (dO/dx) v, entry by entry.
 Multiply = Callable[..., Tensor]
-# Why a layer has no share at all: all its paths are of other inputs.
+# Why a layer has no share at all.
 NO_PATH = "it does not depend on the input of the Jacobian"
 
 
@@ -95,79 +97,100 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class _Attention:
-    """The places of O = P V of one attention call in the graph; None: they could not be read."""
+class _AttentionEdges:
+    """The edges of O = P V of one attention call in the graph; None: they could not be read.
+
+    Attributes:
+        output: the edge of O.
+        pattern: the edge of P.
+        value: the edge of V.
+    """
 
     output: GradientEdge | None
     pattern: GradientEdge | None = None
     value: GradientEdge | None = None
 
 
-class _Recorder(AttentionMode):
-    """Keeps every attention call of a forward pass, with P, V and O as parts of the graph.
+class _NamedNode(NamedTuple):
+    """The module whose output a node is.
 
     Attributes:
-        place: position of the pass.
+        parameters: number of its parameters.
+        module: its path.
+    """
+
+    parameters: int
+    module: str
+
+
+class _Recorder(AttentionMode):
+    """Records every attention call of a forward pass, with P, V and O as parts of the graph.
+
+    Attributes:
+        place: the module that runs now.
         calls: the calls by address.
-        modules: the module that computed a node, with its number of parameters.
+        modules: the module that computed each node.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place = CallStack(on_leave=self._name_node)
-        self.calls: dict[Address, _Attention] = {}
-        self.modules: dict[Node, tuple[int, str]] = {}
+        self.calls: dict[Address, _AttentionEdges] = {}
+        self.modules: dict[Node, _NamedNode] = {}
 
     def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
         """Put P V in place of the model's output: a fused op has no P in the graph."""
         address = self.place.address("attention")
-        output, *parts = _attend(call) or (call.output,)
-        # A node of its own, which holds where the model writes into its output.
+        output, *parts = _recompute(call) or (call.output,)
+        # A node of its own: it stays the edge of O if the model writes into its output.
         output = output.view_as(output)
         edges = []
         for t in (output, *parts):
             edges.append(get_gradient_edge(t) if t.requires_grad else None)
-        self.calls[address] = _Attention(*edges)
+        self.calls[address] = _AttentionEdges(*edges)
         return None, address, output
 
     def _name_node(self, frame: Frame, output: Any) -> None:
+        """Record which module returned an output, when the module is left."""
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-        node = None
-        if tensors:
-            node = tensors[0].grad_fn
-        if node is None:
+        if not tensors or tensors[0].grad_fn is None:
             return
-        # Of modules with one output the largest names it, not a dropout behind it.
-        size = sum(1 for _ in frame.module.parameters())
-        if size > self.modules.get(node, (0, ""))[0]:
-            self.modules[node] = size, frame.name
+        node = tensors[0].grad_fn
+        # Several modules may return one tensor: the name is that of the MLP, not of the dropout
+        # at its end.
+        parameters = sum(1 for _ in frame.module.parameters())
+        known = self.modules.get(node, _NamedNode(0, ""))
+        if parameters > known.parameters:
+            self.modules[node] = _NamedNode(parameters, frame.name)
 
 
-def _attend(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return O = P V of a call with P and V of its own; None if the model's output differs."""
+def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return O = P V, P and V of a call as tensors that nothing else reads.
+
+    None means that the model's output is not P V.
+    """
     form = call.form
     if isinstance(form, Explicit):
         p = form.weights
     else:
         logits = form.scale * (call.q @ call.k.mT)
         if form.causal:
-            every = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
-            logits = logits + make_additive(every.tril(), logits.dtype)
+            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+            logits = logits + make_additive(visible, logits.dtype)
         if form.mask is not None:
             logits = logits + make_additive(form.mask, logits.dtype)
-        # Of a row without a visible key, the fused op returns 0.
-        empty = logits.isneginf().all(-1, keepdim=True)
-        p = torch.softmax(logits.masked_fill(empty, 0.0), -1)
-        p = p.masked_fill(empty, 0.0)
+        # The fused op returns 0 for a query that sees no key.
+        sees_nothing = logits.isneginf().all(-1, keepdim=True)
+        p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
+        p = p.masked_fill(sees_nothing, 0.0)
     if p.shape[:-1] != call.output.shape[:-1] or p.shape[-1] != call.v.shape[-2]:
         return None
-    # The model may read its P and V elsewhere, too: these are read here alone.
+    # Views, because the model may read its own P and V elsewhere, too.
     p = p.view_as(p).to(call.v.dtype)
     v = call.v.view_as(call.v)
     output = p @ v
-    same = output.shape == call.output.shape and agree(call.output, output, AGREES)
-    if same:
-        return (output, p, v)
+    if agree(call.output, output, AGREES):
+        return output, p, v
     return None
 
 
@@ -196,67 +219,70 @@ def compute_shares(
     index = torch.arange(len(x), device=x.device)
     recorder = _Recorder()
 
-    def run(z: Tensor, rows: Tensor) -> Tensor:
+    def run_recorded(z: Tensor, rows: Tensor) -> Tensor:
         with recorder.place.following(net.module), recorder:
             return f(z, rows)
 
     with exact_arithmetic(x.device), explain_errors():
-        # First, as a model that keeps state may write into what the graph has stored.
+        # Before the graph is built: a model that keeps state may write into tensors of the graph.
         with torch.no_grad():
-            plain = evaluate(f, x.detach(), index)
+            plain_output = evaluate(f, x.detach(), index)
         leaf = x.detach().clone().requires_grad_()
-        output = evaluate(run, leaf, index)
-        if not agree(plain, output.detach(), AGREES):
+        output = evaluate(run_recorded, leaf, index)
+        if not agree(plain_output, output.detach(), AGREES):
             raise EvaluationError(
                 "the output of the model changes when its attention is recorded",
                 "Leave out --shares, and try --dtype float64.",
             )
         graph = _Graph(sites, recorder, output)
-        if len(x) > 1 and not graph.is_by_sample(len(x)):
-            # The axis of the samples is unknown: of one sample, all entries are its own.
+        if len(x) > 1 and not graph.has_samples_first(len(x)):
+            # Which entries belong to which sample is unknown, so samples run one at a time.
             del graph, output, leaf
-            return _measure_alone(net, sites, f, x, directions, tied)
-        of_heads = []
-        of_paths = []
-        of_totals = []
+            return _compute_one_by_one(net, sites, f, x, directions, tied)
+        heads: list[Tensor] = []  # of each direction
+        paths: list[Tensor] = []
+        totals: list[Tensor] = []
         for i in range(directions.shape[1]):
             u = directions[:, i].view_as(output)
-            heads, paths, totals = graph.measure(leaf, u, tied[:, i])
-            of_heads.append(heads)
-            of_paths.append(paths)
-            of_totals.append(totals)
+            along_u = graph.measure(leaf, u, tied[:, i])
+            heads.append(along_u.heads)
+            paths.append(along_u.paths)
+            totals.append(along_u.totals)
     count = tied.sum(1).cpu().double()
     return Shares(
-        heads=_average(of_heads, count),
+        heads=_average(heads, count),
         steps=graph.steps,
-        paths=_average(of_paths, count),
-        totals=_average(of_totals, count),
+        paths=_average(paths, count),
+        totals=_average(totals, count),
         missing=graph.missing,
         whole=graph.whole,
     )
 
 
-def _average(parts: Sequence[Tensor], count: Tensor) -> Tensor:
-    """Return the mean over directions, of which those that do not count are 0; NaN stays."""
-    first = parts[0]
+def _average(shares: Sequence[Tensor], count: Tensor) -> Tensor:
+    """Return the mean over the directions that count, `count` of each sample; NaN stays.
+
+    Shares of the other directions are 0.
+    """
+    first = shares[0]
     count = count.view(-1, *[1] * (first.ndim - 1))
-    mean = torch.stack([*parts]).nansum(0) / count
+    mean = torch.stack([*shares]).nansum(0) / count
     return mean.masked_fill(first.isnan(), torch.nan)
 
 
-def _measure_alone(
+def _compute_one_by_one(
     net: Net, sites: Sequence[Site], f: Function, x: Tensor, directions: Tensor, tied: Tensor
 ) -> Shares:
-    """Return the shares of a batch, measured sample by sample."""
-    each: list[Shares] = []
+    """Return `compute_shares` of a batch, from one pass for each sample."""
+    shares: list[Shares] = []
     for i in range(len(x)):
 
-        def of_one(z: Tensor, rows: Tensor, i: int = i) -> Tensor:
-            return f(z, rows + i)
+        def f_of_sample(z: Tensor, index: Tensor, i: int = i) -> Tensor:
+            return f(z, index + i)
 
-        rows = slice(i, i + 1)
-        each.append(compute_shares(net, sites, of_one, x[rows], directions[rows], tied[rows]))
-    return join_shares(each)
+        one = slice(i, i + 1)
+        shares.append(compute_shares(net, sites, f_of_sample, x[one], directions[one], tied[one]))
+    return join_shares(shares)
 
 
 def join_shares(parts: Sequence[Shares]) -> Shares:
@@ -267,6 +293,20 @@ def join_shares(parts: Sequence[Shares]) -> Shares:
         paths=torch.cat([part.paths for part in parts]),
         totals=torch.cat([part.totals for part in parts]),
     )
+
+
+class _DirectionShares(NamedTuple):
+    """Shares along one direction, float64 on the CPU, as in `Shares`.
+
+    Attributes:
+        heads: (samples, heads, 3).
+        paths: (samples, steps, 4).
+        totals: (samples, 3).
+    """
+
+    heads: Tensor
+    paths: Tensor
+    totals: Tensor
 
 
 class _Graph:
@@ -283,173 +323,192 @@ class _Graph:
         self.sites = sites
         self.output = output
         self.missing: dict[int, str] = {}
-        self.layers: dict[int, list[_Attention]] = {}
+        self.layers: dict[int, list[_AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
         whole: list[int] = []
-        self._outputs: dict[Node, int] = {}
-        for index, parts in self.layers.items():
-            if any(part.value is None for part in parts):
+        # The layer of each node of an attention output.
+        self._layer_of: dict[Node, int] = {}
+        for index, calls in self.layers.items():
+            if any(call.value is None for call in calls):
                 whole.append(index)
-            for part in parts:
-                if part.output is not None:
-                    self._outputs[part.output.node] = index
+            for call in calls:
+                if call.output is not None:
+                    self._layer_of[call.output.node] = index
         self.whole = tuple(whole)
-        self._additions = find_additions(output, self._outputs.keys())
-        self._describe(recorder)
+        self._additions = find_additions(output, self._layer_of.keys())
+        self._list_steps(recorder)
         edges: list[GradientEdge | None] = []
-        for parts in self.layers.values():
-            for part in parts:
-                edges += [part.output, part.pattern, part.value]
+        for calls in self.layers.values():
+            for call in calls:
+                edges += [call.output, call.pattern, call.value]
         for addition in self._additions:
             edges += [addition.sum, *addition.branches]
+        # (df/dO)^T u of every part O of the latest backward pass, by node and number of output.
         self._gradients: dict[tuple[Node, int], Tensor] = {}
+        # Parts that let no gradient pass.
         self._blocked: set[tuple[Node, int]] = set()
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
-        for node, wanted in numbers.items():
-            node.register_prehook(partial(self._keep, node, frozenset(wanted)))
+        for node, outputs in numbers.items():
+            node.register_prehook(partial(self._record_gradients, node, frozenset(outputs)))
 
     def _find_layer(self, site: Site, recorder: _Recorder) -> None:
-        """Find the calls of a layer; they have the addresses of the survey."""
+        """Find the attention calls of a layer in the recorded pass, or note why they are missing.
+
+        Calls have the addresses of the survey, unless the module takes another path.
+        """
         module = site.address.module
-        known = {address for address in recorder.calls if address.module == module}
-        surveyed = set()
-        for each in self.sites:
-            for a in each.addresses:
-                if a.module == module:
-                    surveyed.add(a)
-        if not surveyed >= known or not known >= {*site.addresses}:
+        recorded = {address for address in recorder.calls if address.module == module}
+        surveyed: set[Address] = set()
+        for other in self.sites:  # a module may have several layers
+            surveyed.update(address for address in other.addresses if address.module == module)
+        if not recorded <= surveyed or not recorded.issuperset(site.addresses):
             self.missing[site.index] = "its attention is not found in a pass with gradients"
             return
-        parts = [recorder.calls[address] for address in site.addresses]
-        if any(part.output is None for part in parts):
+        calls = [recorder.calls[address] for address in site.addresses]
+        if any(call.output is None for call in calls):
             self.missing[site.index] = NO_PATH
             return
-        self.layers[site.index] = parts
+        self.layers[site.index] = calls
 
-    def _describe(self, recorder: _Recorder) -> None:
+    def _list_steps(self, recorder: _Recorder) -> None:
         """List the steps: every addition, every block, and layers without an addition."""
         modules = {site.index: site.module for site in self.sites}
-        order = sorted(self._outputs, key=find_place)
-        steps: list[tuple[int, Step]] = []
-        held: set[int] = set()
-        starts: set[int] = set()
+        attention_nodes = sorted(self._layer_of, key=get_order)
+        steps: list[tuple[int, Step]] = []  # with the order of their last node
+        added_layers: set[int] = set()  # layers inside an addition
+        starts: set[int] = set()  # additions that begin a block
         for i, addition in enumerate(self._additions):
-            place = find_place(addition.sum.node)
-            layer = -1  # the last one before the addition
-            for node in order:
-                if find_place(node) < place:
-                    layer = self._outputs[node]
-            inside = [self._outputs[node] for node in order if addition.holds(node)]
-            plain = [part for part in addition.inside if self._outputs.keys().isdisjoint(part)]
+            order = get_order(addition.sum.node)
+            inside = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]
             if inside:
-                kind = "attention and MLP" if plain else "attention"
+                has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
+                part = "attention and MLP" if has_mlp else "attention"
                 starts.add(i)
-                held.update(inside)
-                steps.append((place, Step(kind, inside[-1], modules[inside[-1]], i)))
+                added_layers.update(inside)
+                steps.append((order, Step(part, inside[-1], modules[inside[-1]], i)))
                 continue
+            before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
+            layer = before[-1] if before else -1
             module = ""
             for edge in addition.branches:
                 if edge.node in recorder.modules:
-                    _, module = recorder.modules[edge.node]
+                    module = recorder.modules[edge.node].module
                     break
-            steps.append((place, Step("MLP", layer, module, i)))
+            steps.append((order, Step("MLP", layer, module, i)))
         for first, last in find_blocks(self._additions, starts):
             layer = next(step.layer for _, step in steps if step.first == first)
-            place = find_place(self._additions[last].sum.node)
-            steps.append((place, Step("block", layer, "", first, last)))
-        for node in order:
-            index = self._outputs[node]
-            if index not in held:
-                held.add(index)
-                steps.append((find_place(node), Step("attention", index, modules[index])))
+            order = get_order(self._additions[last].sum.node)
+            steps.append((order, Step("block", layer, "", first, last)))
+        for node in attention_nodes:
+            layer = self._layer_of[node]
+            if layer not in added_layers:
+                added_layers.add(layer)
+                steps.append((get_order(node), Step("attention", layer, modules[layer])))
         self.steps = tuple(step for _, step in sorted(steps, key=lambda pair: pair[0]))
 
-    def is_by_sample(self, samples: int) -> bool:
+    def _has_attention(self, inside: Collection[Node]) -> bool:
+        """Say whether a branch of an addition has attention; otherwise it is an MLP."""
+        return not self._layer_of.keys().isdisjoint(inside)
+
+    def has_samples_first(self, samples: int) -> bool:
         """Say whether the first axis, and no other one, can be that of the samples."""
         edges = [edge for each in self._additions for edge in (each.sum, *each.branches)]
         shapes = [_find_shape(edge) for edge in edges]
         return all(shape[0] == samples and samples not in shape[1:] for shape in shapes)
 
-    def _keep(
-        self, node: Node, numbers: Collection[int], gradients: tuple[Tensor | None, ...]
+    def _record_gradients(
+        self, node: Node, outputs: Collection[int], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Keep (df/dO)^T u on its way into a node, as a variable that nothing else reads.
+        """Record (df/dO)^T u on its way into a node, or stop it: a hook of the backward pass.
 
-        The two operands of a sum get one and the same gradient: without a copy, the derivative
-        with respect to one would be that to both.
+        The two operands of a sum get one and the same gradient. Each is recorded as a view, so
+        that derivatives with respect to one are not those to both.
+
+        Args:
+            node: the node that computed O.
+            outputs: numbers of its outputs that are parts O.
+            gradients: of all its outputs.
         """
-        apart = list(gradients)
-        for number in numbers:
-            gradient = apart[number]
+        passed = list(gradients)
+        for number in outputs:
+            gradient = passed[number]
             if gradient is None:
                 continue
             if (node, number) in self._blocked:
-                apart[number] = torch.zeros_like(gradient)
-                continue
-            apart[number] = self._gradients[node, number] = gradient.view_as(gradient)
-        return tuple(apart)
+                passed[number] = torch.zeros_like(gradient)
+            else:
+                view = gradient.view_as(gradient)
+                self._gradients[node, number] = view
+                passed[number] = view
+        return tuple(passed)
 
-    def measure(self, leaf: Tensor, u: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return shares of heads, (samples, heads, 3), of steps, (samples, steps, 4), and totals.
+    def measure(self, leaf: Tensor, u: Tensor, counts: Tensor) -> _DirectionShares:
+        """Return the shares along one direction of each sample.
 
-        Totals are (samples, 3). Samples that do not count have shares of 0, besides NaN.
+        Args:
+            leaf: the samples, as the leaf of the graph.
+            u: the direction of each sample, in the shape of the output.
+            counts: the samples at which it counts, (samples,); shares are 0 at others.
         """
         samples = len(leaf)
-        # u needs a gradient: behind the last nonlinearity, (df/dO)^T u depends on nothing else.
+        # u needs a gradient: after the last nonlinearity, (df/dO)^T u depends on nothing else.
         u = u.detach().to(self.output.dtype, copy=True).requires_grad_()
         self._gradients.clear()
-        pulled = pull_back(self.output, leaf, u, create_graph=True)[0]
-        v = pulled.detach()
-        gradients = dict(self._gradients)
-        of_u, *images = pull_back(
+        pulled = pull_back(self.output, leaf, u, create_graph=True)[0]  # J^T u
+        v = pulled.detach()  # not of length 1: products are divided by |v|^2 below
+        gradients = dict(self._gradients)  # (df/dO)^T u
+        # Derivatives of < J^T u, v > with respect to u and each (df/dO)^T u: J v, and (dO/dx) v.
+        image, *moves = pull_back(
             pulled, [u, *gradients.values()], v, retain_graph=True, allow_unused=True
         )
-        tangents = dict(zip(gradients, images, strict=True))
+        tangents = dict(zip(gradients, moves, strict=True))
         square = _sum_samples(v.double().square())
-        _require_transpose(u, of_u, square)
+        _require_transpose(u, image, square)
 
-        def multiply(edge: GradientEdge, other: GradientEdge | None = None) -> Tensor:
-            """Return (df/dO)^T u (dO/dx) v, entry by entry; O' of another edge moves, if given."""
-            source = edge if other is None else other
+        def multiply(edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
+            """Return (df/dO)^T u (dO'/dx) v, entry by entry, for O at `edge` and O' at `moving`.
+
+            By default O' is O.
+            """
+            source = edge if moving is None else moving
             gradient = gradients.get((edge.node, edge.output_nr))
             tangent = tangents.get((source.node, source.output_nr))
             if gradient is None or tangent is None:
                 return torch.zeros(_find_shape(edge), dtype=torch.float64, device=leaf.device)
             return (gradient.detach() * tangent).double()
 
-        heads = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
-        steps = self._sum_steps(heads, multiply, samples)
-        # < u, J v > = |v|^2, as v is J^T u.
-        scale = counted.cpu().double() / square
-        scale = scale.view(-1, 1, 1)
+        by_layer = {site.index: self._sum_heads(site, multiply, samples) for site in self.sites}
+        heads = torch.cat([*by_layer.values()], 1)
+        paths = self._sum_steps(by_layer, multiply, samples)
         through = []
         for edges in self._list_kinds():
             through.append(square - self._pull_around(edges, leaf, u, v))
-        of_heads = torch.cat([*heads.values()], 1)
         totals = torch.stack(through, 1)
-        return of_heads * scale, steps * scale, totals * scale[:, 0]
+        # < u, J v > = |v|^2, as v is J^T u.
+        scale = counts.cpu().double() / square
+        scale = scale.view(-1, 1, 1)
+        return _DirectionShares(heads * scale, paths * scale, totals * scale[:, 0])
 
     def _list_kinds(self) -> list[list[GradientEdge | None]]:
-        """Return the edges of all attention, all patterns and all MLPs; None if unknown."""
-        calls_of_layers = [part for parts in self.layers.values() for part in parts]
-        kinds = [
-            [part.output for part in calls_of_layers],
-            [part.pattern for part in calls_of_layers],
-        ]
+        """Return the edges of all attention, all patterns and all MLPs; None if one is unknown."""
+        calls = [call for calls_of_layer in self.layers.values() for call in calls_of_layer]
+        outputs = [call.output for call in calls]
+        patterns = [call.pattern for call in calls]
         if set(self.missing.values()) - {NO_PATH}:
-            kinds = [[None], [None]]
-        plain = []
+            outputs = [None]
+            patterns = [None]
+        mlps: list[GradientEdge | None] = []
         for addition in self._additions:
             for edge, inside in zip(addition.branches, addition.inside, strict=True):
-                if self._outputs.keys().isdisjoint(inside):
-                    plain.append(edge)
-        return [*kinds, [*plain]]
+                if not self._has_attention(inside):
+                    mlps.append(edge)
+        return [outputs, patterns, mlps]
 
     def _pull_around(
         self, edges: Sequence[GradientEdge | None], leaf: Tensor, u: Tensor, v: Tensor
     ) -> Tensor:
-        """Return < J_-O^T u, v > with several parts constant: no gradient passes them."""
+        """Return < J_-O^T u, v > with all these parts O held constant: no gradient passes them."""
         if None in edges:
             return torch.full((len(leaf),), torch.nan, dtype=torch.float64)
         self._blocked = {(edge.node, edge.output_nr) for edge in edges if edge is not None}
@@ -463,22 +522,22 @@ class _Graph:
         Shape (samples, heads, 3); NaN if unknown.
         """
         sums = torch.full((samples, site.heads, 3), torch.nan, dtype=torch.float64)
-        parts = self.layers.get(site.index, [])
+        calls = self.layers.get(site.index, [])
         for i, name in enumerate(("output", "pattern", "value")):
-            edges = [getattr(part, name) for part in parts]
+            edges = [getattr(call, name) for call in calls]
             if not edges or None in edges:
                 continue
             # A sum over the columns leaves a row for each token.
-            rows = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
+            of_tokens = [multiply(edge).sum(-1, keepdim=True) for edge in edges]
             if site.loop is None:
-                whole = rows[0]
-            else:
-                whole = site.loop.cat(rows)
+                whole = of_tokens[0]
+            else:  # heads that the model computes one after another
+                whole = site.loop.cat(of_tokens)
             # If queries of several heads are folded into the tokens, their values are one tensor.
             if name == "value" and site.layout.queries != TOKENS:
                 self.missing[site.index] = "its heads share their values"
                 break
-            arranged = site.layout.arrange(whole, samples)
+            arranged = site.layout.arrange(whole, samples)  # (windows, heads, tokens, 1)
             of_windows = arranged.sum((-2, -1))
             if of_windows.shape[1] != site.heads or len(of_windows) % samples:
                 self.missing[site.index] = "its heads and samples cannot be distinguished"
@@ -488,38 +547,45 @@ class _Graph:
         return sums
 
     def _sum_steps(self, heads: Mapping[int, Tensor], multiply: Multiply, samples: int) -> Tensor:
-        """Return the products of the steps, (samples, steps, 4); NaN where there is none."""
+        """Return the sums of `multiply` over each step, (samples, steps, 4); NaN if there is none.
+
+        Args:
+            heads: `_sum_heads` of every layer.
+            multiply: as in `measure`.
+            samples: number of samples.
+        """
 
         def add(products: Tensor) -> Tensor:
             return products.reshape(samples, -1).sum(1).cpu()
 
         sums = torch.full((samples, len(self.steps), 4), torch.nan, dtype=torch.float64)
         for i, step in enumerate(self.steps):
-            if step.first < 0:
+            if step.first < 0:  # a layer without an addition
                 sums[:, i, :3] = heads[step.layer].sum(1)
                 continue
             addition = self._additions[step.first]
-            terms = [add(multiply(edge)) for edge in addition.branches]
             if step.part == "block":
-                # dx of the first addition is dy - dF; the last sum contains it as it is.
+                # A block without its skip: y - x, where y is the last sum and x the start of the
+                # stream. dx of the first addition y_1 = x + F(x) is dy_1 - dF.
                 end = self._additions[step.last].sum
-                around = add(multiply(end, addition.sum))
+                skip = add(multiply(end, addition.sum))
                 for edge in addition.branches:
-                    around -= add(multiply(end, edge))
-                # Other paths may pass neither the block nor its skip, as those of a second tower.
-                sums[:, i, 0] = add(multiply(end)) - around
+                    skip -= add(multiply(end, edge))
+                # Not 1 - skip: paths may pass around both, as those of a second tower.
+                sums[:, i, 0] = add(multiply(end)) - skip
                 continue
-            sums[:, i, 0] = torch.stack(terms).sum(0)
-            inside = [index for node, index in self._outputs.items() if addition.holds(node)]
-            if inside:
-                of_heads = torch.cat([heads[index] for index in dict.fromkeys(inside)], 1)
+            branches = [add(multiply(edge)) for edge in addition.branches]
+            sums[:, i, 0] = torch.stack(branches).sum(0)
+            layers = [layer for node, layer in self._layer_of.items() if addition.holds(node)]
+            if layers:
+                of_heads = torch.cat([heads[layer] for layer in dict.fromkeys(layers)], 1)
                 sums[:, i, 1:3] = of_heads[:, :, 1:].sum(1)
-            plain = []
-            for term, part in zip(terms, addition.inside, strict=True):
-                if self._outputs.keys().isdisjoint(part):
-                    plain.append(term)
-            if plain:
-                sums[:, i, 3] = torch.stack(plain).sum(0)
+            mlps = []
+            for branch, inside in zip(branches, addition.inside, strict=True):
+                if not self._has_attention(inside):
+                    mlps.append(branch)
+            if mlps:
+                sums[:, i, 3] = torch.stack(mlps).sum(0)
         return sums
 
 
@@ -530,6 +596,11 @@ def _sum_samples(products: Tensor) -> Tensor:
 
 def _require_transpose(u: Tensor, image: Tensor | None, square: Tensor) -> None:
     """Check < u, J v > = |v|^2 for v = J^T u: a break in the second graph would lose paths.
+
+    Args:
+        u: the direction of each sample.
+        image: J v; None if it does not depend on u.
+        square: |v|^2 of each sample.
 
     Raises:
         EvaluationError: an operation of the model has a first derivative alone.

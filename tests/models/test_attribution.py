@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.net import LoadOptions
 from lipaudit.models.attribution import compute_shares
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from tests.models.conftest import batch_for, build
 from tests.nets import Calls, draw, own_batch, own_net, seeded

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit import errors
+from lipaudit.data.arrays import list_forms
 from lipaudit.data.batch import Samples
-from lipaudit.data.images import list_forms
 from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job, run_shard
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare

@@ -50,7 +50,7 @@ class Batch:
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
-        first, _, _ = index.indices(len(self))
+        first, _stop, _step = index.indices(len(self))
         rows = torch.arange(len(self))[index]
         return replace(self.rows(rows), start=self.start + first)
 
@@ -73,7 +73,10 @@ class Batch:
         )
 
     def without_ids(self, index: Tensor) -> Batch:
-        """Return the samples at these positions without ids: no transfer to the host is needed."""
+        """Return x and the mask of the samples at these positions.
+
+        Without ids and labels, which would need a transfer of the index to the CPU.
+        """
         mask = None
         if self.mask is not None:
             mask = self.mask[index]
@@ -110,14 +113,13 @@ class Batch:
         parts: list[list[int]] = []
         for rows in rows_by_length.values():
             parts += (rows[i : i + size] for i in range(0, len(rows), size))
-        for rows in sorted(parts):
+        for rows in sorted(parts):  # by their first samples
             part = self.rows(torch.tensor(rows)).trim()
-            start = self.start + rows[0]
-            # The mask stays where a sample has holes.
             mask = part.mask
+            # Padding inside of a text stays masked.
             if mask is not None and bool(mask.all()):
                 mask = None
-            yield replace(part, start=start, mask=mask)
+            yield replace(part, start=self.start + rows[0], mask=mask)
 
     def trim(self) -> Batch:
         """Return the same samples without trailing columns that are padding in every sample."""
@@ -199,36 +201,45 @@ class Taker(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class ProcessBatches:
     """The batches of a run that this process measures: all, the unfinished ones, or a shard.
 
     Attributes:
         first: the first batch of the run, measured here or not. Facts about all samples come from
             it, so that every process has the same.
         batches: the batches that this process measures.
-        begun: incomplete parts of an interrupted run, by the id of their first sample.
+        unfinished: incomplete parts of an interrupted run, by the id of their first sample.
     """
 
     first: Batch
     batches: Iterable[Batch]
-    begun: Mapping[str, Any] = field(default_factory=dict)
+    unfinished: Mapping[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that this process measures."""
         return iter(self.batches)
 
 
-def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
-    """Return the first batch of a run: of the `Share`, else the first one that is yielded."""
-    return batches.first if isinstance(batches, Share) else met
+def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
+    """Return the first batch of a run.
 
-
-def find_begun(batches: Iterable[Batch]) -> Mapping[str, Any] | None:
-    """Return the incomplete parts of an interrupted run; None if no part is ever replaced.
-
-    Only a `Share` comes from a run that takes incomplete parts.
+    Args:
+        batches: the batches that a measure gets.
+        first_here: the first one of them: that of the run, unless the run has several processes.
     """
-    return batches.begun if isinstance(batches, Share) else None
+    if isinstance(batches, ProcessBatches):
+        return batches.first
+    return first_here
+
+
+def find_unfinished(batches: Iterable[Batch]) -> Mapping[str, Any] | None:
+    """Return the incomplete parts of an interrupted run, by the id of their first sample.
+
+    None if the run takes no incomplete parts: only runs with `ProcessBatches` do.
+    """
+    if isinstance(batches, ProcessBatches):
+        return batches.unfinished
+    return None
 
 
 @dataclass(frozen=True)
@@ -440,7 +451,7 @@ def match_labels(
     if classes is None or min(values, default=0) < 0:  # -1 marks samples without a label
         words = [str(value).strip() for value in values]
         names = sorted(set(words))
-        are_rows = True
+        are_rows = True  # the labels are written in the rows of the data
     else:
         words = [classes[value] for value in values]
         names = list(classes)
@@ -449,11 +460,11 @@ def match_labels(
     index = _match_names(numbers, net)
     notes: tuple[Note, ...] = ()
     # Numbers and order only if no name is known: half by name and half by order is a guess.
-    if all(each is None for each in index.values()):
-        fits = set(numbers.values()) <= set(range(net.classes or 0))
+    if all(number is None for number in index.values()):
+        are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
         # Labels of rows that are numbers are never matched by order.
-        if fits or (are_rows and are_numbers):
+        if are_classes or (are_rows and are_numbers):
             index = numbers
         elif net.classes == len(names):
             with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 < 10.0
@@ -464,24 +475,24 @@ def match_labels(
 
 
 def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int | None]:
-    """Return the classes that the model calls so, or None.
+    """Return the model's class of each name of the data; None if the model has no such name.
 
     Args:
         numbers: names of the data, with the number that each one spells.
         net: the model.
     """
-    known = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.labels is None:  # the placeholder names of transformers
+    classes = {_normalise(alias): i for alias, i in net.aliases.items()}
+    if net.labels is None:  # the placeholder names of transformers: LABEL_0
         for i in range(net.classes or 0):
-            known[f"label {i}"] = i
+            classes[f"label {i}"] = i
     for i, label in enumerate(net.labels or ()):
-        for name in (*label.split(","), label):
-            known.setdefault(_normalise(name), i)
-    index = {}
+        for name in (*label.split(","), label):  # "tench, Tinca tinca"
+            classes.setdefault(_normalise(name), i)
+    matches = {}
     for name, number in numbers.items():
-        spelled = known.get(str(number))
-        index[name] = known.get(_normalise(name), spelled)
-    return index
+        by_number = classes.get(str(number))  # 7.0 in the data is the class named 7
+        matches[name] = classes.get(_normalise(name), by_number)
+    return matches
 
 
 def _note_order(names: Sequence[str], net: Taker) -> Note:
@@ -497,7 +508,7 @@ def _note_order(names: Sequence[str], net: Taker) -> Note:
 
 
 def _read_number(name: str) -> int | None:
-    """Read a class number; a share like 0.7 is not one, and must not become class 0."""
+    """Return the class number that a name spells, such as 7 for "7.0"; None for "0.7" or words."""
     if name in ("True", "False"):
         return int(name == "True")
     whole, _, decimals = name.partition(".")
@@ -508,4 +519,5 @@ def _read_number(name: str) -> int | None:
 
 
 def _normalise(name: str) -> str:
+    """Return a name as names are compared: without case, with spaces for underscores."""
     return name.strip().replace("_", " ").casefold()

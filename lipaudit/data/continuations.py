@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionForm:
-    """How the rows of a table ask.
+    """The columns of a table that make up a question, and the kind of question.
 
     Attributes:
         kind: the kind of question.
@@ -47,7 +47,7 @@ class QuestionForm:
         follows: column of the continuation or of the choices; empty for labels.
         label: column of the right choice or of the label; empty for a continuation.
         words: the labels as words.
-        values: each label in the table: its number where the table names its classes, or its text.
+        values: what the table has for each of `words`: a class number, or the word itself.
     """
 
     kind: Literal["continuation", "choices", "labels"]
@@ -62,11 +62,11 @@ class QuestionForm:
         """Return the columns that may not be empty."""
         return (*self.prompts, *filter(None, (self.follows, self.label)))
 
-    def ask(self, row: Mapping[str, Any]) -> Question:
+    def read_question(self, row: Mapping[str, Any]) -> Question:
         """Return the question of a row.
 
         Raises:
-            InputError: the row has none; the message is its fault.
+            InputError: the row has none; the message describes its fault.
         """
         for name in self.needed:
             if tables.is_empty(row.get(name)):
@@ -106,18 +106,22 @@ class Packer:
     def encode(
         self, prompt: str, continuations: Sequence[str]
     ) -> tuple[list[int], list[list[int]]]:
-        """Return the ids of a prompt, and those of each continuation behind it."""
+        """Return the ids of a prompt, and those of each continuation after it.
+
+        A space at the end of the prompt is the first character of the continuation.
+        """
         start = prompt.rstrip()
-        before = self.tokenize(start, WHOLE)
+        space = prompt[len(start) :]
+        of_start = self.tokenize(start, WHOLE)
         parts: list[tuple[list[int], list[int]]] = []
         for text in continuations:
-            blank = prompt[len(start) :]
-            if not blank and not text[:1].isspace():
-                blank = " "
-            both = self.tokenize(start + blank + text, WHOLE)
-            parts.append(_split(before, both))
-        ids, _ = parts[0]
-        return ids, [behind for _, behind in parts]
+            separator = space
+            if not space and not text[:1].isspace():
+                separator = " "
+            of_both = self.tokenize(start + separator + text, WHOLE)
+            parts.append(_split_ids(of_start, of_both))
+        prompt_ids, _ = parts[0]
+        return prompt_ids, [continuation for _, continuation in parts]
 
     def find_room(self, follow: Sequence[Sequence[int]]) -> int:
         """Return the largest number of tokens of a prompt before these continuations."""
@@ -164,13 +168,14 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
     table.require_rows(options)  # before columns: unreadable rows have none
     rows = {i: table.rows[i] for i in table.sound}
     form = _choose_form(table, rows, options)
-    asked, choices, faults = _ask_rows(form, rows)
+    questions, choices, faults = _read_questions(form, rows)
     table = replace(table, faults={**table.faults, **faults})
 
     packer = Packer(tokenize, vocabulary, limit)
 
-    def read(i: int) -> tuple[Tensor, bool]:
-        question = asked[i]
+    def pack_row(i: int) -> tuple[Tensor, bool]:
+        """Return the packed ids of a row, and whether its prompt was cut."""
+        question = questions[i]
         prompt, follow = packer.encode(question.prompt, question.continuations)
         shown = question.prompt[:40]
         if not prompt or not all(follow):
@@ -187,22 +192,23 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
             )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
-    drawn, skipped = tables.draw_rows(table, options, read, what="rows")
-    cut = sum(is_cut for _, (_, is_cut) in drawn)
+    rows_read, skipped = tables.draw_rows(table, options, pack_row, what="rows")
+    packed, right, origins, prompts, continuations = [], [], [], [], []
+    cut = 0
+    for i, (ids, is_cut) in rows_read:
+        cut += is_cut
+        question = questions[i]
+        packed.append(ids)
+        right.append(question.right)
+        prompts.append((question.prompt,))
+        continuations.append(question.continuations)
+        origins.append(SampleOrigin(table.name(i), tables.shorten((question.prompt,))))
     if cut:
         text = (
-            f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
+            f"{cut} of {len(rows_read)} prompts were cut at their beginning, so that prompt and "
             f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (Note.warn("text-cut", text),)
-    packed, right, origins, prompts, continuations = [], [], [], [], []
-    for i, (ids, _) in drawn:
-        packed.append(ids)
-        right.append(asked[i].right)
-        prompt = (asked[i].prompt,)
-        prompts.append(prompt)
-        continuations.append(asked[i].continuations)
-        origins.append(SampleOrigin(table.name(i), tables.shorten(prompt)))
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
     classes = names.get(form.kind, tuple(LETTERS[:choices]))
     batch = replace(
@@ -215,36 +221,37 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
     return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
 
 
-def _ask_rows(
+def _read_questions(
     form: QuestionForm, rows: Mapping[int, Mapping[str, Any]]
 ) -> tuple[dict[int, Question], int, dict[int, str]]:
     """Return the question of each row, the usual number of continuations, and faults of rows."""
-    asked: dict[int, Question] = {}
+    questions: dict[int, Question] = {}
     faults: dict[int, str] = {}
     for i, row in rows.items():
         try:
-            asked[i] = form.ask(row)
+            questions[i] = form.read_question(row)
         except InputError as error:
             faults[i] = error.message
-    counts = Counter(len(question.continuations) for question in asked.values())
+    counts = Counter(len(question.continuations) for question in questions.values())
     usual = max(counts, key=counts.__getitem__, default=0)
-    for i, question in asked.items():
+    for i, question in questions.items():
         count = len(question.continuations)
         # The classes of a batch are the choices, so all rows need the same number.
         if count != usual:
             faults[i] = f"has {count} choices, most rows have {usual}"
-    return asked, usual, faults
+    return questions, usual, faults
 
 
-def _split(before: list[int], both: list[int]) -> tuple[list[int], list[int]]:
+def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
     """Split the ids of a prompt with its continuation, given the ids of the prompt alone."""
-    # Some tokenizers end every text with a token, which does not belong to a prompt.
-    opening = before[:-1]
-    ends_alike = bool(before) and both[-1:] == before[-1:]
-    starts_alike = both[: len(opening)] == opening
-    if ends_alike and starts_alike and both[: len(before)] != before:
-        return opening, both[len(opening) : -1]
-    return before, both[len(before) :]
+    # Some tokenizers end every text with a token: [prompt, end] and [prompt, continuation, end].
+    # The continuation lies between the two, and the end belongs to neither.
+    without_end = prompt[:-1]
+    ends_alike = bool(prompt) and both[-1:] == prompt[-1:]
+    starts_alike = both[: len(without_end)] == without_end
+    if ends_alike and starts_alike and both[: len(prompt)] != prompt:
+        return without_end, both[len(without_end) : -1]
+    return prompt, both[len(prompt) :]
 
 
 def _choose_form(
@@ -292,10 +299,10 @@ def _find_pair(
     table: SampleTable, label: str | None, options: DataOptions
 ) -> Sequence[str] | None:
     """Return the columns of a prompt and its continuation, of the usual names or requested."""
-    asked = options.text_column
-    if asked is None and options.label_column is None:
+    requested = options.text_column
+    if requested is None and options.label_column is None:
         return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
-    if asked is None or label is not None:
+    if requested is None or label is not None:
         return None
     texts = tables.choose_text_columns(table, options)
     return texts if len(texts) == 2 else None
@@ -304,7 +311,7 @@ def _find_pair(
 def _list_words(
     rows: Iterable[Mapping[str, Any]], prompts: Sequence[str], label: str
 ) -> tuple[str, ...]:
-    """Return the labels of the rows that have all they need, in order."""
+    """Return the different labels of the rows that have a prompt and a label, in order."""
     words = set()
     for row in rows:
         fields = [row.get(name) for name in (*prompts, label)]
@@ -314,6 +321,7 @@ def _list_words(
 
 
 def _read_choices(value: Any) -> tuple[str, ...]:
+    """Return the choices of a question as texts."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if is_list and 2 <= len(value) <= len(LETTERS) and not any(map(tables.is_empty, value)):
         return tuple(map(str, value))
@@ -328,13 +336,13 @@ def _find_answer(value: Any, choices: Sequence[str]) -> int:
     text = str(value).strip()
     # 1 is an index; "1" may be an index or the text of a choice.
     count = len(choices)
-    known = [list(map(str, range(count)))]
+    namings = [list(map(str, range(count)))]
     is_index = isinstance(value, int) and not isinstance(value, bool)
     if not is_index:
-        known.append([choice.strip() for choice in choices])
-        known.append(list(LETTERS[:count]))
-    meant = {names.index(text) for names in known if text in names}
-    if len(meant) != 1:
-        which = "may mean more than one" if meant else "is none"
+        namings.append([choice.strip() for choice in choices])
+        namings.append(list(LETTERS[:count]))
+    matches = {names.index(text) for names in namings if text in names}
+    if len(matches) != 1:
+        which = "may mean more than one" if matches else "is none"
         raise InputError(f"has the answer {value!r}, which {which} of its {count} choices")
-    return meant.pop()
+    return matches.pop()

@@ -79,12 +79,13 @@ REFUSALS = {
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
-    facts = {**vars(repository), "page": repository.page}
+    facts = {**vars(repository), "page": repository.page}  # what the messages may mention
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
     facts["option"] = ""
     if repository.kind == "dataset":
         facts["option"] = " --repo-type dataset"
-    # Clients wrap an exception twice; the nearest class that is in the table counts.
+    # Clients wrap exceptions in others, and derive them from each other: the first one with a
+    # message counts.
     for cause in errors.list_causes(error):
         for kind in type(cause).__mro__:
             if kind.__name__ in REFUSALS:
@@ -128,31 +129,31 @@ class Commit:
         repository: the repository, with the requested revision.
         sha: the commit.
         files: names of its files; if the Hub did not answer, of those on this machine.
-        unasked: why the Hub was not asked or did not answer; empty if it answered.
+        no_answer: why the Hub was not asked or did not answer; empty if it answered.
     """
 
     repository: Repository
     sha: str
     files: tuple[str, ...] = ()
-    unasked: str = ""
+    no_answer: str = ""
 
     @property
     def note(self) -> Note:
-        """Return a warning if the cache may be older than the Hub."""
+        """Return the note on the commit; a warning if the cache may be older than the Hub."""
         name = self.repository.name
         revision = self.repository.revision
         commit = f"commit {self.sha[:12]}"
-        if HASH.fullmatch(revision):
+        is_fixed = HASH.fullmatch(revision)
+        if not is_fixed:
+            commit = f"{commit} of {revision}"
+        if is_fixed or not self.no_answer:
             return Note.info("hub-commit", f"{name} is read at {commit}")
-        commit = f"{commit} of {revision}"
-        if not self.unasked:
-            return Note.info("hub-commit", f"{name} is read at {commit}")
-        return Note.warn("hub-cache", f"{name} is the cached version, {commit}: {self.unasked}")
+        return Note.warn("hub-cache", f"{name} is the cached version, {commit}: {self.no_answer}")
 
     def remember(self) -> None:
         """Record the commit of a branch or tag in the cache, as the clients of the Hub do."""
         revision = self.repository.revision
-        if self.unasked or HASH.fullmatch(revision):
+        if self.no_answer or HASH.fullmatch(revision):
             return
         # Files are downloaded by commit, so the cache does not learn the branch.
         reference = self.repository.cache / "refs" / revision
@@ -173,15 +174,17 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
     revision = repository.revision
-    unasked = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
+    no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
     refusal: Exception = OfflineModeIsEnabled(OFFLINE)
     with explain_refusals(repository):
-        cache = repository.cache  # refuses names that are none
+        cache = repository.cache  # raises an error if the name is malformed
         try:
             if not (offline or constants.HF_HUB_OFFLINE):
-                wait = constants.HF_HUB_ETAG_TIMEOUT
                 info = HfApi().repo_info(
-                    repository.name, repo_type=repository.kind, revision=revision, timeout=wait
+                    repository.name,
+                    repo_type=repository.kind,
+                    revision=revision,
+                    timeout=constants.HF_HUB_ETAG_TIMEOUT,
                 )
                 files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
                 return Commit(repository, str(info.sha), files)
@@ -190,7 +193,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             raise
         except Exception as error:  # every HTTP library has its own exceptions
             refusal = error
-            unasked = explain_refusal(error, repository).message
+            no_answer = explain_refusal(error, repository).message
         advice = "Check its permissions, remove it, or set HF_HOME to another folder."
         with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
             reference = cache / "refs" / revision
@@ -199,11 +202,11 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
                 sha = reference.read_text().strip()
             snapshot = cache / "snapshots" / sha
             stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
-            known = snapshot.is_dir()
-        if not known:
+            is_cached = snapshot.is_dir()
+        if not is_cached:
             raise refusal
         files = tuple(sorted(path.as_posix() for path in stored))
-        return Commit(repository, sha, files, unasked)
+        return Commit(repository, sha, files, no_answer)
 
 
 @contextmanager
@@ -220,7 +223,10 @@ def silence_clients() -> Iterator[None]:
 
 
 def hub_bars() -> ExitStack:
-    """Restore the setting of progress bars after the block: other libraries change it, too."""
+    """Return a context that restores the Hub's setting of progress bars when it ends.
+
+    Further settings to restore may be added to it.
+    """
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -253,10 +259,10 @@ def parse_reference(text: str) -> tuple[Repository, str, str]:
     match = re.fullmatch(r"([^\[\]]+)(?:\[(.+)\])?(?:@([^\[\]]+))?", text)
     if match is None:
         raise InputError(f"hf:{text} names no data set", f"Write {FORM}.")
-    before_split, split, last = match.groups()
-    path, _, first = before_split.partition("@")
-    revision = last or first or "main"
-    parts = path.split("/", 2)
+    before_split, split, revision_after = match.groups()
+    path, _, revision_before = before_split.partition("@")
+    revision = revision_after or revision_before or "main"
+    parts = path.split("/", 2)  # ORG, NAME, and perhaps the configuration
     name = "/".join(parts[:2])
     config = "".join(parts[2:])
     return Repository(name, "dataset", revision), config, split or "test"
@@ -287,7 +293,8 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
     text = f"the split {split!r} cannot be read"
     advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
     with explain_failure(text, advice, ValueError, AssertionError):
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({whole_split: len(whole)})
+        instruction = datasets.ReadInstruction.from_spec(split)
+        (part,) = instruction.to_absolute({whole_split: len(whole)})  # from row to row
     data = whole.select(range(part.from_ or 0, part.to))
     if not len(data):
         raise InputError(f"{origin} is empty", "Choose another split.")
@@ -309,9 +316,9 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
     folder = tables / commit.sha / (config or "default") / split
     if not folder.is_dir():
-        if commit.unasked:
+        if commit.no_answer:
             raise InputError(
-                f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}",
+                f"the split {split!r} of {name} is not in the local cache, and {commit.no_answer}",
                 "Run it once with a connection.",
             )
         with explain_refusals(commit.repository):
@@ -336,15 +343,15 @@ def _require_known(what: str, name: str, known: Any, place: str) -> None:
     Raises:
         InputError: the message suggests similar names.
     """
-    names = [str(each) for each in known]
+    names = list(map(str, known))
     if name in names:
         return
     listed = ", ".join(names) or "none"
-    has = f"several {what}s: {listed}"
+    fault = f"several {what}s: {listed}"
     if name:
-        has = f"no {what} {name!r} (it has: {listed})"
+        fault = f"no {what} {name!r} (it has: {listed})"
     advice = f"Write {FORM}."
-    near = errors.similar(name, names) or names
-    if near:
-        advice = f"Did you mean {near[0]!r}? {advice}"
-    raise InputError(f"{place} has {has}", advice)
+    suggestions = errors.similar(name, names) or names
+    if suggestions:
+        advice = f"Did you mean {suggestions[0]!r}? {advice}"
+    raise InputError(f"{place} has {fault}", advice)

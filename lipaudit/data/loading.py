@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lipaudit.data import groups, images, tables
+from lipaudit.data import arrays, grouping, tables
+from lipaudit.data.arrays import SampleForm
 from lipaudit.data.batch import DataOptions as DataOptions
 from lipaudit.data.batch import SampleOrigin, Taker, make_batch
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
-from lipaudit.data.images import SampleForm
-from lipaudit.data.pictures import find_common_shape
+from lipaudit.data.image_files import find_common_shape
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
 
@@ -59,50 +59,55 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
     # Each source refuses models that take another kind of samples.
     path = Path(spec)
     takes = f"the model takes {net.kind}"
-    is_text = net.kind == "text"
-    draw = read_continuations if options.scored and is_text else tables.draw_table
     if spec == "random":
         samples = _make_random(net, options)
     elif spec in DIGIT_FILES:
         shape = tuple(net.input_shape)
-        other = net.kind != "image" or shape != (1, 8, 8)
-        if other:
+        if net.kind != "image" or shape != (1, 8, 8):
             raise InputError(
                 f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape {shape}",
                 "Give your own data, or --data random.",
             )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            samples = images.draw_arrays(*images.load_arrays(file), net, options, origin=str(file))
+            samples = _draw_file(file, net, options)
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
-        samples = replace(_group_rows(draw(table, net, options), table, options), commit=commit)
+        samples = replace(_draw_rows(table, net, options), commit=commit)
     elif path.is_dir():
         if net.kind != "image":
             raise InputError(
                 f"{path} is a folder of images; {takes}",
                 "Give --data a text file, an .npz file, or random.",
             )
-        table = tables.read_folder(path)
-        samples = _group_rows(tables.draw_table(table, net, options), table, options)
+        samples = _draw_rows(tables.read_folder(path), net, options)
     elif _are_arrays(path):
-        samples = images.draw_arrays(*images.load_arrays(path), net, options, origin=str(path))
+        samples = _draw_file(path, net, options)
     else:
-        if not is_text:
+        if net.kind != "text":
             raise InputError(f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         if path.suffix == ".txt":
             samples = tables.read_text(path, net, options)
         else:
-            table = tables.read_table(path)
-            samples = _group_rows(draw(table, net, options), table, options)
-    return _finish(samples, spec, net, options)
+            samples = _draw_rows(tables.read_table(path), net, options)
+    return _complete_samples(samples, spec, net, options)
 
 
-def _group_rows(samples: Samples, table: tables.SampleTable, options: DataOptions) -> Samples:
-    """Return samples of a table with their groups, if they are those of a column."""
+def _draw_file(path: Path, net: Taker, options: DataOptions) -> Samples:
+    """Draw samples from a file of arrays."""
+    x, y = arrays.load_arrays(path)
+    return arrays.draw_arrays(x, y, net, options, origin=str(path))
+
+
+def _draw_rows(table: tables.SampleTable, net: Taker, options: DataOptions) -> Samples:
+    """Draw samples from a table, with the groups of --group-column if that is a column."""
+    if options.scored and net.kind == "text":
+        samples = read_continuations(table, net, options)
+    else:
+        samples = tables.draw_table(table, net, options)
     name = options.group_column
-    if name is None or (name == groups.CLASSES and name not in table.columns):
+    if name is None or (name == grouping.CLASSES and name not in table.columns):
         return samples
-    return groups.group_by_column(samples, table, name)
+    return grouping.group_by_column(samples, table, name)
 
 
 def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) -> Samples:
@@ -118,7 +123,8 @@ def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) 
     Raises:
         InputError: the shape does not fit the model, or values are out of range.
     """
-    return _finish(images.draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
+    samples = arrays.draw_arrays(x, y, net, options, origin="x")
+    return _complete_samples(samples, "tensors", net, options)
 
 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
@@ -140,12 +146,12 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
             return ()
         return (SampleForm("image", shape),)
     if _are_arrays(path):
-        return images.list_forms(images.load_arrays(path)[0])
+        return arrays.list_forms(arrays.load_arrays(path)[0])
     return ()
 
 
 def _are_arrays(path: Path) -> bool:
-    """Whether a file holds arrays, and not texts.
+    """Say whether a file holds arrays, and not texts.
 
     Raises:
         InputError: the file does not exist, or has an unsupported format.
@@ -155,19 +161,19 @@ def _are_arrays(path: Path) -> bool:
             f"there is no data {str(path)!r}",
             suggestion(str(path), (*DIGIT_FILES, "random", *neighbours(path)), FORMS),
         )
-    arrays = images.holds_arrays(path)
-    known = arrays or path.suffix in (*tables.SUFFIXES, ".txt")
-    if not known:
+    if arrays.holds_arrays(path):
+        return True
+    if path.suffix not in (*tables.SUFFIXES, ".txt"):
         raise InputError(f"{path} has an unsupported format", FORMS)
-    return arrays
+    return False
 
 
-def _finish(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
+def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOptions) -> Samples:
     """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
     samples = replace(samples, spec=spec)
-    named = any(origin.group for origin in samples.origins)
-    if options.group_column is not None and not named:
-        samples = groups.group_by_class(samples, net, options.group_column)
+    has_groups = any(origin.group for origin in samples.origins)
+    if options.group_column is not None and not has_groups:
+        samples = grouping.group_by_class(samples, net, options.group_column)
     notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
     count = len(samples.batch)
     if count < options.samples:
@@ -186,7 +192,8 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
         return ()
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
-    # Special tokens around a text do not count, neither as known nor as unknown.
+    # Special tokens around a text do not count, neither as known nor as unknown: an empty text
+    # has nothing else.
     special = len(net.tokenize("", SOME_TOKENS))
     count = int((mask.sum(1) - special).clamp_min(0).sum())
     # Continuations are packed as id + i * vocabulary: the remainder is the id.
@@ -233,6 +240,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
+        # The text follows once more, so that windows at its end are as long as others.
         x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"

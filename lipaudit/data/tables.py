@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lipaudit.data import batch
+from lipaudit.data.arrays import to_box
 from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Taker, make_batch
-from lipaudit.data.images import to_box
-from lipaudit.data.pictures import Picture, collect_notes, list_pictures, read_image
+from lipaudit.data.image_files import Picture, collect_notes, list_pictures, read_image
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.tables import Note
 
 T = TypeVar("T")
+# More characters than a token usually has: a window of a text has enough of them.
 LETTERS_PER_TOKEN = 16
 # Number of characters of a text that identify it in messages.
 SHOWN = 120
@@ -44,11 +45,11 @@ def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
     x, origins, notes = cut_windows(text, net, options, origin=str(path))
-    said = (
+    remark = (
         f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
         "line, give a .jsonl, or a .csv with the header `text`"
     )
-    notes += (Note.info("one-stream", said),)
+    notes += (Note.info("one-stream", remark),)
     return Samples(make_batch(x, net), notes, origins=tuple(origins))
 
 
@@ -68,25 +69,31 @@ def cut_windows(
     x = []
     origins = []
     for start in starts:
-        while 0 < start < len(text) and not text[start - 1].isspace():
+        while 0 < start < len(text) and not text[start - 1].isspace():  # inside a word
             start += 1
-        window = (text[start : start + LETTERS_PER_TOKEN * limit],)
-        if is_empty(*window):
+        window = text[start : start + LETTERS_PER_TOKEN * limit]
+        if is_empty(window):
             continue
-        x.append(encode(window, net, limit, origin))
-        origins.append(SampleOrigin(f"character {start + 1}", shorten(window)))
+        x.append(encode((window,), net, limit, origin))
+        origins.append(SampleOrigin(f"character {start + 1}", shorten((window,))))
     return x, origins, notes
 
 
 def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
-    """Return the largest number of tokens of a sample: the option's, or the model's limit."""
-    given = options.max_tokens
-    most = net.input_shape[0]
-    if given < 1:
-        raise UsageError(f"--max-tokens {given} leaves nothing", "Give at least 1.")
-    if given <= most or given == DataOptions.max_tokens:
-        return min(given, most), ()
-    return most, (Note.warn("max-tokens", f"the model takes at most {most} tokens, not {given}"),)
+    """Return the largest number of tokens of a sample, and a note if it is not the requested one.
+
+    It is --max-tokens, or the model's limit if that is smaller.
+    """
+    requested = options.max_tokens
+    limit = net.input_shape[0]
+    if requested < 1:
+        raise UsageError(f"--max-tokens {requested} leaves nothing", "Give at least 1.")
+    if requested <= limit:
+        return requested, ()
+    if requested == DataOptions.max_tokens:  # the default needs no note
+        return limit, ()
+    text = f"the model takes at most {limit} tokens, not {requested}"
+    return limit, (Note.warn("max-tokens", text),)
 
 
 def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
@@ -163,7 +170,7 @@ class SampleTable:
         return [i for i in range(len(self.places)) if i not in self.faults]
 
     def refuse(self, i: int, fault: str) -> None:
-        """Raise InputError for a row that has a fault, if there is one."""
+        """Raise InputError for row i, unless the description of its fault is empty."""
         if fault:
             raise InputError(
                 f"{self.origin}: {self.places[i]} {fault}",
@@ -176,8 +183,8 @@ class SampleTable:
         Raises:
             InputError: the message describes the first fault.
         """
-        skips = options.skip_bad and self.sound
-        if self.faults and not skips:
+        can_skip = options.skip_bad and self.sound
+        if self.faults and not can_skip:
             first = min(self.faults)
             self.refuse(first, self.faults[first])
 
@@ -194,10 +201,10 @@ class SampleTable:
         place = self.places[i]
         if "id" not in self.columns:
             return place
-        given = self.rows[i].get("id")
-        if given is None:
+        row_id = self.rows[i].get("id")
+        if row_id is None:
             return place
-        return f"{place}, id {str(given)[:LONGEST]}"
+        return f"{place}, id {str(row_id)[:LONGEST]}"
 
 
 def read_folder(path: Path) -> SampleTable:
@@ -238,11 +245,11 @@ def read_table(path: Path) -> SampleTable:
         )
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    found = {i: fault for i, fault in enumerate(faults) if fault}
     classes = {}
     if path.suffix == ".parquet":
         classes = _read_classes(path)
-    return SampleTable(str(path), columns, places, rows, found, classes)
+    faults_by_row = {i: fault for i, fault in enumerate(faults) if fault}
+    return SampleTable(str(path), columns, places, rows, faults_by_row, classes)
 
 
 # Place, values and fault of a row.
@@ -264,20 +271,20 @@ def _read_separated(path: Path) -> Iterator[_Line]:
     # Spreadsheets write a byte order mark, which is not part of the first name.
     # A text may be longer than the 131,072 characters that Python reads by default.
     with _read_long_fields(), path.open(encoding="utf-8-sig", newline="") as lines:
-        head = next((line for line in lines if line.strip()), "")
+        first_line = next((line for line in lines if line.strip()), "")
         # Spreadsheets of many countries write semicolons in a .csv.
-        usual = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())
-        separator = next((each for each in usual if each in head), usual[0])
+        separators = (SEPARATORS[path.suffix], ";", *SEPARATORS.values())
+        separator = next((mark for mark in separators if mark in first_line), separators[0])
         lines.seek(0)
         table = csv.DictReader(lines, delimiter=separator, strict=True)
-        names = next(filter(None, table.reader), [])
+        names = next(filter(None, table.reader), [])  # the first line that is not empty
         table.fieldnames = names
         _require_unique(filter(None, names), path)
         for row in table:
-            surplus = len(row.pop(None, ()))
+            surplus = len(row.pop(None, ()))  # DictReader puts further fields under None
             fault = ""
             if not surplus and not any(row.values()):
-                continue  # only separators, as spreadsheets end
+                continue  # only separators: spreadsheets write such lines at the end
             if surplus:
                 fault = (
                     f"has {surplus} more than the columns' {len(names)} fields: put texts with "
@@ -296,6 +303,7 @@ def _require_unique(names: Iterable[str], path: Path) -> None:
 
 
 def _read_json_lines(path: Path) -> Iterator[_Line]:
+    """Yield the rows of a file with one JSON object per line; skip empty lines."""
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -318,6 +326,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_parquet(path: Path) -> Iterator[_Line]:
+    """Yield the rows of a parquet file."""
     advice = "pip install pyarrow, or save the table as .csv or .jsonl."
     with explain_failure(f"{path} needs the library `pyarrow`", advice, ImportError):
         from pyarrow import parquet
@@ -336,13 +345,19 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
     from pyarrow import parquet
 
     metadata = parquet.read_schema(path).metadata or {}
-    written = json.loads(metadata.get(b"huggingface", b"{}"))
-    features = written.get("info", {}).get("features", {})
-    return {name: each["names"] for name, each in features.items() if "names" in each}
+    description = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = description.get("info", {}).get("features", {})
+    return {name: feature["names"] for name, feature in features.items() if "names" in feature}
 
 
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
-    """Return why a row without a text or label, or with one of the wrong type, is unfit."""
+    """Describe the fault of a row whose texts or label are empty or of another type, else "".
+
+    Args:
+        values: the row.
+        texts: columns of its texts.
+        label: column of its label, if it needs one.
+    """
     for name in texts:
         value = values.get(name)
         if is_empty(value):
@@ -361,33 +376,38 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
 def draw_rows(
     table: SampleTable, options: DataOptions, read: Callable[[int], T], *, what: str
 ) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
-    """Read the requested number of rows in random order, each with its index.
+    """Return the requested number of rows in random order, as (index, `read(index)`), and notes.
 
     With `skip_bad`, rows with faults are left out, and samples that `read` refuses are replaced
     by the next ones.
+
+    Args:
+        table: the table.
+        options: number of samples, seed, and whether to skip.
+        read: reads one row; InputError refuses it.
+        what: what a row is, in messages: images, texts or rows.
 
     Raises:
         InputError: a row cannot be read; with `skip_bad`, none can.
     """
     table.require_rows(options)
     sound = table.sound
-    faults = table.faults
-    drawn: list[tuple[int, T]] = []
-    bad: list[str] = []
+    rows: list[tuple[int, T]] = []
+    refusals: list[str] = []
     for k in batch.draw_indices(len(sound), len(sound), options.seed):
-        if len(drawn) == options.samples:
+        if len(rows) == options.samples:
             break
         try:
-            drawn.append((sound[k], read(sound[k])))
+            rows.append((sound[k], read(sound[k])))
         except InputError as error:
             if not options.skip_bad:
                 raise
-            bad.append(error.message)
-    if not drawn:
-        first = "".join(bad[:1])
+            refusals.append(error.message)
+    if not rows:
+        first = "".join(refusals[:1])
         raise InputError(f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
-    listed = [f"{table.places[i]} {faults[i]}" for i in sorted(faults)]
-    return drawn, _note_skipped("rows", listed) + _note_skipped(what, bad)
+    faults = [f"{table.places[i]} {fault}" for i, fault in sorted(table.faults.items())]
+    return rows, _note_skipped("rows", faults) + _note_skipped(what, refusals)
 
 
 def _note_skipped(what: str, reasons: Sequence[str]) -> tuple[Note, ...]:
@@ -409,7 +429,7 @@ def draw_table(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
     """
     table.require_rows(options)  # before columns: unreadable rows have none
     inputs = _choose_inputs(table, net, options)
-    table, labels, notes = _match_rows(table, inputs, net, options)
+    table, labels, notes = _read_labels(table, inputs, net, options)
     draw = _draw_texts if net.kind == "text" else _draw_images
     samples = draw(table, inputs, labels, net, options)
     return replace(samples, notes=table.notes + samples.notes + notes)
@@ -419,7 +439,7 @@ def draw_table(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
 _Labels = dict[int, int] | None
 
 
-def _match_rows(
+def _read_labels(
     table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
 ) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
     """Return a table with the faults of its labels, their class numbers, and notes.
@@ -456,6 +476,7 @@ def _match_rows(
 def _draw_images(
     table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
+    """Draw images from the column of a table."""
     (column,) = inputs
 
     def read(i: int) -> Picture:
@@ -464,20 +485,21 @@ def _draw_images(
         pixels, steps = read_image(values[column], table.places[i], net)
         return Picture(to_box(pixels, net.box), steps)
 
-    drawn, skipped = draw_rows(table, options, read, what="images")
-    rows, pictures = zip(*drawn, strict=True)
+    rows_read, skipped = draw_rows(table, options, read, what="images")
+    rows, pictures = zip(*rows_read, strict=True)
     places = [table.name(i) for i in rows]
     steps = [picture.steps for picture in pictures]
     pixels = [picture.pixels for picture in pictures]
     return Samples(
-        make_batch(pixels, net, _take_labels(labels, rows)),
+        make_batch(pixels, net, _select_labels(labels, rows)),
         skipped + collect_notes(places, steps),
         origins=tuple(map(SampleOrigin, places)),
         steps=tuple(step.text for step in steps[0]),
     )
 
 
-def _take_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
+def _select_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
+    """Return the class numbers of some rows, in their order."""
     if labels is None:
         return None
     return [labels[i] for i in rows]
@@ -486,12 +508,13 @@ def _take_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
 def _draw_texts(
     table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
+    """Draw texts, or pairs of texts, from one or two columns of a table."""
     limit, notes = limit_tokens(net, options)
 
     def read(i: int) -> tuple[Tensor, tuple[str, ...], bool]:
+        """Return the token ids of a row, its texts, and whether they were cut."""
         values = table.rows[i]
-        fault = find_fault(values, inputs)
-        table.refuse(i, fault)
+        table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)
         origin = f"{table.origin}: {table.places[i]}"
         # One token more than allowed distinguishes a text that is cut from one that just fits.
@@ -500,17 +523,17 @@ def _draw_texts(
             return tokens, texts, False
         return encode(texts, net, limit, origin), texts, True
 
-    drawn, skipped = draw_rows(table, options, read, what="texts")
-    rows, encoded = zip(*drawn, strict=True)
+    rows_read, skipped = draw_rows(table, options, read, what="texts")
+    rows, encoded = zip(*rows_read, strict=True)
     tokens, texts, are_cut = zip(*encoded, strict=True)
     cut = sum(are_cut)
     if cut:
-        text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
+        text = f"{cut} of {len(rows)} texts were cut to {limit} tokens (--max-tokens)"
         notes += (Note.warn("text-cut", text),)
-    joined = make_batch(tokens, net, _take_labels(labels, rows))
+    samples = make_batch(tokens, net, _select_labels(labels, rows))
     places = map(table.name, rows)
     return Samples(
-        replace(joined, texts=texts, limit=limit),
+        replace(samples, texts=texts, limit=limit),
         skipped + notes,
         origins=tuple(map(SampleOrigin, places, map(shorten, texts))),
         steps=(f"{len(tokens[0])} tokens, special ones included",),
@@ -544,11 +567,11 @@ def choose_text_columns(
         InputError: no column has a usual name, or the requested one is missing.
     """
     columns = table.columns
-    asked = options.text_column
-    if asked is not None:
-        names = [name.strip() for name in asked.split(",")]
-        if asked in columns:  # a name may hold a comma
-            names = [asked]
+    requested = options.text_column
+    if requested is not None:
+        names = [name.strip() for name in requested.split(",")]
+        if requested in columns:  # a name may hold a comma
+            names = [requested]
         if len(names) > 2:
             raise InputError(
                 f"--text-column names {len(names)} columns",
@@ -567,18 +590,19 @@ def choose_text_columns(
     raise InputError(f"{table.origin} has no text column (columns: {', '.join(columns)})", advice)
 
 
-def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -> str | None:
+def choose_column(table: SampleTable, requested: str | None, usual: Sequence[str]) -> str | None:
     """Return the requested column, else the first usual one, else None.
 
     Raises:
         InputError: the requested column is missing.
     """
-    if asked is not None:
-        return _require_column(asked, table)
+    if requested is not None:
+        return _require_column(requested, table)
     return next((name for name in usual if name in table.columns), None)
 
 
 def _require_column(name: str, table: SampleTable) -> str:
+    """Return the name of a column, if the table has it."""
     if name not in table.columns:
         raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))
     return name

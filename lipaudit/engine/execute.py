@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lipaudit.data.batch import Batch, Share
+from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.engine import results, shards
 from lipaudit.engine.files import Journal
 from lipaudit.engine.launcher import Place, gather, join_processes
@@ -308,12 +308,12 @@ def run_measure(
     while left and time.monotonic() < end:
         # Layers are surveyed on the first batch, also by a process that does not measure it.
         moved = (batch.to(net.device, net.dtype) for batch in left)
-        share = Share(first.to(net.device, net.dtype), moved, dict(parts))
+        own_batches = ProcessBatches(first.to(net.device, net.dtype), moved, dict(parts))
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
             with exact_arithmetic(net.device), listening(listener):
-                for part in _take_until(end, kind.compute(net, share, options)):
+                for part in _take_until(end, kind.compute(net, own_batches, options)):
                     journal.keep(part)
                     parts[part.ids[0]] = part
                     if part.complete:

@@ -435,14 +435,14 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         InputError: samples without labels, or token ids whose embedding nothing shows.
     """
     from lipaudit.attacks.transfer import note_source
-    from lipaudit.data.batch import find_begun
+    from lipaudit.data.batch import find_unfinished
     from lipaudit.measures import texts
     from lipaudit.measures.rounds import ROUND, attack_round, make_part, prepare_chunks
 
     steps = kinds.list_steps(options.trials())
     target = options.find_target(net)
     sources = (*map(note_source, options.transfer), *texts.note_target(net, target))
-    begun = find_begun(batches)
+    begun = find_unfinished(batches)
     begin = prepare_chunks(net, options, steps, begun or {})
     # Of continuations, examples are needed at the end: their chunks are attacked one by one.
     scored = net.scored == "continuation"

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import Chunk, Outcome
+from lipaudit.data.arrays import thumbnail
 from lipaudit.data.batch import Batch
-from lipaudit.data.images import thumbnail
 from lipaudit.errors import UsageError
 from lipaudit.measures import texts
 from lipaudit.measures.base import Values

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text import Lexicon
+from lipaudit.data.arrays import SampleForm
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
-from lipaudit.data.images import SampleForm
-from lipaudit.data.pictures import Preprocessing
+from lipaudit.data.image_files import Preprocessing
 from lipaudit.errors import UsageError
 from lipaudit.models.precision import borrow_gradient, deploy, devices, precision
 from lipaudit.tables import Note

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from PIL import Image
 
+from lipaudit.data.image_files import Resizing
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError, LipauditError
 
 

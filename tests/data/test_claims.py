@@ -12,7 +12,7 @@ from PIL import Image
 
 from lipaudit.data.loading import find_data_forms
 from lipaudit.errors import InputError
-from lipaudit.models.sources.weights import read_weights
+from lipaudit.models.sources.weight_files import read_weights
 from tests.commands import invoke
 
 HUGE = (2**40, 3, 8, 8)

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lipaudit.data.images import KINDS, load_arrays, thumbnail, to_box
+from lipaudit.data.arrays import KINDS, load_arrays, thumbnail, to_box
+from lipaudit.data.image_files import Resizing
 from lipaudit.data.loading import DataOptions, SampleForm, find_data_forms, load_data
-from lipaudit.data.pictures import Resizing
 from lipaudit.errors import InputError
 from tests.data.conftest import picture
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from lipaudit.data.image_files import Resizing
 from lipaudit.data.loading import DataOptions, find_data_forms, load_data
-from lipaudit.data.pictures import Resizing
 from lipaudit.data.tables import SampleTable, draw_table
 from tests.data.conftest import picture
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import lipaudit
-from lipaudit.data.batch import Share
+from lipaudit.data.batch import ProcessBatches
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine import execute
 from lipaudit.engine.files import Journal, decode_part, encode_part
@@ -289,7 +289,7 @@ def listed(monkeypatch, name: str) -> list[str]:
                 ids.extend(batch.ids)
                 yield batch
 
-        yield from compute(net, Share(batches.first, taken()), options)
+        yield from compute(net, ProcessBatches(batches.first, taken()), options)
 
     replace_parts(monkeypatch, name, parts)
     return ids

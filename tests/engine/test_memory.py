@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lipaudit import measure
-from lipaudit.data.batch import Share
+from lipaudit.data.batch import ProcessBatches
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import AuditOptions, load_measures
@@ -41,7 +41,9 @@ def test_batches_are_halved_until_they_fit_and_nothing_is_measured_twice(monkeyp
     measure = load_measures()[name]
 
     def parts(net, batches, options):
-        for part in measure.compute(net, Share(batches.first, fit(batches, options)), options):
+        for part in measure.compute(
+            net, ProcessBatches(batches.first, fit(batches, options)), options
+        ):
             sizes.append(len(part.ids))
             yield part
 

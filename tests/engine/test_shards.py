@@ -14,7 +14,7 @@ import pytest
 
 import lipaudit
 from lipaudit.attacks.kinds import CHUNK
-from lipaudit.data.batch import Share
+from lipaudit.data.batch import ProcessBatches
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.files import decode_part, encode_part
 from lipaudit.errors import EvaluationError, InputError, UsageError
@@ -108,7 +108,7 @@ def test_a_model_is_surveyed_at_the_first_batch_of_the_run():
         net, seen = load_net("demo"), []
         first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
         net.module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        (part,) = load_measures()[name].compute(net, Share(first, [second]), options)
+        (part,) = load_measures()[name].compute(net, ProcessBatches(first, [second]), options)
         assert part.ids == second.ids
         # A survey is at points near the samples: none of its passes sees the second batch.
         near = [[(x[0] - (2 * b.x[0] - 1)).abs().max() for b in (first, second)] for x in seen]
@@ -391,7 +391,7 @@ def list_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def list_batches(net, batches, options):
         each = list(batches)
         starts.extend(batch.start for batch in each)
-        return compute(net, Share(batches.first, each), options)
+        return compute(net, ProcessBatches(batches.first, each), options)
 
     replace_parts(monkeypatch, "jacobian", list_batches)
     return starts

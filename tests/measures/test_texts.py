@@ -12,7 +12,7 @@ from torch import nn
 
 import lipaudit
 from lipaudit.attacks.text import Lexicon
-from lipaudit.data.batch import Batch, Share
+from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute, run_shard
 from lipaudit.engine.prepare import Request, prepare
@@ -314,7 +314,7 @@ def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
     def parts(net, batches, options):
         for batch in batches:
             taken.extend(batch.ids)
-            yield from own.compute(net, Share(batches.first, [batch]), options)
+            yield from own.compute(net, ProcessBatches(batches.first, [batch]), options)
             if len(taken) == 6:
                 raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from lipaudit.models import precision
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.linearize import linearize
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.models.sources.weights import hash_weights
+from lipaudit.models.sources.weight_files import hash_weights
 from tests.live import Live
 from tests.models.sources.cases import SMALL, build, classifier, figures, qwen
 from tests.models.sources.cases import texts as save_texts

@@ -31,7 +31,7 @@ from lipaudit.models.attention.numeric import linearize_module
 from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
 from lipaudit.models.requirements import agree
-from lipaudit.models.sources.weights import HALF
+from lipaudit.models.sources.weight_files import HALF
 
 
 def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:

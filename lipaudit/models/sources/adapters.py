@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.weights import describe_misfit, read_json
+from lipaudit.models.sources.weight_files import describe_misfit, read_json
 from lipaudit.tables import Note
 
 CONFIG = "adapter_config.json"

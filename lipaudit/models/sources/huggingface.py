@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
-from lipaudit.data.pictures import Resizing
+from lipaudit.data.image_files import Resizing
 from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.classifiers import make_zero_shot
@@ -31,7 +31,7 @@ from lipaudit.models.sources.text_models import (
     has_head,
 )
 from lipaudit.models.sources.timm import list_synsets
-from lipaudit.models.sources.weights import (
+from lipaudit.models.sources.weight_files import (
     describe_misfit,
     list_weight_files,
     note_half_precision,
@@ -75,14 +75,17 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     if options.pretrained and not stored:
         raise InputError(
             f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
-            + (f", and {commit.unasked}" if commit.unasked else ""),
+            + (f", and {commit.no_answer}" if commit.no_answer else ""),
             "Name a repository with model.safetensors or pytorch_model.bin. If the local cache "
             "is incomplete, run it with a connection.",
         )
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
     with explain_refusals(repository):
         path = snapshot_download(
-            name, revision=commit.sha, allow_patterns=wanted, local_files_only=bool(commit.unasked)
+            name,
+            revision=commit.sha,
+            allow_patterns=wanted,
+            local_files_only=bool(commit.no_answer),
         )
     commit.remember()
     return Path(path), commit

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lipaudit.data.hub import hub_access
-from lipaudit.data.pictures import Resizing
+from lipaudit.data.image_files import Resizing
 from lipaudit.errors import (
     InputError,
     UsageError,
@@ -37,7 +37,7 @@ from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_trans
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.quantised import dequantise, round_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import (
+from lipaudit.models.sources.weight_files import (
     SUFFIXES,
     advise_on_file,
     hash_weights,

@@ -22,7 +22,7 @@ from lipaudit import errors
 from lipaudit.errors import EvaluationError, InputError, UsageError, explain_failure, few
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import DEFERRED, convert_on_read, lift_parameters, name_dtypes
-from lipaudit.models.sources.weights import describe_misfit, note_half_precision, read_json
+from lipaudit.models.sources.weight_files import describe_misfit, note_half_precision, read_json
 from lipaudit.tables import Note
 
 # Plans of Accelerate; today both give the same result.

@@ -15,7 +15,7 @@ from torch import nn
 
 from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec
-from lipaudit.models.sources.weights import load_strictly, match_names, read_weights
+from lipaudit.models.sources.weight_files import load_strictly, match_names, read_weights
 from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NO_DECISION, ModelSpec, NextToken
-from lipaudit.models.sources.weights import read_json
+from lipaudit.models.sources.weight_files import read_json
 from lipaudit.tables import Note
 
 Pooling = Callable[[Any, Tensor | None], Tensor]

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.hub import Repository, explain_refusals, find_commit
-from lipaudit.data.pictures import Resizing
+from lipaudit.data.image_files import Resizing
 from lipaudit.errors import InputError, UsageError, of_machine, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
-from lipaudit.models.sources.weights import (
+from lipaudit.models.sources.weight_files import (
     PREFERRED,
     State,
     find_misfit,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.own import call_factory
-from lipaudit.models.sources.weights import hash_weights
+from lipaudit.models.sources.weight_files import hash_weights
 
 
 def load_denoiser(reference: str) -> nn.Module:

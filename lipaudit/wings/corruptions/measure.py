@@ -203,7 +203,7 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
     """Yield the predicted classes of every corrupted copy of images."""
     import torch
 
-    from lipaudit.data.images import to_box
+    from lipaudit.data.arrays import to_box
     from lipaudit.wings.corruptions.images import corrupt_image
 
     low, high = net.box or (0.0, 1.0)

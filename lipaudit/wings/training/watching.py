@@ -33,7 +33,7 @@ from lipaudit.measures import summarise
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
-from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
+from lipaudit.models.sources.weight_files import BESIDE, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report
 from lipaudit.tables.columns import finite, middle

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.models.sources.weights import guess_arguments
+from lipaudit.models.sources.weight_files import guess_arguments
 
 SMALL = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 32, "num_heads": 2}
 ARCH = "timm:vit_tiny_patch16_224"

@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loader import LoadOptions, load_net
-from lipaudit.models.sources.weights import list_weight_files
+from lipaudit.models.sources.weight_files import list_weight_files
 from tests.hub import TOKEN, files_of
 from tests.hub import hub as hub
 from tests.models.sources.cases import bert, refused, save

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lipaudit.models.sources.timm as demo
 from lipaudit.cli.app import app
-from lipaudit.data.images import list_forms
+from lipaudit.data.arrays import list_forms
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
 from lipaudit.models.sources.loader import LoadOptions, load_net

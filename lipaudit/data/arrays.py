@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import io
-import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,16 +33,15 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     The longer side is at most `SIDE`; with more than three channels the first one is shown.
     """
     low, high = box or (0.0, 1.0)
-    shown = pixels.detach().cpu()
-    if len(shown) not in (1, 3):
-        shown = shown[:1]
-    shares = shown.sub(low).div(high - low).float().clamp(0, 1)
-    # Bytes, as in a picture file.
-    planes = (shares * 255).round().to(torch.uint8)
-    if len(planes) == 1:
-        image = Image.fromarray(planes[0].numpy())
+    planes = pixels.detach().cpu()
+    if len(planes) not in (1, 3):
+        planes = planes[:1]
+    brightness = planes.sub(low).div(high - low).float().clamp(0, 1)
+    codes = (brightness * 255).round().to(torch.uint8)
+    if len(codes) == 1:
+        image = Image.fromarray(codes[0].numpy())
     else:
-        image = Image.fromarray(planes.movedim(0, -1).numpy())
+        image = Image.fromarray(codes.movedim(0, -1).numpy())
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "PNG")
@@ -59,7 +57,7 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
 ARRAY_FILES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs", "input_ids")
 LABELS = ("y", "labels", "label")
-# Largest distance of a value from the box that rounding explains, as a share of its width.
+# Largest distance of a value from the box that rounding explains, relative to the box's width.
 ROUNDING = 1e-6
 MASKS = ("attention_mask", "mask")
 # Stands for the id of a token that a mask leaves out.
@@ -113,12 +111,13 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
                     else:  # beside the numbers: a credit, or names of classes
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
-            of_y = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
-            if of_y != path:
-                beside = {"x": path, "y": of_y}
+            label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
+            label_file = path.with_name(label_name)
+            if label_file == path:
+                idx_files = {"labels": path}
             else:
-                beside = {"labels": path}
-            arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
+                idx_files = {"x": path, "y": label_file}
+            arrays = {key: _read_idx(file) for key, file in idx_files.items() if file.is_file()}
     x = _find_array(INPUTS, arrays, texts, advice)
     y = _find_array(LABELS, arrays, texts, advice)
     if x is None:
@@ -138,7 +137,7 @@ def _read_idx(path: Path) -> Tensor:
     advice = "Copy or download it again."
     with explain_failure(f"{path} is not a readable IDX file", advice, Exception):
         data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
+        if data[:2] == b"\x1f\x8b":  # the first bytes of a gzip file
             data = gzip.decompress(data)
         kind = np.dtype(KINDS[data[2]])
         axes = data[3]
@@ -212,17 +211,17 @@ def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
 
 def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     """Return images, channels first, or sequences, in the box of the model."""
-    wanted = tuple(net.input_shape)
+    input_shape = tuple(net.input_shape)
     shape = tuple(x.shape[1:])
     if net.kind == "image":
-        channels, *size = wanted
-        if shape != wanted and shape == (*size, channels):
+        channels, *size = input_shape
+        if shape != input_shape and shape == (*size, channels):
             x = x.movedim(-1, 1)
         elif channels == 1 and shape == tuple(size):
             x = x[:, None]  # grey images may lack the channel axis
-    if tuple(x.shape[1:]) != wanted:
+    if tuple(x.shape[1:]) != input_shape:
         raise InputError(
-            f"{origin} holds samples of shape {shape}; the model takes {wanted}",
+            f"{origin} holds samples of shape {shape}; the model takes {input_shape}",
             "Resize them first (a folder of images is resized for you), or build the model for "
             "that size with --model-kwargs img_size=... or --input-size.",
         )
@@ -231,18 +230,18 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     x = x.float()
     if not bool(x.isfinite().all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
-    low, high = net.box or (-math.inf, math.inf)
-    least = x.min()
-    most = x.max()
-    slack = ROUNDING * (high - low)
-    if least < low - slack or most > high + slack:
+    if net.box is None:
+        return x
+    low, high = net.box
+    smallest = x.min()
+    largest = x.max()
+    rounding = ROUNDING * (high - low)
+    if smallest < low - rounding or largest > high + rounding:
         raise InputError(
-            f"{origin} holds values from {least:.7g} to {most:.7g}; the model takes "
+            f"{origin} holds values from {smallest:.7g} to {largest:.7g}; the model takes "
             f"[{low:g}, {high:g}]",
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
-    if net.box is None:
-        return x
     return x.clamp(low, high)
 
 
@@ -269,20 +268,22 @@ def read_token_ids(
     if x.is_floating_point() or x.ndim != 2 or x.shape[1] == 0:
         raise InputError(f"{text}; the model takes token ids (samples, tokens)", advice)
     x = x.long()
-    real = x != HIDDEN
+    is_token = x != HIDDEN
     if net.pad_id is not None:
-        real &= x != net.pad_id
-    # Inside of a text a pad id is a token.
-    inside = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
-    for place, row in zip(places, inside, strict=True):
-        if not row.any():
-            advice = "Remove empty texts."
-            raise InputError(f"{origin}: {place} holds padding and no text", advice)
-    samples = [row[kept] for row, kept in zip(x, inside, strict=True)]
-    most = net.input_shape[0]
+        is_token &= x != net.pad_id
+    # From the first to the last token of each text: a pad id between them is a token.
+    has_begun = is_token.cumsum(1) > 0
+    is_going_on = is_token.flip(1).cumsum(1).flip(1) > 0
+    inside = has_begun & is_going_on
+    samples = []
+    for place, ids, is_inside in zip(places, x, inside, strict=True):
+        if not is_inside.any():
+            raise InputError(f"{origin}: {place} holds padding and no text", "Remove empty texts.")
+        samples.append(ids[is_inside])
+    limit = net.input_shape[0]
     longest = max(map(len, samples))
-    if longest > most:
-        text = f"{text}; the model takes token ids (samples, at most {most})"
+    if longest > limit:
+        text = f"{text}; the model takes token ids (samples, at most {limit})"
         raise InputError(text, advice)
     ids = torch.cat(samples)
     if ids.min() < 0 or (net.vocabulary is not None and ids.max() >= net.vocabulary):
@@ -304,7 +305,7 @@ def read_token_ids(
 
 
 def _is_accepted(ids: Tensor, net: Taker) -> bool:
-    """Whether a model runs on a text alone."""
+    """Say whether a model runs on a text without padding."""
     one = make_batch([ids], net).to(net.device, net.dtype)
     try:
         with torch.no_grad():
@@ -318,16 +319,19 @@ def _is_accepted(ids: Tensor, net: Taker) -> bool:
 
 def _note_unnamed_padding(x: Tensor, net: Taker) -> tuple[Note, ...]:
     """Warn if texts seem to be padded with an id that the model does not name."""
-    for side in (x, x.flip(1)):
-        last = int(side[:, -1].mode().values)
-        ending = (side == last).flip(1).cumprod(1).sum(1)
+    if net.pad_id is not None:
+        return ()
+    for ids in (x, x.flip(1)):  # padding at the end, or at the beginning
+        usual_end = int(ids[:, -1].mode().values)
+        is_usual = ids == usual_end
+        repeats = is_usual.flip(1).cumprod(1).sum(1)  # at the end of each text
         # Padding is nowhere else, and of several lengths.
-        elsewhere = int((side == last).sum() - ending.sum())
-        if net.pad_id is None and not elsewhere and ending.max() > max(1, int(ending.min())):
+        elsewhere = int(is_usual.sum() - repeats.sum())
+        if not elsewhere and repeats.max() > max(1, int(repeats.min())):
             text = (
-                f"texts end in up to {int(ending.max())} times the id {last}, which counts as a "
-                "token. If it is padding, name it: pad_token_id in config.json, or "
-                f"ModelSpec(..., pad_id={last})"
+                f"texts end in up to {int(repeats.max())} times the id {usual_end}, which counts "
+                "as a token. If it is padding, name it: pad_token_id in config.json, or "
+                f"ModelSpec(..., pad_id={usual_end})"
             )
             return (Note.warn("padding-unnamed", text),)
     return ()
@@ -387,8 +391,8 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
         if x.dtype == torch.uint8:
             return (SampleForm("image", grey),)
         # Values outside [0, 1] are not pixels: then the samples are sequences.
-        inside = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
-        return SampleForm("tokens", shape), SampleForm("image", grey, fits=inside)
+        are_pixels = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
+        return SampleForm("tokens", shape), SampleForm("image", grey, fits=are_pixels)
     if len(shape) == 1 and x.is_floating_point():
         return (SampleForm("tokens", shape),)
     if len(shape) == 1:

@@ -29,15 +29,14 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
     Raises:
         InputError: the table has no such column, it is empty, or a cell is not a single value.
     """
-    tables.choose_column(table, name, ())
+    tables.choose_column(table, name, ())  # refuses a column that is missing
     values = table.column(name)
     names = table.classes.get(name)
     rows = {place: row for row, place in enumerate(table.places)}
     groups = []
     for origin in samples.origins:
-        # A place may be followed by the id of the row.
         place = origin.place
-        if place not in rows:
+        if place not in rows:  # "line 7, id 31"
             place, _, _ = place.partition(", id ")
         value = values[rows[place]]
         if isinstance(value, (list, tuple, dict, bytes)):

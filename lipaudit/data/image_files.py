@@ -1,4 +1,4 @@
-"""Picture files: those of a folder, and the steps from each to the pixels that a model takes."""
+"""Files of images: those of a folder, and the steps from each to the pixels that a model takes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ SIDECARS = frozenset(
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Formats whose greys Pillow reads as 32-bit integers, although they have at most 16 bits.
 SHORT_FORMATS = ("PNG", "PPM")
-# Tag of the way in which a camera was held; the ways to be undone, and those that exchange width
-# and height.
+# EXIF tag of the orientation; its values other than upright, and those that exchange width and
+# height.
 ORIENTATION = 0x0112
 TURNED = range(2, 9)
-LYING = range(5, 9)
-# Tags of TIFF files.
+SIDEWAYS = range(5, 9)
+# Tags of TIFF files: bits per sample, compression, photometric interpretation, planar
+# configuration and sample format.
 DEPTHS = 258
 COMPRESSION = 259
-MEANING = 262
+PHOTOMETRIC = 262
 PLANES = 284
 SAMPLE_FORMAT = 339
 
@@ -53,9 +54,9 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
-    # Not by glob, which skips folders that cannot be read without a word.
+    # Not by glob, which silently skips folders that cannot be read.
     entries = _list_visible(folder)
-    inside = []
+    inside = []  # the entries of sub-folders
     for entry in filter(Path.is_dir, entries):
         inside += _list_visible(entry)
     deeper: list[Path] = []
@@ -95,7 +96,7 @@ def _note_left_out(kind: str, files: Sequence[Path], folder: Path) -> tuple[Note
 
 
 def _list_visible(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def is_picture(file: Path) -> bool:
@@ -116,7 +117,7 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
             width, height = image.size
             # Pillow turns TIFF files itself.
             orientation = image.getexif().get(ORIENTATION)
-            if orientation in LYING and image.format != "TIFF":
+            if orientation in SIDEWAYS and image.format != "TIFF":
                 width, height = height, width
             channels = 3
             if len(image.getbands()) < 3 and not image.mode.startswith("P"):
@@ -142,8 +143,13 @@ def explain_images(name: object) -> Iterator[None]:
         yield
 
 
-class Step(NamedTuple):
-    """One thing that was done to a picture; a note, if users should know it of all pictures."""
+class ImageStep(NamedTuple):
+    """A step of reading a picture.
+
+    Attributes:
+        text: what was done to it.
+        note: the note to users on all pictures with this step, if it may change results.
+    """
 
     text: str
     note: Note | None = None
@@ -153,7 +159,7 @@ class Picture(NamedTuple):
     """The pixels of a picture (channels, height, width) in [0, 1], and what was done to it."""
 
     pixels: Tensor
-    steps: list[Step]
+    steps: list[ImageStep]
 
 
 def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
@@ -173,10 +179,10 @@ def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
         if isinstance(prepare, Resizing):
             pixels, more = prepare.apply(image, name)
             return Picture(pixels, steps + more)
-        return Picture(prepare(image), [*steps, Step("the model's own function `prepare`")])
+        return Picture(prepare(image), [*steps, ImageStep("the model's own function `prepare`")])
 
 
-def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, list[Step]]:
+def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, list[ImageStep]]:
     """Return a picture upright and with 8 bits per channel, and what was done to it.
 
     Args:
@@ -189,10 +195,10 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
     kind = image.format or "in memory"
     frames = getattr(image, "n_frames", 1)
     image.load()  # after frames are counted, which moves to the last one and back
-    steps = [Step(f"{image.mode}, {image.width} x {image.height} pixels ({kind})")]
+    steps = [ImageStep(f"{image.mode}, {image.width} x {image.height} pixels ({kind})")]
     if frames > 1:
         note = Note.info("first-frame", "only the first of several frames is read")
-        steps.append(Step(f"the first of {frames} frames", note))
+        steps.append(ImageStep(f"the first of {frames} frames", note))
     _require_readable(image, name)
     if image.mode.startswith("I") or image.mode == "F":
         image, done = _reduce_depth(image, name)
@@ -201,7 +207,7 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
     if orientation in TURNED:
         image = ImageOps.exif_transpose(image)
         note = Note.info("turned", "the image is turned upright, as its EXIF orientation says")
-        steps.append(Step(f"turned upright (EXIF orientation {orientation})", note))
+        steps.append(ImageStep(f"turned upright (EXIF orientation {orientation})", note))
     return image, steps
 
 
@@ -212,7 +218,8 @@ def _require_readable(image: Image.Image, name: str) -> None:
         InputError: signed bytes, or colours of 16 bits in separate planes, without compression.
     """
     tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-    is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())
+    is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())  # 2: signed integers
+    # Planes one after another, without compression.
     is_planar = tags.get(PLANES) == 2 and tags.get(COMPRESSION) == 1
     if is_signed or (is_planar and 16 in tags[DEPTHS]):
         raise InputError(
@@ -221,36 +228,36 @@ def _require_readable(image: Image.Image, name: str) -> None:
         )
 
 
-def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, Step]:
+def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, ImageStep]:
     """Return greys of 16 bits or of floats in [0, 1] with 8 bits.
 
     Raises:
         InputError: other floats, or integers of 32 bits: their range is unknown.
     """
-    is_short = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
+    has_16_bits = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
     values = np.array(image, dtype=np.float64)
-    least = values.min()
-    most = values.max()
-    if is_short:
-        values /= 257
+    smallest = values.min()
+    largest = values.max()
+    if has_16_bits:
+        values /= 257  # 65535 / 255
         text = "16 bits to 8: divided by 257 and rounded"
-    elif image.mode == "F" and 0 <= least <= most <= 1:
+    elif image.mode == "F" and 0 <= smallest <= largest <= 1:
         values *= 255
         text = "floats in [0, 1] to 8 bits: times 255 and rounded"
     else:
         number = "32-bit integers" if image.mode == "I" else "floats"
         raise InputError(
-            f"{name} holds {number} from {least:.4g} to {most:.4g}, and the range that they "
+            f"{name} holds {number} from {smallest:.4g} to {largest:.4g}, and the range that they "
             "belong to is unknown",
             "Save images with 8 or 16 bits, or as floats in [0, 1].",
         )
     tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-    if tags.get(MEANING) == 0:  # white is 0; Pillow inverts only 8 bits
+    if tags.get(PHOTOMETRIC) == 0:  # white is 0; Pillow inverts only 8 bits
         values = 255 - values
         text = f"{text}, inverted"
     reduced = Image.fromarray(values.round().astype(np.uint8))
     reduced.getexif().update(image.getexif())
-    return reduced, Step(text)
+    return reduced, ImageStep(text)
 
 
 @dataclass(frozen=True)
@@ -276,9 +283,10 @@ class Resizing:
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the pixels of a picture."""
         decoded, _ = decode(image)
-        return self.apply(decoded)[0]
+        pixels, _ = self.apply(decoded)
+        return pixels
 
-    def apply(self, image: Image.Image, name: str = "an image") -> tuple[Tensor, list[Step]]:
+    def apply(self, image: Image.Image, name: str = "an image") -> tuple[Tensor, list[ImageStep]]:
         """Return the pixels of a decoded picture, and what was done to it.
 
         Raises:
@@ -293,19 +301,21 @@ class Resizing:
                 "Give an .npz file with x of shape (samples, channels, height, width).",
             )
         image, done = _convert(image, COLOUR_MODES[channels])
-        fits = image.size == (width, height)
-        if self.choice == "none" and not fits:
+        has_size = image.size == (width, height)
+        if self.choice == "none" and not has_size:
             raise InputError(
                 f"{name} has {image.width} x {image.height} pixels; the model takes {width} x "
                 f"{height}",
                 "Resize the images first, or leave --preprocess none out.",
             )
-        if self.choice == "model" or (self.choice is None and self.steps and not fits):
+        if self.choice == "model" or (self.choice is None and self.steps and not has_size):
             return self._follow_model(image, done)
-        if not fits:
+        if not has_size:
             image = _cover(image, width, height)
-            done.append(Step(f"scaled to cover {width} x {height}, then cropped in the middle"))
-        done.append(Step("divided by 255"))
+            done.append(
+                ImageStep(f"scaled to cover {width} x {height}, then cropped in the middle")
+            )
+        done.append(ImageStep("divided by 255"))
         array = np.asarray(image, dtype=np.float32) / 255
         if array.ndim == 2:
             planes = array[None]
@@ -313,10 +323,12 @@ class Resizing:
             planes = array.transpose(2, 0, 1).copy()
         return torch.from_numpy(planes), done
 
-    def _follow_model(self, image: Image.Image, done: list[Step]) -> tuple[Tensor, list[Step]]:
-        """Take the model's own steps."""
+    def _follow_model(
+        self, image: Image.Image, done: list[ImageStep]
+    ) -> tuple[Tensor, list[ImageStep]]:
+        """Return the pixels by the model's own steps, and these after what was already done."""
         _, height, width = self.shape
-        _require_wide(image, width, height)
+        _find_covering_scale(image, width, height)  # refuses strips
         value: Any = image
         for name, step in self.steps.items():
             value = step(value)
@@ -324,7 +336,7 @@ class Resizing:
                 columns, rows = value.size
             else:
                 *_, rows, columns = value.shape
-            done.append(Step(f"{name}: {columns} x {rows} pixels"))
+            done.append(ImageStep(f"{name}: {columns} x {rows} pixels"))
         if tuple(value.shape) != tuple(self.shape):
             raise InputError(
                 f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
@@ -336,27 +348,27 @@ class Resizing:
                 f"resized and cropped as the pretrained weights of {self.guess} want it. If these "
                 "weights were trained without the crop, give --preprocess resize"
             )
-            done[-1] = Step(done[-1].text, Note.warn("default-resizing", text))
+            done[-1] = ImageStep(done[-1].text, Note.warn("default-resizing", text))
         return value, done
 
 
-def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[Step]]:
-    """Return a picture with the channels of a mode."""
+def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[ImageStep]]:
+    """Return a picture with the channels of a mode, and what was done to it."""
     if image.mode == mode:
         return image, []
     text = f"{image.mode} to {mode}"
     note = None
     *_, last_band = image.getbands()
-    is_clear = last_band in "Aa" or "transparency" in image.info
-    if is_clear and mode != "RGBA":
+    is_transparent = last_band in "Aa" or "transparency" in image.info
+    if is_transparent and mode != "RGBA":
         text += ", transparency dropped"
         note = Note.warn("transparency", "transparency is dropped: the colours behind it are read")
-    return image.convert(mode), [Step(text, note)]
+    return image.convert(mode), [ImageStep(text, note)]
 
 
 def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
     """Scale a picture until it covers a size, and crop it in the middle."""
-    scale = _require_wide(image, width, height)
+    scale = _find_covering_scale(image, width, height)
     scaled_width = max(width, round(image.width * scale))
     scaled_height = max(height, round(image.height * scale))
     image = image.resize((scaled_width, scaled_height), Image.Resampling.BICUBIC)
@@ -365,11 +377,11 @@ def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def _require_wide(image: Image.Image, width: int, height: int) -> float:
+def _find_covering_scale(image: Image.Image, width: int, height: int) -> float:
     """Return the scale at which a picture covers a size.
 
     Raises:
-        ValueError: a strip one pixel wide would become a bomb.
+        ValueError: a picture would become too large, such as a strip one pixel wide.
     """
     scale = max(width / image.width, height / image.height)
     pixels = image.width * image.height * scale**2
@@ -378,20 +390,20 @@ def _require_wide(image: Image.Image, width: int, height: int) -> float:
     return scale
 
 
-def collect_notes(places: Sequence[str], steps: Sequence[Sequence[Step]]) -> tuple[Note, ...]:
-    """Return one note for each kind of note on pictures, with their number and the first one.
+def collect_notes(places: Sequence[str], steps: Sequence[Sequence[ImageStep]]) -> tuple[Note, ...]:
+    """Return the different notes on pictures, each with the number of pictures and the first one.
 
     Args:
         places: the place of each picture.
         steps: what was done to each.
     """
-    noted: dict[Note, list[str]] = {}
+    places_by_note: dict[Note, list[str]] = {}
     for place, done in zip(places, steps, strict=True):
         for step in done:
             if step.note is not None:
-                noted.setdefault(step.note, []).append(place)
+                places_by_note.setdefault(step.note, []).append(place)
     notes = []
-    for note, found in noted.items():
-        lead = f"{len(found)} of {len(places)} images (the first: {found[0]})"
+    for note, of_note in places_by_note.items():
+        lead = f"{len(of_note)} of {len(places)} images (the first: {of_note[0]})"
         notes.append(note.add_lead(lead))
     return tuple(notes)

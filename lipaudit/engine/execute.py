@@ -105,21 +105,22 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     with ExitStack() as stack:
         if place is not None:
             stack.enter_context(join_processes(place))
-        stack.enter_context(_keep_finished(job, findings))
+        stack.enter_context(_explain_resuming(job, findings))
         job, shard = _measure_each(job, findings)
         if place is None:
             run = results.describe_run(job)
             origins = results.list_origins(job.samples)
             report: Report | None = results.make_report(run, findings.sections, origins)
-            complete = shard.is_complete
+            is_complete = shard.is_complete
         else:
-            report, complete = _gather_report(shard, findings.parts, place, request.command)
+            report, is_complete = _gather_report(shard, findings.parts, place, request.command)
+        # Nothing but the report stays in memory while the caller writes it.
         del job
         findings.sections.clear()
         findings.parts.clear()
         yield report
     # All processes arrive here once rank 0 has written the report.
-    if complete:
+    if is_complete:
         for journal in findings.journals:
             journal.clear()
 
@@ -129,15 +130,15 @@ def _gather_report(
 ) -> tuple[Report | None, bool]:
     """Return the report of all processes, None but for rank 0, and whether it is complete."""
     gathered = gather((shard, parts), place)
-    every = [each for each, _ in gathered]
-    is_complete = all(each.is_complete for each in every)
+    all_shards = [shard_of_process for shard_of_process, _ in gathered]
+    is_complete = all(shard_of_process.is_complete for shard_of_process in all_shards)
     if place.rank > 0:
         return None, is_complete
-    joined: dict[str, list[Part]] = {name: [] for name in shard.measures}
-    for _, measured in gathered:
-        for name, some in measured.items():
-            joined[name] += some
-    return shards.join_shards(every, joined, command), is_complete
+    all_parts: dict[str, list[Part]] = {name: [] for name in shard.measures}
+    for _, parts_of_process in gathered:
+        for name, parts_of_measure in parts_of_process.items():
+            all_parts[name] += parts_of_measure
+    return shards.join_shards(all_shards, all_parts, command), is_complete
 
 
 def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
@@ -154,7 +155,7 @@ def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
         LipauditError: any failure, with its exit code.
     """
     findings = Findings(observer or Observer())
-    with _keep_finished(job, findings):
+    with _explain_resuming(job, findings):
         _, shard = _measure_each(job, findings)
     return shard
 
@@ -181,18 +182,18 @@ class Findings:
 
 
 @contextmanager
-def _keep_finished(job: Job, findings: Findings) -> Iterator[None]:
-    """Say what a run begins with, and that its finished batches are kept if it fails."""
+def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
+    """Show the notes on loading; if the block fails, say that finished batches are kept."""
     for note in job.notes:
         findings.observer.note(note)
     text = f"finished batches are kept: {job.request.continuation}"
-    del job
+    del job  # the model
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         # One error may end the jobs of several models: it is noted once.
         remarks = getattr(error, "__notes__", ())
-        if any(each.paths for each in findings.journals) and text not in remarks:
+        if any(journal.paths for journal in findings.journals) and text not in remarks:
             error.add_note(text)
             findings.observer.note(Note.info("kept", text))
         raise
@@ -206,7 +207,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         findings: receives what is measured.
 
     Returns:
-        The job, without measures that turned out to be left out; what became of its shard.
+        The job, without measures that turned out to be left out; and its shard, with the measures
+        that failed and the samples that the time limit left out.
 
     Raises:
         Exception: the first failure, if no partial report is wanted or nothing else has figures.
@@ -220,19 +222,20 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     for name, options in request.measures.items():
         if name not in job.request.measures:
             continue
-        # The map is drawn of the head that `bounds` found. A shard does not know it, and parts
-        # that others may add to must not depend on it.
+        # The attention map is drawn of the head that `bounds` found steepest. A shard does not
+        # know that head, and parts that others may add to must not depend on it.
         if request.draws_steepest and not request.run.shard and request.run.parts is None:
             options = options.draw_steepest(findings.sections)
         try:
-            parts, left = run_measure(job, name, options, findings)
-            if left:
-                findings.remainder[name] = left
+            parts, unmeasured = run_measure(job, name, options, findings)
+            if unmeasured:
+                findings.remainder[name] = unmeasured
             if request.run.shard:
                 findings.parts[name] = parts
             else:
-                found = results.summarise(name, parts, options, job.notes, len(left))
-                findings.sections += found
+                findings.sections += results.summarise(
+                    name, parts, options, job.notes, len(unmeasured)
+                )
         except Exception as error:
             if not request.partial:
                 raise
@@ -251,10 +254,11 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         raise errors[0]
     # A traceback holds the frames of its measure, and with them the model.
     errors.clear()
+    left_out = tuple(name for name in request.measures if name not in job.request.measures)
     outcome: dict[str, Any] = {
         "notes": job.notes,
         "is_finished": True,
-        "left_out": tuple(name for name in request.measures if name not in job.request.measures),
+        "left_out": left_out,
         "failures": findings.failures,
         "remainder": findings.remainder,
     }
@@ -289,8 +293,8 @@ def run_measure(
         net = net.deploy(run.autocast)
     size = run.batch_size or kind.batch
     end = job.request.started + (run.time_limit or math.inf)
-    opening, batches = job.batches(name)
-    first = opening
+    whole_first, batches = job.batches(name)
+    first = whole_first
     facts = results.identify(job, name, options)
     journal = Journal(facts, run.parts, keeps=job.stores)
     findings.journals.append(journal)
@@ -299,15 +303,18 @@ def run_measure(
     parts: dict[str, Part] = {}
     if job.continues:
         parts = {part.ids[0]: part for part in _read_parts(journal, name, ids, observer)}
-    left = list_unfinished(batches, select_complete(parts.values()))
-    total = sum(map(len, left))
+    remaining = list_unfinished(batches, select_complete(parts.values()))
+    total = sum(map(len, remaining))
     observer.begins(name, total)
-    moves = partial(observer.moves, name)
-    costs = partial(_note_cost, observer, name, total)
-    listener = Listener(moves, costs, observer.note, end)
-    while left and time.monotonic() < end:
+    listener = Listener(
+        moves=partial(observer.moves, name),
+        costs=partial(_note_cost, observer, name, total),
+        notes=observer.note,
+        end=end,
+    )
+    while remaining and time.monotonic() < end:
         # Layers are surveyed on the first batch, also by a process that does not measure it.
-        moved = (batch.to(net.device, net.dtype) for batch in left)
+        moved = (batch.to(net.device, net.dtype) for batch in remaining)
         own_batches = ProcessBatches(first.to(net.device, net.dtype), moved, dict(parts))
         if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
@@ -320,35 +327,44 @@ def run_measure(
                         observer.advances(name, len(part.ids))
             break
         except Exception as error:
-            left = list_unfinished(batches, select_complete(parts.values()))
+            remaining = list_unfinished(batches, select_complete(parts.values()))
             if not out_of_memory(error):
-                _blame_sample(job, net, error, [opening, *left[:1]])
+                _blame_sample(job, net, error, [whole_first, *remaining[:1]])
                 raise
             if size == 1:
                 raise
             # The largest remaining batch may be smaller than the size: halve that one.
-            largest = max(map(len, left))
+            largest = max(map(len, remaining))
             size = max(1, min(size, largest) // 2)
             if kind.chunk is None:
-                left = list(chain.from_iterable(batch.split(size) for batch in left))
+                remaining = list(chain.from_iterable(batch.split(size) for batch in remaining))
             first = first[:size].trim()
     if journal.refusal:
         text = f"results are not saved for --resume: {journal.refusal}"
         observer.note(Note.info("not-kept", text))
     observer.ends(name)
-    # Texts are batched by length: their parts come in another order.
     measured = {*sample_ids(select_complete(parts.values()))}
-    cut = tuple(sample for sample in ids if sample not in measured)
-    return in_order([*parts.values()], job.samples.batch.ids), cut
+    unmeasured = tuple(sample for sample in ids if sample not in measured)
+    # Texts are batched by length: their parts come in another order.
+    return in_order([*parts.values()], job.samples.batch.ids), unmeasured
 
 
 def _note_cost(
     observer: Observer, name: str, total: int, passes: int, seconds: float, unit: str
 ) -> None:
-    """Note the time of a sample and of all of them: so many passes, of so many seconds each."""
-    each = passes * seconds
-    cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {each:,.1f} s"
-    text = f"{name}: a sample takes {cost}, all take about {total * each:,.0f} s"
+    """Note the time of a sample and of all of them.
+
+    Args:
+        observer: receives the note.
+        name: the measure.
+        total: number of samples.
+        passes: number of passes of a sample.
+        seconds: time of one pass.
+        unit: what a pass is, in the plural.
+    """
+    of_sample = passes * seconds
+    cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {of_sample:,.1f} s"
+    text = f"{name}: a sample takes {cost}, all take about {total * of_sample:,.0f} s"
     observer.note(Note.info("cost", text))
 
 
@@ -375,25 +391,31 @@ def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """Return the samples of each batch that are in no part."""
-    done = {*sample_ids(parts)}
-    left = []
+    """Return the samples of the batches that are in no part, as batches of neighbours."""
+    finished = {*sample_ids(parts)}
+    remaining = []
     for batch in batches:
         begin = 0
         for end, name in enumerate((*batch.ids, None)):
-            # A finished sample, or the end of the batch, ends a run of unfinished ones.
-            if name is None or name in done:
+            # A finished sample, or the end of the batch, ends a series of unfinished ones.
+            if name is None or name in finished:
                 if begin < end:
-                    left.append(batch[begin:end].trim())
+                    remaining.append(batch[begin:end].trim())
                 begin = end + 1
-    return left
+    return remaining
 
 
 def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]) -> None:
-    """Find the sample on which the model, as it was measured, fails, if there is one.
+    """Find the first sample on which the model fails, and raise an error that names it.
+
+    Args:
+        job: the job.
+        net: the model as it was measured.
+        error: the failure of a measure.
+        batches: samples that it may come from.
 
     Raises:
-        EvaluationError: the message names the sample.
+        EvaluationError: the model fails on a sample.
     """
     # Faults of the machine or the user are already explained; others may come from the model.
     if type(error) is not EvaluationError and find_user_error(error) is not None:
@@ -403,16 +425,15 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
     if net.exact is not None:
         advice = "On overflow, try --autocast bfloat16."
     for batch in batches:
-        with exact_arithmetic(net.device):  # as it was measured
+        with exact_arithmetic(net.device):  # as the measure ran
             failure = find_first_failure(net, batch.to(net.device, net.dtype))
         if failure is not None:
-            index, reason, cause = failure
-            name = batch.ids[index]
-            sample = name[:12]
+            sample_id = batch.ids[failure.index]
+            sample = sample_id[:12]
             if samples.origins:
-                origin = samples.origins[samples.batch.ids.index(name)]
+                origin = samples.origins[samples.batch.ids.index(sample_id)]
                 sample = f"{sample} ({origin.place})"
             raise EvaluationError(
-                f"the model fails on sample {sample}: {reason}",
+                f"the model fails on sample {sample}: {failure.reason}",
                 f"Leave that sample out, or fix the model. {advice}",
-            ) from (cause or error)
+            ) from (failure.cause or error)

@@ -77,13 +77,13 @@ def require_folder(path: Path) -> None:
     Raises:
         UsageError: the path is a file, or its parent is not writable.
     """
-    there = path.resolve()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    nearest = path.resolve()  # the directory, or the nearest one above it that exists
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
     text = f"cannot write to {path}"
-    if not there.is_dir():
-        raise UsageError(f"{text}: {there} is a file", "Give a directory.")
-    if not os.access(there, os.W_OK):
+    if not nearest.is_dir():
+        raise UsageError(f"{text}: {nearest} is a file", "Give a directory.")
+    if not os.access(nearest, os.W_OK):
         raise UsageError(text, "Choose a directory that you can write to.")
 
 
@@ -129,9 +129,9 @@ class Journal:
         """Return the parts of an earlier run on these samples, ordered by their first samples."""
         if not self.keeps:
             return []
-        found = read_parts(self.folder, ids)
-        self.paths |= found.keys()
-        return list(found.values())
+        parts = read_parts(self.folder, ids)
+        self.paths |= parts.keys()
+        return list(parts.values())
 
     def keep(self, part: Part) -> None:
         """Store a part.
@@ -149,9 +149,9 @@ class Journal:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if self.in_cache:
                     _delete_old(self.folder.parent)
-            self.paths.add(path)  # before: a signal may end the run right after the file is there
+            self.paths.add(path)  # first: a signal may end the run right after the file is written
             write(path, encode_part(part, self.measure))
-        except (OSError, EvaluationError) as error:  # plug-ins return any fact
+        except (OSError, EvaluationError) as error:  # facts of plug-ins may not be JSON values
             self.paths.discard(path)
             self.refusal = str(error)
             if not self.in_cache:
@@ -181,26 +181,22 @@ def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
 
     Damaged files, and files of other samples, are left out.
     """
-    place = {name: i for i, name in enumerate(ids)}
-    found: dict[Path, Part] = {}
-    left = set(ids)
+    position = {name: i for i, name in enumerate(ids)}
+    parts: list[tuple[int, Path, Part]] = []  # with the position of the first sample
+    missing = set(ids)
     for path in sorted(folder.glob("*.npz")):
         with suppress(OSError, ValueError):
             part = decode_part(path.read_bytes())
             # A file is named by its first sample; of overlapping parts the first one counts.
-            if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
-                found[path] = part
-                left.difference_update(part.ids)
-
-    def locate(path: Path) -> int:
-        first = found[path].ids[0]
-        return place[first]
-
-    return {path: found[path] for path in sorted(found, key=locate)}
+            if part.ids[:1] == (path.stem,) and missing.issuperset(part.ids):
+                parts.append((position[path.stem], path, part))
+                missing.difference_update(part.ids)
+    parts.sort(key=lambda entry: entry[0])
+    return {path: part for _, path, part in parts}
 
 
 def _delete_old(home: Path) -> None:
-    """Delete the parts of runs that were interrupted long ago."""
+    """Delete the folders of runs that were interrupted long ago."""
     for folder in home.iterdir():
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
@@ -236,11 +232,11 @@ def encode_part(part: Part, measure: str) -> bytes:
         "notes": [note.model_dump() for note in part.notes],
         "complete": part.complete,
     }
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    encoded_header = np.frombuffer(json.dumps(header).encode(), np.uint8)
     file = io.BytesIO()
-    # Numbers in place of names: a name may not be one of a file, or of an argument of savez.
-    numbered: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
-    np.savez_compressed(file, header=text, **numbered)
+    # Arrays are named 0, 1, ...: names of a measure may be no file names, or arguments of savez.
+    arrays: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
+    np.savez_compressed(file, header=encoded_header, **arrays)
     return file.getvalue()
 
 

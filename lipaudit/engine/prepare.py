@@ -67,14 +67,14 @@ class Request:
     @property
     def continuation(self) -> str:
         """Return how to continue a stopped run, with the command if it is known."""
-        again = "run the same command"
+        text = "run the same command"
         command = self.command
         if not self.run.continues:
-            again += " with --resume"
+            text += " with --resume"
             command += " --resume"
         if self.command:
-            return f"{again} to continue: {command}"
-        return f"{again} to continue"
+            return f"{text} to continue: {command}"
+        return f"{text} to continue"
 
     def count(self, name: str) -> int:
         """Return the number of samples of a measure."""
@@ -122,17 +122,16 @@ class Job:
         their parts.
         """
         run = self.request.run
-        kind = load_measures()[name]
-        size = kind.chunk or run.batch_size or kind.batch
-        count = self.counts[name]
-        whole = self.samples.batch[:count]
-        first = whole[:size].trim()
-        if kind.chunk:
-            batches = list(whole.split(size))
+        measure = load_measures()[name]
+        size = measure.chunk or run.batch_size or measure.batch
+        samples = self.samples.batch[: self.counts[name]]
+        first = samples[:size].trim()
+        if measure.chunk:
+            batches = list(samples.split(size))
         else:
-            batches = list(whole.by_length(size))
-        number, of = run.shard or (1, 1)
-        return first, batches[number - 1 :: of]
+            batches = list(samples.by_length(size))
+        number, shards = run.shard or (1, 1)
+        return first, batches[number - 1 :: shards]
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
@@ -147,13 +146,13 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         LipauditError: any failure, with its exit code.
     """
     request = _check_request(request)
+    net = net or load_net(request.model, load_options(request.run))
+    request, notes_on_model = _adapt_to_model(request, net)
     run = request.run
-    net = net or load_net(request.model, load_options(run))
-    request, unsuited = _suit_model(request, net)
-    run = request.run
-    wanted = {name: request.count(name) for name in request.measures}
-    samples = samples or _load_samples(net, request, max(wanted.values()))
-    net = ready = settle_output(net, samples.batch)
+    requested = {name: request.count(name) for name in request.measures}
+    samples = samples or _load_samples(net, request, max(requested.values()))
+    net = settle_output(net, samples.batch)
+    measured = net  # the model, or the classifier that its scores of continuations make
     if run.score is not None:
         if samples.task is None:
             raise InputError(
@@ -161,22 +160,24 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
                 "Give a table with prompt and continuation; question, choices and answer; or "
                 "text and label.",
             )
-        ready = classifiers.score_continuations(net, samples.task, run.score)
+        measured = classifiers.score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
         with exact_arithmetic(net.device):
             requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
-    notes = ready.notes + requirements.require_autocast(ready, samples.batch, run.autocast)
-    request, refused = _leave_out_refused(
-        request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
-    )
-    differences = requirements.compare_derivative(ready, samples.batch)
-    differences += requirements.note_fast_path(net, samples.batch)
+    notes = measured.notes + requirements.require_autocast(measured, samples.batch, run.autocast)
+
+    def check(name: str, options: MeasureOptions) -> MeasureOptions:
+        return _check_measure(name, measured, samples.batch[: requested[name]], options)
+
+    request, notes_on_samples = _leave_out_refused(request, check)
+    notes_on_passes = requirements.compare_derivative(measured, samples.batch)
+    notes_on_passes += requirements.note_fast_path(net, samples.batch)
     if any(options.reads_samples for options in request.measures.values()):
         notes += samples.notes
-    notes += unsuited + refused + differences
-    counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
-    return Job(request, ready, samples, counts, notes)
+    notes += notes_on_model + notes_on_samples + notes_on_passes
+    counts = {name: min(requested[name], len(samples.batch)) for name in request.measures}
+    return Job(request, measured, samples, counts, notes)
 
 
 def _check_request(request: Request) -> Request:
@@ -198,32 +199,33 @@ def _check_request(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _suit_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ...]]:
+def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ...]]:
     """Return the request with defaults that depend on the model; a note on each measure left out.
 
     Raises:
         LipauditError: options do not suit the model, or a required measure does not.
     """
-    run, measures = request.run, dict(request.measures)
-    for group in (run, *measures.values()):
-        group.require_kind(net.kind)
+    run = request.run
+    measures = dict(request.measures)
+    for settings in (run, *measures.values()):
+        settings.require_kind(net.kind)
     if run.score and net.next_logits is None:
         raise UsageError(
             f"{net.architecture} is not a language model, so it cannot score continuations",
             "Leave --score out.",
         )
     # All measures share the samples, so texts get the largest length that any measure needs.
-    needed = [options.tokens for options in measures.values() if options.tokens]
-    if run.max_tokens is None and needed:
-        run = run.model_copy(update={"max_tokens": max(needed)})
+    lengths = [options.tokens for options in measures.values() if options.tokens]
+    if run.max_tokens is None and lengths:
+        run = run.model_copy(update={"max_tokens": max(lengths)})
     # A language model scores continuations if the measures can measure it in no other way.
-    always = {options.scores for options in measures.values()} == {"always"}
-    if run.score is None and net.next_logits is not None and always:
+    need_scores = all(options.scores == "always" for options in measures.values())
+    if run.score is None and net.next_logits is not None and need_scores:
         run = run.model_copy(update={"score": "sum"})
     for name, options in measures.items():
         measures[name] = options.model_copy(update={"seed": run.seed})
     request = replace(request, run=run, measures=measures)
-    return _leave_out_refused(request, partial(_suit_measure, net, run.score))
+    return _leave_out_refused(request, partial(_adapt_measure, net, run.score))
 
 
 def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]) -> None:
@@ -249,33 +251,41 @@ def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]
 def _leave_out_refused(
     request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
 ) -> tuple[Request, tuple[Note, ...]]:
-    """Leave out the optional measures that a check refuses, with a note each.
+    """Return the request without the optional measures that a check refuses, with a note each.
+
+    Args:
+        request: the request.
+        check: (measure, its options) -> the options to run it with; LipauditError refuses it.
 
     Raises:
         LipauditError: a required measure is refused, or all are.
     """
-    suited: dict[str, MeasureOptions] = {}
+    accepted: dict[str, MeasureOptions] = {}
     notes: list[Note] = []
     for name, options in request.measures.items():
         try:
-            suited[name] = check(name, options)
+            accepted[name] = check(name, options)
         except LipauditError as error:
-            if name not in request.optional or len(notes) + 1 == len(request.measures):
+            is_last = len(notes) + 1 == len(request.measures)  # all others were refused, too
+            if name not in request.optional or is_last:
                 raise
-            text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
+            text = f"{name} was left out: {error.message}"
+            if error.advice:
+                text += f". {error.advice}"
             notes.append(Note.warn(LEFT_OUT, text))
-    return replace(request, measures=suited), tuple(notes)
+    return replace(request, measures=accepted), tuple(notes)
 
 
 def leave_out_layers(job: Job, error: Exception) -> Job | None:
-    """Return a job without its optional measures of attention, with a note, if there is none.
+    """Return the job without measures of attention layers, after one found no such layer.
 
     Args:
         job: the job.
         error: the failure of one of its measures.
 
     Returns:
-        The job; None after another failure, if such a measure is required, or none is left.
+        The job, with a note; None if the failure is another one, if a measure of attention is
+        required, or if no other measure is left.
     """
     if not isinstance(error, NoHeadsError):
         return None
@@ -295,10 +305,10 @@ def leave_out_layers(job: Job, error: Exception) -> Job | None:
     return replace(job, request=smaller, counts=counts, notes=(*job.notes, note))
 
 
-def _suit_measure(
+def _adapt_measure(
     net: Net, score: str | None, name: str, options: MeasureOptions
 ) -> MeasureOptions:
-    """Return the options of a measure for a kind of model.
+    """Return the options of a measure, with defaults for the kind of model.
 
     Raises:
         UsageError: the options do not suit the model, or the measure does not work on scores.
@@ -313,18 +323,19 @@ def _suit_measure(
     return options.adapt_scores(net.changes)
 
 
-def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure, after checking them against model and samples.
+def _check_measure(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
+    """Return the options of a measure, if it can run with them on model and samples.
 
     Raises:
-        LipauditError: the measure cannot run.
+        LipauditError: it cannot.
     """
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
-    kind = load_measures()[name]
+    measure = load_measures()[name]
     with exact_arithmetic(net.device):
-        kind.check(net, batch, options)
-        if kind.chunk and batch.mask is not None:  # others get texts of one length at a time
+        measure.check(net, batch, options)
+        # Measures without chunks get texts of one length at a time, so without padding.
+        if measure.chunk and batch.mask is not None:
             requirements.require_padding_is_unread(net, batch)
     return options
 
@@ -339,58 +350,58 @@ def _make_label_error(name: str) -> UsageError:
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
     """Load the samples; without labels, if they are not classes and no measure needs them."""
-    usual = "random"
-    if net.source == "demo":
-        usual = "demo"
-    spec = request.run.data or usual
-    labelled = [name for name, options in request.measures.items() if options.labelled]
-    if spec == "random" and not {*labelled} <= {*request.optional}:
-        raise _make_label_error(labelled[0])
+    default = "demo" if net.source == "demo" else "random"
+    spec = request.run.data or default
+    need_labels = [name for name, options in request.measures.items() if options.labelled]
+    if spec == "random" and not {*need_labels} <= {*request.optional}:
+        raise _make_label_error(need_labels[0])
     options = data_options(request.run, count)
     try:
         return load_data(spec, net, options)
     except LabelError as error:
-        if labelled:
+        if need_labels:
             raise
         text = f"labels are not used: {error.message}"
+        # A model without classes takes any labels.
         samples = load_data(spec, replace(net, classes=None), options)
-    note = Note.warn("labels-unused", text)
-    others = [each for each in samples.notes if each.code != note.code]
+    warning = Note.warn("labels-unused", text)
+    others = [note for note in samples.notes if note.code != warning.code]
     unlabelled = replace(samples.batch, y=None)
-    return replace(samples, batch=unlabelled, notes=(*others, note))
+    return replace(samples, batch=unlabelled, notes=(*others, warning))
 
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:
     """Return the options for reading a number of samples."""
-    given = _select_options(DataOptions, run)
-    given["samples"] = samples
-    given["scored"] = run.score is not None
-    return DataOptions(**given)
+    values = _select_options(DataOptions, run)
+    values["samples"] = samples
+    values["scored"] = run.score is not None
+    return DataOptions(**values)
 
 
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
-    given = _select_options(LoadOptions, run)
-    given["forms"] = lambda: find_data_forms(run.data)
-    # The names of --class-names are labels; those of --classes make a classifier.
-    path = given.pop("class_names", None)
+    values = _select_options(LoadOptions, run)
+    values["forms"] = lambda: find_data_forms(run.data)
+    # --class-names names the model's own classes; --classes makes a zero-shot classifier, whose
+    # names are `class_names` of `LoadOptions`.
+    path = values.pop("class_names", None)
     if path is not None:
-        given["labels"] = classifiers.read_class_names(Path(path), "--class-names")
+        values["labels"] = classifiers.read_class_names(Path(path), "--class-names")
     if run.classes is not None:
-        names = classifiers.read_class_names(Path(run.classes))
-        given |= {"classes": None, "class_names": names}
-        given["prompts"] = classifiers.read_prompts(run.prompt)
-    return LoadOptions(**given)
+        values["classes"] = None
+        values["class_names"] = classifiers.read_class_names(Path(run.classes))
+        values["prompts"] = classifiers.read_prompts(run.prompt)
+    return LoadOptions(**values)
 
 
 def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:
-    """Return the given options of a run that are fields of another record, too."""
-    given = {}
-    for each in fields(kind):
-        value = getattr(run, each.name, None)
+    """Return the given options of a run that `kind` has a field for, by name."""
+    values = {}
+    for option_field in fields(kind):
+        value = getattr(run, option_field.name, None)
         if value is not None:
-            given[each.name] = value
-    return given
+            values[option_field.name] = value
+    return values
 
 
 # Number of samples shown.
@@ -409,9 +420,9 @@ def preview(request: Request) -> dict[str, Any]:
         LipauditError: the model or the data cannot be read, or the model does not run.
     """
     job = prepare(request)
-    net, batch = job.net, job.samples.batch
+    net = job.net
+    batch = job.samples.batch
     notes = [note.text for note in job.notes]
-    heads: Counter[str] = Counter()
     with exact_arithmetic(net.device):
         try:
             # A model that scores reads several texts per sample: no layer is read.
@@ -426,6 +437,7 @@ def preview(request: Request) -> dict[str, Any]:
             else:
                 job = smaller
                 notes.append(job.notes[-1].text)
+    heads: Counter[str] = Counter()
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
     return {
@@ -441,7 +453,7 @@ def preview(request: Request) -> dict[str, Any]:
         "heads": dict(heads),
         "data": job.samples.spec,
         "samples": len(batch),
-        "first": _list_first(job),
+        "first": _describe_first_samples(job),
         "preprocessing": list_steps(net, job.samples),
         "forward": _time_batch(job),
         "measures": dict(job.counts),
@@ -449,7 +461,7 @@ def preview(request: Request) -> dict[str, Any]:
     }
 
 
-def _list_first(job: Job) -> list[str]:
+def _describe_first_samples(job: Job) -> list[str]:
     """Return places and labels of the first samples: wrong labels are a common mistake."""
     batch = job.samples.batch
     places = list_origins(job.samples).get("place", batch.ids)
@@ -458,14 +470,13 @@ def _list_first(job: Job) -> list[str]:
     names = dict(enumerate(job.net.labels or ()))
     lines = []
     for place, label in zip(places, batch.y[:SHOWN].tolist(), strict=False):
-        number = str(label)
-        name = names.get(label, number)
+        name = names.get(label, str(label))
         if label < 0:
             lines.append(f"{place}: no label")
-        elif name == number:
-            lines.append(f"{place}: label {number}")
+        elif name == str(label):
+            lines.append(f"{place}: label {label}")
         else:
-            lines.append(f"{place}: label {number} ({name})")
+            lines.append(f"{place}: label {label} ({name})")
     return lines
 
 
@@ -476,9 +487,9 @@ def _time_batch(job: Job) -> dict[str, Any]:
     """
     net = job.net
     size = min(TIMED, job.request.run.batch_size or TIMED)
-    # Of one length: a model may take no padding.
-    of_one_length = job.samples.batch[:size].by_length(size)
-    batch = next(of_one_length).to(net.device, net.dtype)
+    # Texts of one length, because a model may take no padding.
+    batch = next(job.samples.batch[:size].by_length(size))
+    batch = batch.to(net.device, net.dtype)
     with exact_arithmetic(net.device), torch.no_grad():
         for _ in range(2):  # the first pass compiles kernels and fills caches
             start = time.perf_counter()

@@ -47,11 +47,11 @@ def make_report(
     if any(section.failure or section.unmeasured for section in sections):
         status = "partial"
     report = Report(run=run, status=status, samples=dict(samples), sections=tuple(sections))
-    shown = worst(report)
+    worst_samples = worst(report)
     smaller = []
     for section in sections:
-        pictures = _select(section.examples, shown)
-        tokens = _select(section.gradients, shown)
+        pictures = _select(section.examples, worst_samples)
+        tokens = _select(section.gradients, worst_samples)
         update = {"examples": pictures, "gradients": tokens}
         smaller.append(section.model_copy(update=update))
     return report.model_copy(update={"sections": tuple(smaller)})
@@ -130,7 +130,7 @@ def describe_run(job: Job) -> Run:
 
 
 def _describe_commit(commit: Commit | None) -> dict[str, str]:
-    """Return revision and commit of what comes from the Hub; empty for anything else."""
+    """Return revision and commit of a model or data set of the Hub; empty for others."""
     if commit is None:
         return {}
     return {"revision": commit.repository.revision, "commit": commit.sha}
@@ -151,7 +151,7 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
 
 
 def list_steps(net: ModelSpec, samples: Samples) -> list[str]:
-    """Return what is done to the first sample, in order, to its last step in the model."""
+    """Return what is done to the first sample, from its file to the normalisation in the model."""
     if not samples.steps:
         return []
     steps = list(samples.steps)
@@ -192,9 +192,9 @@ def summarise(
         left: number of samples that a time limit left out or unfinished.
     """
     if left:
-        done = len(sample_ids(select_complete(parts)))
-        text = f"the time limit ended {name} after {done} of {done + left} samples"
-        begun = len(sample_ids(parts)) - done
+        finished = len(sample_ids(select_complete(parts)))
+        text = f"the time limit ended {name} after {finished} of {finished + left} samples"
+        begun = len(sample_ids(parts)) - finished
         if begun:
             text += f", with {begun} begun"
         notes += (Note.warn("cut-short", text),)
@@ -208,6 +208,6 @@ def summarise(
     for path, content in contents.items():
         write(path, content)
     first, *others = measure.summarise(parts, options)
-    known: dict[str, Any] = {"notes": notes + first.notes, "unmeasured": left}
-    known["files"] = {str(path): sha256(each).hexdigest() for path, each in contents.items()}
-    return [first.model_copy(update=known), *others]
+    hashes = {str(path): sha256(content).hexdigest() for path, content in contents.items()}
+    update = {"notes": notes + first.notes, "unmeasured": left, "files": hashes}
+    return [first.model_copy(update=update), *others]

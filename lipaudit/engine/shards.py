@@ -43,10 +43,11 @@ MAY_DIFFER = {"command", "created", "device", "device_map"}
 FILES = "shard-*-of-*.json"
 # Number of missing samples that an error names.
 NAMED = 3
+# How to get parts that can be merged.
 ADVICE = "Measure with --shard i/n --parts FOLDER, then: lipaudit merge FOLDER."
 
 
-class Planned(Frozen):
+class MeasurePlan(Frozen):
     """What a run measures by one measure.
 
     Attributes:
@@ -61,12 +62,12 @@ class Planned(Frozen):
 
 
 class Shard(Frozen):
-    """One process of a run: its share of the batches, and how far it came.
+    """One process of a run: which batches it measures, and how far it came.
 
     Attributes:
         number: its number, from 1.
         of: number of shards.
-        batch_size: the typed batch size: with another one, shards overlap.
+        batch_size: the requested batch size: with another one, shards overlap.
         run: the origin of the numbers.
         ids: ids of all samples of the run, in order.
         places: places of the samples in the data, as in a report.
@@ -84,7 +85,7 @@ class Shard(Frozen):
     run: Run
     ids: tuple[str, ...]
     places: dict[str, tuple[Cell, ...]]
-    measures: dict[str, Planned]
+    measures: dict[str, MeasurePlan]
     notes: tuple[Note, ...] = ()
     is_finished: bool = False
     left_out: tuple[str, ...] = ()
@@ -115,11 +116,11 @@ class Shard(Frozen):
 
 
 def describe_shard(job: Job) -> Shard:
-    """Describe the shard that a job is about to measure; a whole run is the only one of one."""
+    """Describe the shard that a job is about to measure; a whole run is shard 1 of 1."""
     number, of = job.request.run.shard or (1, 1)
     measures = {}
     for name, options in job.request.measures.items():
-        measures[name] = Planned(
+        measures[name] = MeasurePlan(
             samples=job.counts[name],
             options=to_json_values(options.model_dump() | options.unkept()),
             folder=name_folder(identify(job, name, options)),
@@ -174,10 +175,10 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     for path in paths:
         if not path.is_dir():
             raise InputError(f"{path} is no folder of parts", ADVICE)
-        found = [_read_shard(file) for file in path.glob(FILES)]
-        if not found:
+        in_folder = [_read_shard(file) for file in path.glob(FILES)]
+        if not in_folder:
             raise InputError(f"{path} has no parts of a run", ADVICE)
-        shards += sorted(found, key=lambda shard: (shard.of, shard.number))
+        shards += sorted(in_folder, key=lambda shard: (shard.of, shard.number))
     if not shards:
         raise InputError("no folder of parts is given", ADVICE)
     _require_one_run(shards)
@@ -188,14 +189,14 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
             "Merge them with the version that wrote them.",
         )
     parts: dict[str, list[Part]] = {}
-    for name, planned in first.measures.items():
-        _require_files_here(_read_options(name, planned))
-        known: dict[str, Part] = {}
+    for name, plan in first.measures.items():
+        _require_files_here(_read_options(name, plan))
+        by_first_sample: dict[str, Part] = {}
         for path in paths:
-            missing = _list_missing(first.ids[: planned.samples], [*known.values()])
-            for part in read_parts(path / planned.folder, missing).values():
-                known[part.ids[0]] = part  # an incomplete one is replaced
-        parts[name] = [*known.values()]
+            missing = _list_missing(first.ids[: plan.samples], [*by_first_sample.values()])
+            for part in read_parts(path / plan.folder, missing).values():
+                by_first_sample[part.ids[0]] = part  # in place of an incomplete one
+        parts[name] = [*by_first_sample.values()]
     _require_whole(shards, parts)
     return join_shards(shards, parts, command)
 
@@ -218,11 +219,11 @@ def join_shards(
     left_out = {name for shard in shards for name in shard.left_out}
     notes = tuple(dict.fromkeys(chain.from_iterable(shard.notes for shard in shards)))
     sections: list[Section] = []
-    for name, planned in first.measures.items():
+    for name, plan in first.measures.items():
         if name in left_out:
             continue
-        options = _read_options(name, planned)
-        ids = first.ids[: planned.samples]
+        options = _read_options(name, plan)
+        ids = first.ids[: plan.samples]
         missing = _list_missing(ids, parts[name])
         failures = [shard.failures[name] for shard in shards if name in shard.failures]
         if missing and failures:
@@ -253,8 +254,8 @@ def _read_shard(path: Path) -> Shard:
         raise InputError(f"cannot read {path}: {reason}", advice) from None
 
 
-def _read_options(name: str, planned: Planned) -> MeasureOptions:
-    """Return the options of a measure.
+def _read_options(name: str, plan: MeasurePlan) -> MeasureOptions:
+    """Return the options with which a measure ran.
 
     Raises:
         InputError: there is no such measure, or it does not take them.
@@ -262,7 +263,7 @@ def _read_options(name: str, planned: Planned) -> MeasureOptions:
     if name not in load_measures():
         raise InputError(f"there is no measure {name!r}", "Install the plug-in that brings it.")
     try:
-        return load_measures()[name].options.parse(planned.options)
+        return load_measures()[name].options.parse(plan.options)
     except UsageError as error:
         raise InputError(f"the options of {name} are damaged: {error.message}") from None
 
@@ -306,13 +307,9 @@ def _require_one_run(shards: Sequence[Shard]) -> None:
 
 def _list_differences(one: Shard, other: Shard) -> list[str]:
     """Return the names of the conditions in which two shards differ."""
-    ones = _list_conditions(one)
-    others = _list_conditions(other)
-    differing = []
-    for name in ones | others:
-        if ones.get(name) != others.get(name):
-            differing.append(name)
-    return differing
+    of_one = _list_conditions(one)
+    of_other = _list_conditions(other)
+    return [name for name in of_one | of_other if of_one.get(name) != of_other.get(name)]
 
 
 def _list_conditions(shard: Shard) -> dict[str, Any]:
@@ -333,41 +330,45 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
     """
     first = shards[0]
     unfinished = _list_unfinished(shards)
-    for name, planned in first.measures.items():
-        accounted: set[str] = set()
+    for name, plan in first.measures.items():
+        explained: set[str] = set()  # samples that a shard left out for a reason
         for shard in shards:
-            accounted.update(shard.remainder.get(name, ()))
+            explained.update(shard.remainder.get(name, ()))
             if name in shard.failures or name in shard.left_out:
-                accounted.update(shard.ids)
-        ids = first.ids[: planned.samples]
+                explained.update(shard.ids)
+        ids = first.ids[: plan.samples]
         missing = _list_missing(ids, parts[name])
-        lost = [sample for sample in missing if sample not in accounted]
+        lost = [sample for sample in missing if sample not in explained]
         if not lost:
             continue
-        some = ", ".join(lost[:NAMED])
-        text = f"{len(lost)} of {len(ids)} samples of {name} are missing, such as {some}"
+        examples = ", ".join(lost[:NAMED])
+        text = f"{len(lost)} of {len(ids)} samples of {name} are missing, such as {examples}"
         if unfinished:
-            numbers = ", ".join(unfinished)
-            text += f"; shards not finished: {numbers}"
+            text += f"; shards not finished: {', '.join(unfinished)}"
         raise InputError(text, _advise_missing(first.run.command, unfinished))
 
 
 def _list_unfinished(shards: Sequence[Shard]) -> list[str]:
-    """Return the shards that have not begun or not come to their end, as they are typed."""
+    """Return the names of the shards that have not begun or not come to their end: `2/4`."""
     finished = {shard.name for shard in shards if shard.is_finished}
-    of = shards[0].of
-    names = [f"{number}/{of}" for number in range(1, of + 1)]
+    count = shards[0].of
+    names = [f"{number}/{count}" for number in range(1, count + 1)]
     return [name for name in names if name not in finished]
 
 
 def _advise_missing(command: str, unfinished: Sequence[str]) -> str:
-    """Return the command that measures missing samples: of a shard, or of all that are left."""
+    """Return how to measure missing samples: the first unfinished shard, or all that are left.
+
+    Args:
+        command: a command that measured a shard; or a call from Python, without --shard.
+        unfinished: the shards that have not finished.
+    """
     which = "all samples"
-    wanted = ""
+    shard_option = ""
     if unfinished:
         which = f"shard {unfinished[0]}"
-        wanted = f" --shard {unfinished[0]}"
-    again, count = re.subn(r" --shard[ =]\S+", wanted, command)
+        shard_option = f" --shard {unfinished[0]}"
+    changed, count = re.subn(r" --shard[ =]\S+", shard_option, command)
     if count:
-        return f"Measure them: {again}"
+        return f"Measure them: {changed}"
     return f"Measure {which} with the same options and the same parts."

@@ -21,7 +21,7 @@ from lipaudit.measures.rating import (
     calibration_error,
     find_worst_classes,
 )
-from lipaudit.settings.option import Need, Radii, distinct, option, repeat_option
+from lipaudit.settings.option import Need, Radii, option, repeat_option, require_distinct
 from lipaudit.tables import Column, Display, Layout, Note, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES
 from lipaudit.tables.report import SCORES
@@ -191,7 +191,7 @@ class AttackOptions(MeasureOptions):
         ensemble = text.removeprefix("custom:")
         for listed in (text, ensemble):
             stripped = [name.strip() for name in listed.split(",")]
-            distinct([name for name in stripped if name])
+            require_distinct([name for name in stripped if name])
         return names
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +81,25 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
             )
 
 
-def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
-    """Run a model on each sample of a batch alone, then with a gradient, up to the first failure.
+@dataclass(frozen=True)
+class SampleFailure:
+    """The failure of a model on a sample.
 
-    Returns:
-        The index of that sample in the batch, a description of the failure, and the exception of
-        the model, if any; None without a failure, or if the machine fails.
+    Attributes:
+        index: the sample in its batch.
+        reason: a description.
+        cause: the exception of the model, if it raised one.
+    """
+
+    index: int
+    reason: str
+    cause: Exception | None = None
+
+
+def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
+    """Return the first sample of a batch on which a model fails, alone or with a gradient.
+
+    None without a failure, or if the machine fails.
     """
     for i in range(len(batch)):
         sample = batch[i : i + 1].trim()
@@ -93,7 +107,7 @@ def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | No
             with torch.no_grad():
                 output = net.output(sample)
             if not bool(output.isfinite().all()):
-                return i, "its output is not finite", None
+                return SampleFailure(i, "its output is not finite")
             if net.kind != "text" or net.entry is not None:
                 with torch.enable_grad():
                     point = net.point(sample).detach().requires_grad_()
@@ -101,7 +115,7 @@ def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | No
         except Exception as error:  # the model's own code may raise anything
             if of_machine(error):
                 return None
-            return i, f"{type(error).__name__}: {first_line(error)}", error
+            return SampleFailure(i, f"{type(error).__name__}: {first_line(error)}", error)
     return None
 
 

@@ -201,7 +201,7 @@ class RunOptions(Settings):
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
-        # The samples have ids, and the data a name of their own in the report.
+        # A report has fields of its own for --data and --samples.
         options = self.options()
         given = {}
         for name in sorted(options.keys() - {"data", "samples"}):
@@ -209,12 +209,17 @@ class RunOptions(Settings):
             # By identity: 0 equals False, and is a value that was given.
             is_given = value is not None and value is not False
             if is_given and options[name].panel in (MODEL, DATA):
-                given[name] = _plain(value)
+                given[name] = _spell_value(value)
         return given
 
 
 def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
-    """Return the words of a command that read a model or its data, as `reading` has them."""
+    """Return the options of a panel as words of a command line.
+
+    Args:
+        given: values by name, as `RunOptions.reading` returns them.
+        panel: MODEL or DATA.
+    """
     words: list[str] = []
     for name, known in RunOptions.options().items():
         if known.panel != panel or name not in given:
@@ -225,8 +230,8 @@ def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
     return words
 
 
-def _plain(value: Any) -> Any:
-    """Write a parsed option in its typed form."""
+def _spell_value(value: Any) -> Any:
+    """Return the value of an option as a person types it."""
     if isinstance(value, dict):
         return write_keywords(value)
     if isinstance(value, tuple):

@@ -45,9 +45,9 @@ class Need:
 
 def needs(other: str, *values: Any) -> Need:
     """Return the need for another option: one of some values, or any value if none is given."""
-    named = ""
+    text = flag(other)
     if values:
-        named = f" {' or '.join(map(str, values))}"
+        text += f" {' or '.join(map(str, values))}"
 
     def holds(settings: Any) -> bool:
         value = getattr(settings, other)
@@ -55,7 +55,7 @@ def needs(other: str, *values: Any) -> Need:
             return value in values
         return value is not None
 
-    return Need(flag(other) + named, holds)
+    return Need(text, holds)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """Return the default for the help; None if the option is off or has no default."""
+        """Return the default for the help, such as `auto`; for a switch that is on, its name."""
         if self.default is None or self.default is False:
             return self.usual
         if self.default is True:
@@ -114,11 +114,14 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
         how: attributes of `Option` (panel, env, usual, values, need, kinds, metavar, rare), and
             arguments of `pydantic.Field` that check values (ge, lt).
     """
-    known: dict[str, Any] = {"help": help, **({"flags": flags} if flags else {})}
-    known |= {name: how.pop(name) for name in DECLARED & how.keys()}
+    attributes: dict[str, Any] = {"help": help}
+    if flags:
+        attributes["flags"] = flags
+    for name in DECLARED & how.keys():
+        attributes[name] = how.pop(name)
     # Defaults of parsed types are stored as text, as a person would type them.
     how.setdefault("validate_default", isinstance(default, str))
-    return Field(default, description=help, json_schema_extra={"option": known}, **how)
+    return Field(default, description=help, json_schema_extra={"option": attributes}, **how)
 
 
 def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
@@ -166,12 +169,17 @@ class Settings(BaseModel):
         for name, info in cls.complete().model_fields.items():
             extra: Any = info.json_schema_extra or {}
             if "option" in extra:
-                kind, repeats = _kind(info.annotation, info.metadata)
-                known: dict[str, Any] = {"flags": (flag(name),)}
-                known |= {"values": partial(_choices, info.annotation)}
-                known |= {"default": None if info.default == () else info.default}
-                known |= {"kind": kind, "repeats": repeats, **extra["option"]}
-                described[name] = Option(name=name, **known)
+                kind, repeats = _find_type(info.annotation, info.metadata)
+                # Derived from the field, unless `option` declares them.
+                attributes: dict[str, Any] = {
+                    "flags": (flag(name),),
+                    "values": partial(_list_choices, info.annotation),
+                    "default": None if info.default == () else info.default,
+                    "kind": kind,
+                    "repeats": repeats,
+                }
+                attributes |= extra["option"]
+                described[name] = Option(name=name, **attributes)
         return described
 
     def require_needed(self) -> Self:
@@ -194,8 +202,8 @@ class Settings(BaseModel):
         """Say whether an option differs from its default, which may be stored as text."""
         default = type(self).model_fields[known.name].default
         value = getattr(self, known.name)
-        plain = self.model_dump(mode="json", include={known.name}).get(known.name, value)
-        return value != default and plain != default
+        as_text = self.model_dump(mode="json", include={known.name}).get(known.name, value)
+        return value != default and as_text != default
 
     def require_kind(self, kind: str) -> None:
         """Refuse options that do not apply to a kind of model; configured ones are ignored.
@@ -251,11 +259,11 @@ class Settings(BaseModel):
             name = ""
             if first["loc"]:
                 name = str(first["loc"][0])
-            wrong = first["msg"].removeprefix("Value error, ")
-            wrong = wrong.replace("Input should be", "it must be")
+            reason = first["msg"].removeprefix("Value error, ")
+            reason = reason.replace("Input should be", "it must be")
             words = known[name].values() if name in known else ()
             advice = suggestion(str(first["input"]), words, "")
-            raise UsageError(f"{spell(name)}: {first['input']!r}: {wrong}", advice) from None
+            raise UsageError(f"{spell(name)}: {first['input']!r}: {reason}", advice) from None
         settings._configured = frozenset(configured)
         return settings
 
@@ -269,41 +277,53 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
+def _list_choices(annotation: Any) -> tuple[str, ...]:
     """Return the words of a type: those of its first `Literal`.
 
-    >>> _choices(tuple[Literal["a", "b"], ...] | None)
+    >>> _list_choices(tuple[Literal["a", "b"], ...] | None)
     ('a', 'b')
     """
     if get_origin(annotation) is Literal:
         return tuple(map(str, get_args(annotation)))
-    return next(filter(None, map(_choices, get_args(annotation))), ())
+    for inner in get_args(annotation):
+        choices = _list_choices(inner)
+        if choices:
+            return choices
+    return ()
 
 
 def _is_text(annotation: Any) -> bool:
     """Say whether all values of a type are text, words of a `Literal` included."""
     if get_origin(annotation) in (Union, UnionType):
-        return all(each is type(None) or _is_text(each) for each in get_args(annotation))
+        return all(inner is type(None) or _is_text(inner) for inner in get_args(annotation))
     return annotation is str or get_origin(annotation) is Literal
 
 
-def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
-    """Return the command-line type of an annotation, and whether the option repeats."""
+def _find_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
+    """Return the command-line type of an annotation, and whether the option repeats.
+
+    Args:
+        annotation: the type of a field.
+        metadata: what `Annotated` adds to it.
+    """
     if get_origin(annotation) is Annotated:
         inner, *added = get_args(annotation)
-        return _kind(inner, [*added, *metadata])
-    if any(isinstance(each, BeforeValidator) for each in metadata):
+        return _find_type(inner, [*added, *metadata])
+    if any(isinstance(item, BeforeValidator) for item in metadata):
         return str, False  # the type parses text itself, such as `auto` beside numbers
     if get_origin(annotation) in (Union, UnionType):
-        choices = [each for each in get_args(annotation) if each is not type(None)]
+        choices = [inner for inner in get_args(annotation) if inner is not type(None)]
         if len(choices) == 1:
-            return _kind(choices[0])
-        return (str, False)
+            return _find_type(choices[0])
+        return str, False
     if annotation == tuple[Path, ...]:
         return Path, True
-    return annotation if annotation in PLAIN else str, False
+    if annotation in PLAIN:
+        return annotation, False
+    return str, False
 
 
+# A number with its unit, or nothing; then hours, minutes and seconds in this order.
 _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
 DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
 # Smallest number of tokens: worst-case tokens are two points.
@@ -323,8 +343,12 @@ def _require(fits: object) -> None:
 
 
 def _read_integers(form: str, text: str) -> list[int]:
-    """Return the numbers in the groups of a pattern; spaces around its signs do not matter."""
-    match = re.fullmatch(form, re.sub(r"\s*([/:.-])\s*", r"\1", text.strip()))
+    """Return the numbers in the groups of a pattern; -1 for a group that is left out.
+
+    Spaces around the signs / : . - do not matter.
+    """
+    compact = re.sub(r"\s*([/:.-])\s*", r"\1", text.strip())
+    match = re.fullmatch(form, compact)
     if match is None:
         raise ValueError(f"{text!r} has another form")
     return [int(number or -1) for number in match.groups()]
@@ -335,7 +359,8 @@ def read_layers(text: str) -> tuple[int, ...]:
     layers: list[int] = []
     for piece in text.split(","):
         first, last = _read_integers(r"(\d+)(?:-(\d+))?", piece)
-        last = first if last < 0 else last
+        if last < 0:  # a single layer
+            last = first
         _require(first <= last < first + MOST_LAYERS)
         layers += range(first, last + 1)
     return tuple(layers)
@@ -376,11 +401,11 @@ def read_keywords(text: str) -> dict[str, Any]:
         word = after.strip()
         _require(key.isidentifier() and equals)
         values[key] = word
-        plain = word.lower()
-        if plain == "none":
-            plain = "null"
-        with suppress(ValueError):  # a string
-            values[key] = json.loads(plain)
+        as_json = word.lower()
+        if as_json == "none":
+            as_json = "null"
+        with suppress(ValueError):  # any other word stays a string
+            values[key] = json.loads(as_json)
     return values
 
 
@@ -401,9 +426,9 @@ def write_keywords(values: Mapping[str, Any]) -> str:
 
 def read_shard(text: str) -> tuple[int, int]:
     """Read `2/4`, the second of four."""
-    number, of = _read_integers(r"(\d+)/(\d+)", text)
-    _require(1 <= number <= of <= MOST_SHARDS)
-    return number, of
+    number, count = _read_integers(r"(\d+)/(\d+)", text)
+    _require(1 <= number <= count <= MOST_SHARDS)
+    return number, count
 
 
 def read_duration(text: str) -> float:
@@ -415,12 +440,12 @@ def read_duration(text: str) -> float:
     match = DURATION.fullmatch(text.replace(" ", ""))
     _require(match is not None and any(match.groups()))
     assert match is not None
-    hours, minutes, seconds = (float(time or 0) for time in match.groups())
+    hours, minutes, seconds = (float(number or 0) for number in match.groups())
     return 3600 * hours + 60 * minutes + seconds
 
 
-def distinct(values: Sequence[Any]) -> Sequence[Any]:
-    """Return values that are all distinct: repeats would be measured twice, with one result.
+def require_distinct(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the values, if none is repeated: it would be measured twice, with one result.
 
     Raises:
         ValueError: a value is repeated.
@@ -432,26 +457,27 @@ def distinct(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
-    """Parse text, and keep values that have the type already.
+    """Return the step of a type's validation that parses text; other values stay as they are.
 
     Args:
         read: returns the value of a text; its errors are replaced by `form`.
-        form: what the text must be, with an example.
+        form: what the text must be, with an example; empty keeps the errors of `read`.
     """
 
     def convert(value: Any) -> Any:
-        try:
-            if isinstance(value, str):
-                return read(value)
+        if not isinstance(value, str):
             return value
+        try:
+            return read(value)
         except ValueError as error:
-            raise ValueError(f"it must be {form}" if form else str(error)) from None
+            reason = f"it must be {form}" if form else str(error)
+            raise ValueError(reason) from None
 
     return BeforeValidator(convert)
 
 
-def _radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
-    """Parse text, and numbers in their decimal spelling: 0.1 is one tenth."""
+def _read_radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
+    """Parse a text, or a number by its decimal spelling: 0.1 is exactly one tenth."""
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         return value
     try:
@@ -460,22 +486,29 @@ def _radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
         raise ValueError(f"{error.message}. {error.advice}") from None
 
 
-def _radii(values: Any) -> Any:
+def _read_radii(values: Any) -> Any:
+    """Parse radii and ranges of radii: a text with commas, one value, or several."""
     if isinstance(values, str):
         values = list(filter(str.strip, values.split(",")))
     if not isinstance(values, Iterable):
         values = (values,)
     radii: list[Any] = []
     for value in values:
-        read = _radius(value, parse=parse_range)
-        if isinstance(read, tuple):  # a range of radii
-            radii += read
+        radius = _read_radius(value, parse=parse_range)
+        if isinstance(radius, tuple):  # a range of radii
+            radii += radius
         else:
-            radii.append(read)
-    return tuple(distinct(radii))
+            radii.append(radius)
+    return tuple(require_distinct(radii))
 
 
-def _balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:
+def _require_balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:
+    """Return the radii, if all are positive and certificates can hold for them.
+
+    Args:
+        radii: the radii.
+        counted: units of numbers of changes that can be certified, such as words.
+    """
     for radius in radii:
         if radius.unit and radius.unit not in counted:
             raise ValueError(f"certificates hold for balls, not for changed {radius.unit}")
@@ -485,14 +518,17 @@ def _balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Ra
 
 
 def _order_layers(layers: Any) -> Any:
-    """Sort layers; a number is one layer."""
-    # From Python, one layer may be given as a number.
-    known = layers
+    """Return layers in order, each once; None stays None.
+
+    From Python, one layer may be given as a number.
+    """
+    if layers is None:
+        return None
     if isinstance(layers, int):
-        known = (layers,)
-    if known is not None and (not known or not 0 <= min(known) <= max(known) < MOST_LAYERS):
+        layers = (layers,)
+    if not layers or not 0 <= min(layers) <= max(layers) < MOST_LAYERS:
         raise ValueError("give at least one layer, counted from 0")
-    return known and tuple(sorted({*known}))
+    return tuple(sorted({*layers}))
 
 
 Layers = Annotated[
@@ -503,8 +539,16 @@ Layers = Annotated[
 Lengths = Annotated[
     tuple[int, ...], _read_with(read_lengths, "FIRST:LAST:logCOUNT, for example 8:256:log8")
 ]
+
+
 # Reads a comma-separated list.
-read_list = _read_with(lambda t: tuple(distinct([p.strip() for p in t.split(",") if p.strip()])))
+def _split_list(text: str) -> tuple[str, ...]:
+    """Return the words between commas, each once."""
+    words = [word.strip() for word in text.split(",")]
+    return tuple(require_distinct(list(filter(None, words))))
+
+
+read_list = _read_with(_split_list)
 Names = Annotated[tuple[str, ...] | None, read_list]
 OneHead = Annotated[
     str | None,
@@ -553,12 +597,12 @@ Sizes = Annotated[
     ),
 ]
 # An exact attack radius together with the typed text, which the JSON stores.
-OneRadius = Annotated[Radius, BeforeValidator(_radius), PlainSerializer(lambda r: r.text)]
+OneRadius = Annotated[Radius, BeforeValidator(_read_radius), PlainSerializer(lambda r: r.text)]
 Radii = Annotated[
     tuple[Radius, ...],
-    BeforeValidator(_radii),
+    BeforeValidator(_read_radii),
     PlainSerializer(lambda radii: [radius.text for radius in radii]),
 ]
 # Radii of certificates: of balls, and numbers of changes that can be certified, too.
-Balls = Annotated[Radii, AfterValidator(_balls)]
-Regions = Annotated[Radii, AfterValidator(partial(_balls, counted=("patch", "words")))]
+Balls = Annotated[Radii, AfterValidator(_require_balls)]
+Regions = Annotated[Radii, AfterValidator(partial(_require_balls, counted=("patch", "words")))]

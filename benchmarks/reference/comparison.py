@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.reference import loaded, truth
-from lipaudit.data.batch import Batch, Share
+from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.errors import LipauditError
 from lipaudit.measures import base, load_measures, option_types
 from lipaudit.models.attention.survey import survey
@@ -159,9 +159,9 @@ def _truths(
         return dict.fromkeys(chosen, f"{type(error).__name__}: {text} ({place})")
 
 
-def _cut(batch: Batch) -> Share:
+def _cut(batch: Batch) -> ProcessBatches:
     """Return what a run measures: texts of one length at a time, so that nothing is padded."""
-    return Share(batch, [*batch.by_length(len(batch))])
+    return ProcessBatches(batch, [*batch.by_length(len(batch))])
 
 
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.data.images import thumbnail
+from lipaudit.data.arrays import thumbnail
 from lipaudit.report import render
 from lipaudit.tables import Array
 from lipaudit.tables.report import Example

@@ -71,8 +71,12 @@ def set_ends(
     axes.set_autoscale_on(False)  # otherwise a scale overflows at values that are not drawn
     scale = "log" if log else "linear"
     label = write_label(column)
-    axes.set(**{f"{which}scale": scale, f"{which}lim": ends, f"{which}label": label})
-    set_ticks(getattr(axes, f"{which}axis"), column, log=log)
+    if which == "x":
+        axes.set(xscale=scale, xlim=ends, xlabel=label)
+        set_ticks(axes.xaxis, column, log=log)
+    else:
+        axes.set(yscale=scale, ylim=ends, ylabel=label)
+        set_ticks(axes.yaxis, column, log=log)
 
 
 def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:

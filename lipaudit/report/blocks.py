@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
 from typing import Any, Literal
 
 from lipaudit.errors import visible
 from lipaudit.report import cells
 from lipaudit.tables import Column, Note
+from lipaudit.tables.columns import finite
 
 
 @dataclass(frozen=True)
@@ -287,8 +289,12 @@ Block = Paragraph | Points | Card | Table | Picture | Gallery | Passage
 
 def list_notes(notes: Iterable[Note]) -> list[Block]:
     """Return notes as a list, each once; no block without notes."""
-    points = tuple((note.level, note.text, "") for note in dict.fromkeys(notes))
-    return [Points(points)] if points else []
+    points = []
+    for note in dict.fromkeys(notes):
+        points.append((note.level, note.text, ""))
+    if not points:
+        return []
+    return [Points(tuple(points))]
 
 
 @dataclass(frozen=True)
@@ -346,26 +352,26 @@ def shade_tokens(block: Passage) -> list[Token]:
     """Return the tokens of a text in their drawn form; invisible spaces get a sign."""
     largest = max(block.shares, default=0.0) or 1.0
     listed = [share for share in sorted(block.shares)[-TOP:] if share >= LEAST]
-    return [
-        Token(
-            visible(token).strip() or "␣",
-            cells.format_value(share, block.column),
-            share / largest,
-            bool(listed) and share >= listed[0],
-        )
-        for token, share in zip(block.tokens, block.shares, strict=True)
-    ]
+    tokens = []
+    for token, share in zip(block.tokens, block.shares, strict=True):
+        text = visible(token).strip() or "␣"
+        shown = cells.format_value(share, block.column)
+        tokens.append(Token(text, shown, share / largest, share in listed))
+    return tokens
 
 
 def explain_shades(block: Passage) -> str:
     """Name the tokens with the largest shares, and count the tokens that are left out."""
-    top = sorted((t for t in shade_tokens(block) if t.top), key=lambda token: -token.shade)
-    named = ", ".join(f"{token.text} {token.share}" for token in top)
-    text = f"{block.column.label} ({cells.describe_standing(block.column)}): {named}"
-    if not block.left_out:
-        return text
-    share = cells.format_value(max(0.0, 1 - sum(block.shares)), block.column)
-    return f"{text}; {block.left_out} more tokens are left out: {share}"
+    column = block.column
+    top = [token for token in shade_tokens(block) if token.top]
+    top.sort(key=lambda token: -token.shade)
+    names = ", ".join(f"{token.text} {token.share}" for token in top)
+    text = f"{column.label} ({cells.describe_standing(column)}): {names}"
+    if block.left_out:
+        share = max(0.0, 1 - sum(block.shares))
+        others = cells.format_value(share, column)
+        text += f"; {block.left_out} more tokens are left out: {others}"
+    return text
 
 
 @dataclass(frozen=True)
@@ -393,43 +399,55 @@ class Grid:
 
 def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
     """Return a table, a map, a card or the table of a curve with all cells as texts."""
+    if isinstance(block, Card):
+        return _lay_out_card(block)
     if isinstance(block, Curve):
         assert block.table is not None
         block = block.table
-    if isinstance(block, Card):
-        align = "lrp" if any(len(row) == 3 for row in block.rows) else "lp"
-        rows = [tuple(map(visible, row)) for row in block.rows]
-        return Grid("", (), rows, align, [block.note] if block.note else [], keys=len(align))
-    if isinstance(block, Heatmap):
-        heads = (
-            Column("\\".join(block.axes), "", format=""),
-            *(replace(block.column, label=name) for name in block.columns),
-        )
-        rows_of_map = zip(block.rows, block.values, strict=True)
-        block = Table(block.title, heads, tuple((name, *row) for name, row in rows_of_map))
+    elif isinstance(block, Heatmap):
+        block = _tabulate_map(block)
     columns = block.columns
     marks, notes = cells.list_footnotes(columns)
-    return Grid(
-        block.title,
-        [cells.write_math(visible(c.label)) + m for c, m in zip(columns, marks, strict=True)],
-        [list(map(cells.format_value, row, columns)) for row in block.rows],
-        "".join("l" if c.format == "s" else "r" for c in columns),
-        notes,
-        block.strong,
-        block.keys,
-    )
+    heads = []
+    align = ""
+    for column, mark in zip(columns, marks, strict=True):
+        heads.append(cells.write_math(visible(column.label)) + mark)
+        align += "l" if column.format == "s" else "r"
+    rows = [list(map(cells.format_value, row, columns)) for row in block.rows]
+    return Grid(block.title, heads, rows, align, notes, block.strong, block.keys)
+
+
+def _lay_out_card(block: Card) -> Grid:
+    """Return a card as lines of a name, a figure if it has figures, and prose."""
+    rows = [tuple(map(visible, row)) for row in block.rows]
+    align = "lp"
+    if max(map(len, rows)) == 3:
+        align = "lrp"
+    notes = [block.note] if block.note else []
+    return Grid("", (), rows, align, notes, keys=len(align))
+
+
+def _tabulate_map(block: Heatmap) -> Table:
+    """Return a map as a table whose first column has the names of its rows."""
+    columns = [Column("\\".join(block.axes), "", format="")]
+    columns += [replace(block.column, label=name) for name in block.columns]
+    rows = [(name, *row) for name, row in zip(block.rows, block.values, strict=True)]
+    return Table(block.title, tuple(columns), tuple(rows))
 
 
 def describe(block: Picture) -> str:
     """Describe a picture in words: its title, its axes, and the largest figure."""
     match block:
         case Heatmap():
-            known = [v for row in block.values for v in row if v is not None and v == v]
             text = f"{len(block.rows)} x {len(block.columns)} entries"
-            text += f", largest {cells.format_value(max(known), block.column)}" if known else ""
+            values = chain.from_iterable(block.values)
+            known = [value for value in values if value is not None and not math.isnan(value)]
+            if known:
+                text += f", largest {cells.format_value(max(known), block.column)}"
         case Histogram():
-            pooled = [value for values in block.values.values() for value in values]
-            low, high = (cells.format_number(end, ".3g") for end in (min(pooled), max(pooled)))
+            counted = list(chain.from_iterable(block.values.values()))
+            low = cells.format_number(min(counted), ".3g")
+            high = cells.format_number(max(counted), ".3g")
             text = f"histogram of {cells.write_math(block.x.label)} from {low} to {high}"
         case Curve():
             names = ", ".join(series.label for series in block.series)
@@ -454,8 +472,12 @@ class Scale:
         """Return the place of a value from 0 to 1; None if it is outside or not a number."""
         if value is None or not self.low <= value <= self.high:
             return None
-        ends = self.low, value, self.high
-        low, value, high = map(math.log, ends) if self.log else ends
+        low = self.low
+        high = self.high
+        if self.log:
+            low = math.log(low)
+            high = math.log(high)
+            value = math.log(value)
         return (value - low) / ((high - low) or 1.0)
 
 
@@ -467,14 +489,20 @@ def compute_scale(block: Heatmap) -> Scale:
     """
     if block.scale is not None:
         return block.scale
-    known = [v for row in block.values for v in row if v is not None and abs(v) < EXTREME]
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    if block.centre is not None:
-        far = max(high - block.centre, block.centre - low) or 1.0
-        return Scale(block.centre - far, block.centre + far, False)
+    values = finite(chain.from_iterable(block.values))
+    known = [value for value in values if abs(value) < EXTREME]
+    low = min(known, default=0.0)
+    high = max(known, default=1.0)
+    centre = block.centre
+    if centre is not None:
+        far = max(high - centre, centre - low) or 1.0
+        return Scale(centre - far, centre + far, log=False)
+    if high <= low:
+        return Scale(low, low + 1.0, log=False)
     # Shares keep a linear scale: 10% has to look like a tenth of 100%.
-    share = block.square or block.column.format.endswith("%")
-    wide = low > 0 and high > 10 * low and not share
+    is_share = block.square or block.column.format.endswith("%")
+    if is_share or not 0 < 10 * low < high:
+        return Scale(low, high, log=False)
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.
-    log = wide and median(known) < low + 0.25 * (high - low)
-    return Scale(low, high if high > low else low + 1.0, log)
+    is_crowded = median(known) < low + 0.25 * (high - low)
+    return Scale(low, high, is_crowded)

@@ -49,12 +49,13 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
     Names and counts have no mark. If all columns have the same status and domain, they share one
     note.
     """
-    stand = [describe_standing(column) for column in columns]
-    groups = list(dict.fromkeys(s for s in stand if s))
-    if len(groups) < 2:
-        return [""] * len(stand), groups
-    mark = dict(zip(groups, MARKS, strict=False))
-    return [mark.get(s, "") for s in stand], [f"{mark[g]} {g}" for g in groups]
+    texts = [describe_standing(column) for column in columns]
+    distinct = [text for text in dict.fromkeys(texts) if text]
+    if len(distinct) < 2:
+        return [""] * len(texts), distinct
+    marks = dict(zip(distinct, MARKS, strict=False))
+    notes = [f"{mark} {text}" for text, mark in marks.items()]
+    return [marks.get(text, "") for text in texts], notes
 
 
 # Columns of pages

@@ -111,17 +111,23 @@ def _shorten(file: str) -> str:
     def keep_used(found: re.Match[str]) -> str:
         return found[0] if found[1] in used else ""
 
-    def round_number(found: re.Match[str]) -> str:
-        return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
-
-    def round_place(found: re.Match[str]) -> str:
-        numbers = NUMBER.sub(round_number, found[2]).split()
-        return f' {found[1]}="{" ".join(numbers)}"'
-
     element = re.sub(r' id="([^"]+)"', keep_used, element)
     element = re.sub(r">\s+<", "><", element.replace("xlink:href", "href"))
-    element = PLACES.sub(round_place, element)
+    element = PLACES.sub(_round_place, element)
     return re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2).strip()
+
+
+def _round_place(found: re.Match[str]) -> str:
+    """Round the numbers of an attribute, and leave out repeated spaces."""
+    value = NUMBER.sub(_round_number, found[2])
+    value = " ".join(value.split())
+    return f' {found[1]}="{value}"'
+
+
+def _round_number(found: re.Match[str]) -> str:
+    """Round a number to hundredths, without zeros at its end."""
+    number = float(found[0])
+    return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def _embed(element: str, alternative: str, marks: str, width: float) -> str:
@@ -129,9 +135,9 @@ def _embed(element: str, alternative: str, marks: str, width: float) -> str:
     for index, colour in enumerate(CATEGORIES):
         element = element.replace(colour, f"var(--c{index}, {colour})")
     element = element.replace(INK, "currentColor")
-    start = f'<svg role="img" aria-label="{html.escape(visible(alternative))}"'
-    start += f' style="--width:{width:.0f}px"'
     inside = element.removeprefix("<svg").removesuffix("</svg>")
+    label = html.escape(visible(alternative))
+    start = f'<svg role="img" aria-label="{label}" style="--width:{width:.0f}px"'
     return f"{start}{inside}{marks}</svg>"
 
 

@@ -165,12 +165,15 @@ def _align_column(texts: Sequence[str]) -> list[str]:
 
 def has_all_columns(chapter: blocks.Chapter) -> bool:
     """Say whether a chapter has a folded table of all columns."""
-    return any(isinstance(each, Table) and each.title == ALL_COLUMNS for each in chapter.blocks)
+    titles = [block.title for block in chapter.blocks if isinstance(block, Table)]
+    return ALL_COLUMNS in titles
 
 
 def find_passport(opening: blocks.Chapter | None) -> Card | None:
     """Return the facts on model, data and run in the opening of a page, if it has them."""
-    for block in opening.blocks if opening else ():
+    if opening is None:
+        return None
+    for block in opening.blocks:
         if isinstance(block, Card) and not block.note:
             return block
     return None
@@ -227,10 +230,12 @@ def render_markdown(page: blocks.Document) -> bytes:
 
 def escape_markdown(text: str) -> str:
     """Escape text for Markdown and HTML."""
-    return SPECIAL.sub(r"\\\1", html.escape(visible(text), quote=False))
+    plain = html.escape(visible(text), quote=False)
+    return SPECIAL.sub(r"\\\1", plain)
 
 
 def _write_markdown(block: blocks.Block) -> Iterator[str]:
+    """Yield the lines of a block; a sentence in place of a picture."""
     match block:
         case Table() | Card() | Heatmap(square=False) | Curve(table=Table()):
             yield from _write_markdown_table(block)
@@ -239,9 +244,12 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
             yield f"**{text}**" if block.tone else text
         case Points():
             for mark, text, command in block.points:
-                start = f"**{mark}**: " if mark else ""
-                end = f" <code>{escape_markdown(command)}</code>" if command else ""
-                yield f"- {start}{escape_markdown(text)}{end}"
+                line = escape_markdown(text)
+                if mark:
+                    line = f"**{mark}**: {line}"
+                if command:
+                    line += f" <code>{escape_markdown(command)}</code>"
+                yield f"- {line}"
         case Gallery():
             for item in block.items:
                 yield f"- {escape_markdown(item.title)}: {escape_markdown('; '.join(item.lines))}"
@@ -260,6 +268,7 @@ def _write_markdown(block: blocks.Block) -> Iterator[str]:
 
 
 def _small(text: str) -> str:
+    """Return a remark in small letters."""
     return f"<sub>{escape_markdown(text)}</sub>"
 
 
@@ -328,7 +337,8 @@ def render_latex(page: blocks.Document) -> bytes:
     """Write the scorecard and the tables of a page, without folded tables and pictures."""
     lines = [r"% needs \usepackage{booktabs}", f"% {escape_latex(page.title)}"]
     for chapter in page.chapters:
-        lines += ["", f"% {escape_latex(chapter.title)}"] if chapter.title else []
+        if chapter.title:
+            lines += ["", f"% {escape_latex(chapter.title)}"]
         for block in chapter.blocks:
             lines += _write_latex(block)
     return ("\n".join(lines) + "\n").encode()
@@ -347,39 +357,59 @@ def _write_character(character: str) -> str:
         return character
     kind, *parts = unicodedata.decomposition(character).split() or [""]
     if kind == "<super>":
-        codes = [chr(int(part, 16)) for part in parts]
-        return rf"\textsuperscript{{{''.join(map(_write_character, codes))}}}"
+        raised = "".join(chr(int(part, 16)) for part in parts)
+        return rf"\textsuperscript{{{escape_latex(raised)}}}"
     return f"U+{ord(character):04X}"
 
 
 def _write_latex(block: blocks.Block) -> Iterator[str]:
+    """Yield the lines of a block; nothing of pictures, prose and folded tables."""
     match block:
         case Card(note=""):  # facts
-            yield from (f"% {escape_latex(': '.join(row))}" for row in block.rows)
+            for row in block.rows:
+                yield f"% {escape_latex(': '.join(row))}"
         case Table(folded=False) | Heatmap(square=False) | Card() | Curve(table=Table()):
             yield from _write_latex_table(blocks.lay_out(block))
         case Paragraph(tone=tone) if tone:
-            yield from _write_remarks([block.text])
+            yield _write_remark(block.text)
         case Points():
-            yield from _write_remarks(f"{mark}: {text}" for mark, text, _ in block.points if mark)
+            for mark, text, _ in block.points:
+                if mark:
+                    yield _write_remark(f"{mark}: {text}")
 
 
-def _write_remarks(texts: Iterable[str]) -> Iterator[str]:
-    yield from (rf"{{\footnotesize {escape_latex(text)}\par}}" for text in texts)
+def _write_remark(text: str) -> str:
+    """Return a paragraph in small letters."""
+    return rf"{{\footnotesize {escape_latex(text)}\par}}"
 
 
 def _write_latex_table(grid: blocks.Grid) -> Iterator[str]:
-    yield from ("", r"\begin{table}", r"\centering")
-    yield from [rf"\caption{{{escape_latex(grid.title)}}}"] if grid.title else []
-    yield from (rf"\begin{{tabular}}{{{grid.align.replace('p', PROSE)}}}", r"\toprule")
-    yield from [_write_latex_row(map(escape_latex, grid.heads)), r"\midrule"] if grid.heads else []
+    """Yield the lines of a floating table: its title, its rows and its notes."""
+    yield ""
+    yield r"\begin{table}"
+    yield r"\centering"
+    if grid.title:
+        yield rf"\caption{{{escape_latex(grid.title)}}}"
+    align = grid.align.replace("p", PROSE)
+    yield rf"\begin{{tabular}}{{{align}}}"
+    yield r"\toprule"
+    if grid.heads:
+        yield _write_latex_row(grid.heads)
+        yield r"\midrule"
     for index, row in enumerate(grid.rows):
-        strong = r"\textbf{%s}" if index in grid.strong else "%s"
-        yield _write_latex_row(strong % escape_latex(text) for text in row)
-    yield from (r"\bottomrule", r"\end{tabular}")
-    yield from ["", *_write_remarks(["; ".join(grid.notes)])] if any(grid.notes) else []
+        yield _write_latex_row(row, strong=index in grid.strong)
+    yield r"\bottomrule"
+    yield r"\end{tabular}"
+    if any(grid.notes):
+        yield ""
+        yield _write_remark("; ".join(grid.notes))
     yield r"\end{table}"
 
 
-def _write_latex_row(texts: Iterable[str]) -> str:
-    return rf"{' & '.join(texts)} \\"
+def _write_latex_row(texts: Iterable[str], *, strong: bool = False) -> str:
+    """Return a row of a table, in bold letters if it is strong."""
+    cells = [escape_latex(text) for text in texts]
+    if strong:
+        cells = [rf"\textbf{{{cell}}}" for cell in cells]
+    row = " & ".join(cells)
+    return rf"{row} \\"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from lipaudit.measures.attention_rows import CLASSES
@@ -189,14 +189,15 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
             layer = find_layer(row.get("from"))
             if layer is not None:
                 rows.append(row.replace(layer=layer))
+        if len(rows) < 2:
+            continue
         # Encoder and decoder are two curves, by the path of their modules before the number.
         stacks = group_values((re.split(r"\d*\.\d+", row["module"])[0], row) for row in rows)
-        if any(len(group) < 2 for group in stacks.values()):
-            stacks = {"": rows} if len(rows) > 1 else {}
+        if len(stacks) == 1 or min(map(len, stacks.values())) < 2:
+            stacks = {"": rows}
         for stack, group in stacks.items():
-            words = [label, stack] if len(stacks) > 1 else [label]
             for name in ("mean", "p95"):
-                title = " ".join(filter(None, [*words, name]))
+                title = " ".join(filter(None, (label, stack, name)))
                 curve = make_series(title, group, "layer", name)
                 if curve.x:
                     series.append(curve)
@@ -210,25 +211,21 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
     """Stack the mean shares of every step: they add up to 1, as medians do not."""
     names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
+    title = "Through which parts the sensitivity passes, step by step (means)"
     for label, section in sections.items():
-        arrays = {name: section.arrays[name].numpy() for name in names if name in section.arrays}
-        steps = [i for i, row in enumerate(section.rows) if row.part != "block"]
-        if len(arrays) < len(names) or not steps:
+        steps = {i: row for i, row in enumerate(section.rows) if row.part != "block"}
+        if not steps or not section.arrays.keys() >= names.keys():
             continue
         parts: dict[str, tuple[float, ...]] = {}
-        total = [0.0] * len(steps)
-        for name, array in arrays.items():
-            known = array[steps]
-            means = [float(row[row == row].mean()) if (row == row).any() else 0.0 for row in known]
-            total = [each + mean for each, mean in zip(total, means, strict=True)]
-            parts[names[name]] = tuple(means)
-        others = tuple(1 - each for each in total)
-        if any(abs(other) > VISIBLE for other in others):  # such as a gate beside the heads
+        for name, word in names.items():
+            shares = section.arrays[name].numpy()
+            parts[word] = tuple(fmean(finite(shares[i].tolist()) or [0.0]) for i in steps)
+        others = tuple(1 - sum(shares) for shares in zip(*parts.values(), strict=True))
+        if max(map(abs, others)) > VISIBLE:  # such as a gate beside the heads
             parts["other"] = others
-        places = tuple(f"{section.rows[i].layer} {section.rows[i].part}" for i in steps)
-        title = "Through which parts the sensitivity passes, step by step (means)"
+        places = tuple(f"{row.layer} {row.part}" for row in steps.values())
         column = replace(section.columns["share"], label="share")
-        yield blocks.Stack(f"{label}: {title}" if label else title, places, column, parts)
+        yield blocks.Stack(add_model(label, title), places, column, parts)
 
 
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
@@ -236,23 +233,27 @@ def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[block
     if bounds is None or "exact" not in bounds.columns:
         return
     column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
-    steep = {(row.layer, row.head): row.exact for row in bounds.rows}
+    norms = {(row.layer, row.head): row.exact for row in bounds.rows}
     carried = {(row.layer, row.head): row.share for row in shares.rows}
-    found = []
-    for known in (steep, carried):
-        most = max(finite(known.values()), default=0.0)
-        both = [key for key in known if key in steep and key in carried and most > 0]
-        values = {key: None if known[key] is None else known[key] / most for key in both}
-        found.append(values)
-    if not all(found):
-        return
-    low = min(0.0, *finite(value for values in found for value in values.values()))
-    titles = ("How steep is every head? Exact norm", "How much does it carry? Share")
-    for title, values in zip(titles, found, strict=True):
-        yield replace(
-            map_heads(f"{title}, of the largest", values, column),
-            scale=blocks.Scale(low, 1.0, log=False),
-        )
+    known = [head for head in norms if head in carried]
+    titles = {
+        "How steep is every head? Exact norm, of the largest": norms,
+        "How much does it carry? Share, of the largest": carried,
+    }
+    maps = []
+    low = 0.0
+    for title, figures in titles.items():
+        most = max(finite(figures.values()), default=0.0)
+        if not known or most <= 0:
+            return
+        values = {}
+        for head in known:
+            figure = figures[head]
+            values[head] = None if figure is None else figure / most
+        low = min(low, *finite(values.values()))
+        maps.append(map_heads(title, values, column))
+    for each in maps:
+        yield replace(each, scale=blocks.Scale(low, 1.0, log=False))
 
 
 # Attention maps, and what they lie over
@@ -270,6 +271,7 @@ def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passa
 def _draw_map(
     label: str, section: Section, head: str
 ) -> Iterator[blocks.Heatmap | blocks.Passage]:
+    """Draw the attention map of a head; of a text also how much attention each token receives."""
     values = section.arrays[f"map@{head}"].numpy()
     sample = section.attended.get(f"map@{head}")
     where = "first sample"

@@ -10,8 +10,19 @@ from lipaudit.errors import visible
 from lipaudit.report import axes as frames
 from lipaudit.report import blocks, cells
 from lipaudit.report.axes import INK, MARKERS, MOST_NAMED, choose_colour, choose_line
-from lipaudit.report.blocks import Curve, Forest, Heatmap, Histogram, Picture, Series, Stack
+from lipaudit.report.blocks import (
+    Bar,
+    Curve,
+    Forest,
+    Heatmap,
+    Histogram,
+    Picture,
+    Series,
+    Stack,
+)
 from lipaudit.tables import Column
+from lipaudit.tables.columns import finite
+from lipaudit.tables.formats import join_texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +43,8 @@ DARK = 0.46
 
 def draw_block(axes: Axes, block: Picture) -> list[Tip]:
     """Draw a picture on axes, and return its tooltips."""
-    return list(_DRAW[type(block)](axes, block))
+    draw = _DRAW[type(block)]
+    return list(draw(axes, block))
 
 
 # Matrices: the map of heads, attention
@@ -149,15 +161,15 @@ def _draw_stack(axes: Axes, block: Stack) -> Iterator[Tip]:
     below = np.zeros(count)
     for index, (label, heights) in enumerate(block.parts.items()):
         height = np.array(heights, dtype=np.float64)
-        bottom = np.where(height < 0, below, above)
+        start = np.where(height < 0, below, above)
         look: dict[str, Any] = {"label": visible(label), "color": choose_colour(index)}
-        axes.bar(range(count), height, bottom=bottom, width=0.8, **look)
+        axes.bar(range(count), height, bottom=start, width=0.8, **look)
         above += np.maximum(height, 0)
         below += np.minimum(height, 0)
+        end = start + height
         for i, name in enumerate(block.places):
             text = f"{name}, {label}: {cells.format_value(heights[i], block.y)}"
-            ends = (bottom[i], bottom[i] + height[i])
-            yield text, (i - 0.4, i + 0.4), (min(ends), max(ends))
+            yield text, (i - 0.4, i + 0.4), (start[i], end[i])
     axes.axhline(0, color=INK, linewidth=0.7)
     frames.set_axis(axes, "y", [*above, *below], block.y)
     axes.set(xlim=(-0.6, count - 0.4))
@@ -185,13 +197,11 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     for series in block.series:
         across += series.x
         up += (*series.y, *series.low, *series.high)
-    known = [v for v in across if math.isfinite(v)]
-    frames.set_axis(axes, "x", known, block.x, log=block.log)
-    known = [v for v in up if v is not None and math.isfinite(v)]
+    frames.set_axis(axes, "x", finite(across), block.x, log=block.log)
     if block.y.format.endswith("%") and not block.log:
         frames.set_ends(axes, "y", (0.0, 1.02), block.y)
     else:
-        frames.set_axis(axes, "y", known, block.y, log=block.log)
+        frames.set_axis(axes, "y", finite(up), block.y, log=block.log)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     frames.set_legend(axes)
@@ -234,16 +244,19 @@ def _is_drawn(series: Series, i: int, *, log: bool) -> bool:
 
 def _describe_point(block: Curve, series: Series, i: int) -> str:
     """Return the tooltip of a point: its name, its series and its figures."""
-    names = {place: name for name, place in block.ticks.items()}
-    across = names.get(series.x[i]) or cells.format_value(series.x[i], block.x)
+    x = series.x[i]
+    across = cells.format_value(x, block.x)
+    for name, place in block.ticks.items():
+        if place == x:
+            across = name
     up = cells.format_value(series.y[i], block.y)
     if series.low:
         up = cells.format_with_limits(up, series.low[i], series.high[i], block.y)
-    figures = f"{block.x.label} {across}, {block.y.label} {up}"
     owner = series.label
-    if i < len(series.names):
-        owner = ", ".join(filter(None, (series.names[i], series.label)))
-    return f"{owner}: {cells.write_math(figures)}"
+    if series.names:
+        owner = join_texts([series.names[i], series.label])
+    figures = cells.write_math(f"{block.x.label} {across}, {block.y.label} {up}")
+    return f"{owner}: {figures}"
 
 
 # Intervals
@@ -251,6 +264,9 @@ def _describe_point(block: Curve, series: Series, i: int) -> str:
 
 ROW = 0.4
 """Height of a row of a forest plot in inches."""
+MARK: dict[str, Any] = {"marker": "o", "linewidth": 2.2}
+LIMIT: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.2}
+"""How values and limits of rules look."""
 
 
 def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
@@ -262,30 +278,38 @@ def _draw_forest(axes: Axes, block: Forest) -> Iterator[Tip]:
         ends = (bar.low, bar.value, bar.high, bar.limit)
         known += [end for end in ends if end is not None]
     frames.set_axis(axes, "x", _clip(known, block), block.x, log=block.log)
-    low, high = axes.get_xlim()
     rows = np.arange(len(block.bars))
-    axes.vlines(np.full(len(rows), block.centre), rows - 0.22, rows + 0.3, INK, linewidth=0.7)
+    centres = np.full(len(rows), block.centre)
+    axes.vlines(centres, rows - 0.22, rows + 0.3, INK, linewidth=0.7)
+    low, high = axes.get_xlim()
     for row, bar in enumerate(block.bars):
-        colour = choose_colour(bar.colour)
-        if bar.low is not None and bar.high is not None:
-            reach = (max(bar.low, low), min(bar.high, high))
-            axes.plot(reach, (row, row), color=colour, linewidth=2.2, solid_capstyle="butt")
-        value = min(max(bar.value, low), high)
-        axes.plot([value], [row], marker="o", markersize=6, color=colour, clip_on=False)
-        if bar.limit is not None:
-            axes.vlines(bar.limit, row - 0.22, row + 0.22, color=INK, linestyle=":", linewidth=1.2)
-        beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
-        axes.text(0.0, row - 0.3, visible(bar.label), va="bottom", ha="left", **beside)
-        axes.text(1.0, row - 0.3, visible(bar.text), va="bottom", ha="right", **beside)
+        _draw_bar(axes, row, bar)
         yield f"{bar.label}: {bar.text}", (low, high), (row - 0.9, row + 0.3)
     axes.set_ylim(len(block.bars) - 0.5, -1.0)
     for place, word in block.legend.items():
-        axes.plot([], [], marker="o", color=choose_colour(place), linewidth=2.2, label=word)
+        axes.plot([], [], color=choose_colour(place), label=word, **MARK)
     if any(bar.limit is not None for bar in block.bars):
-        axes.plot([], [], color=INK, linestyle=":", linewidth=1.2, label="limit of the rule")
+        axes.plot([], [], label="limit of the rule", **LIMIT)
     frames.set_legend(axes)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
+
+
+def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
+    """Draw an interval with its value and the limit of its rule, and its texts above it."""
+    low, high = axes.get_xlim()
+    colour = choose_colour(bar.colour)
+    if bar.low is not None and bar.high is not None:
+        ends = (max(bar.low, low), min(bar.high, high))
+        axes.plot(ends, (row, row), color=colour, linewidth=2.2, solid_capstyle="butt")
+    value = min(max(bar.value, low), high)
+    axes.plot([value], [row], color=colour, markersize=6, clip_on=False, **MARK)
+    if bar.limit is not None:
+        axes.vlines(bar.limit, row - 0.22, row + 0.22, **LIMIT)
+    beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9}
+    beside["va"] = "bottom"
+    axes.text(0.0, row - 0.3, visible(bar.label), ha="left", **beside)
+    axes.text(1.0, row - 0.3, visible(bar.text), ha="right", **beside)
 
 
 def _clip(known: Sequence[float], block: Forest) -> list[float]:

@@ -102,12 +102,14 @@ def _choose_kind(judgement: Judgement, verdict: Verdict) -> str:
 
 
 def _xml(text: str) -> str:
+    """Return a text with control characters shown, and without characters that XML forbids."""
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", visible(text, keep="\n\t"))
 
 
 def write_lines(lines: Sequence[str]) -> bytes:
     """Write lines of plain text; control characters are shown, not obeyed."""
-    return ("\n".join(map(visible, lines)) + "\n").encode()
+    text = "\n".join(map(visible, lines))
+    return f"{text}\n".encode()
 
 
 # Rows of plain values, for pandas and spreadsheets
@@ -143,25 +145,31 @@ def _list_cells(report: Report) -> Iterator[Cells]:
         start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))
         for name, row in index_rows(section).items():
             about = start | {"row": str(name), "layer": row.get("layer"), "head": row.get("head")}
-            for key in (key for key in row if key not in ("layer", "head")):
-                yield about | _describe_cell(key, row[key], section.columns[key])
+            for key, value in row.items():
+                if key not in ("layer", "head"):
+                    yield about | _describe_cell(key, value, section.columns[key])
         for key, values in section.samples.items():
-            for sample, value in zip(section.ids, values, strict=True) if key != "ids" else ():
+            if key == "ids":
+                continue
+            column = section.sample_column(key)
+            for sample, value in zip(section.ids, values, strict=True):
                 about = start | {"sample": sample, "place": places.get(sample)}
-                yield about | _describe_cell(key, value, section.sample_column(key))
+                yield about | _describe_cell(key, value, column)
 
 
 def _describe_cell(name: str, value: Any, column: Column) -> Cells:
-    word = isinstance(value, str)
-    proven = column.domain and column.format != "s"
-    return {
-        "column": name,
-        "value": None if word else int(value) if isinstance(value, bool) else value,
-        "text": value if word else None,
-        "unit": column.unit,
-        "domain": column.domain if proven else None,
-        "status": column.status if proven else None,
-    }
+    """Return a cell in long form; names and counts have no domain and status."""
+    cell: Cells = {"column": name, "value": None, "text": None, "unit": column.unit}
+    cell |= {"domain": None, "status": None}
+    if isinstance(value, str):
+        cell["text"] = value
+    elif isinstance(value, bool):
+        cell["value"] = int(value)
+    else:
+        cell["value"] = value
+    if column.domain and column.format != "s":
+        cell |= {"domain": column.domain, "status": column.status}
+    return cell
 
 
 def _list_samples(comparison: Comparison) -> Iterator[Cells]:

@@ -18,8 +18,8 @@ from lipaudit.measures import layouts
 from lipaudit.report import cells
 from lipaudit.report.blocks import Cells, Chapter, Paragraph
 from lipaudit.report.rows import tabulate_rows
-from lipaudit.tables import Column, Report
-from lipaudit.tables.columns import finite, log10_ratio
+from lipaudit.tables import Column, Report, Row
+from lipaudit.tables.columns import finite, log10_ratio, middle
 from lipaudit.tables.trials import WORST
 
 FILE = "reference.json"
@@ -50,6 +50,7 @@ class Yardstick:
 
 
 def _list_cells(report: Report, measure: str, name: str) -> list[float]:
+    """Return the finite values of a column; none if the section is missing."""
     section = report.section(measure)
     if section is None:
         return []
@@ -61,8 +62,7 @@ def _read_steepest(report: Report) -> float | None:
 
 
 def _read_usual_head(report: Report) -> float | None:
-    norms = _list_cells(report, "bounds", "exact")
-    return median(norms) if norms else None
+    return middle(_list_cells(report, "bounds", "exact"))
 
 
 def _read_tightness(report: Report) -> float | None:
@@ -79,10 +79,12 @@ def _read_fragile(report: Report) -> float | None:
 
 
 def _read_sensitivity(report: Report) -> float | None:
-    return next(iter(_list_cells(report, "jacobian", "median")), None)
+    medians = _list_cells(report, "jacobian", "median")
+    return medians[0] if medians else None
 
 
 def _name_ends(report: Report) -> str:
+    """Return the two ends of the Jacobian: `pixels to logits`."""
     section = report.section("jacobian")
     if section is None or not section.rows:
         return ""
@@ -92,16 +94,19 @@ def _name_ends(report: Report) -> str:
 
 def _read_patterns(report: Report) -> float | None:
     section = report.section("jacobian.shares")
-    shares = finite(section.samples.get("patterns", ())) if section else []
-    return median(shares) if shares else None
-
-
-def _find_attacked(report: Report) -> Any:
-    section = report.section("attack")
     if section is None:
         return None
-    worst = [row for row in section.rows if row.attack == WORST]
-    return worst[0] if worst else None
+    return middle(section.samples.get("patterns", ()))
+
+
+def _find_attacked(report: Report) -> Row | None:
+    """Return the row of all attacks together in the smallest ball, if attacks ran."""
+    section = report.section("attack")
+    rows = section.rows if section else ()
+    for row in rows:
+        if row.attack == WORST:
+            return row
+    return None
 
 
 def _read_robust(report: Report) -> float | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
+from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, naming, order
 from lipaudit.tables.trials import WORST
 
 if TYPE_CHECKING:
@@ -213,8 +213,5 @@ def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> d
 
 def _gather_rows(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     """Return the rows with those of equal keys beside each other."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        key = tuple(row.get(name) for name in keys)
-        groups.setdefault(key, []).append(row)
+    groups = group_values((tuple(map(row.get, keys)), row) for row in rows)
     return list(chain.from_iterable(groups.values()))

@@ -89,24 +89,31 @@ def _begins_with_table(chapter: blocks.Chapter) -> bool:
 
 
 def _heading(title: str, rule: str, width: int) -> Text:
+    """Return a blank line, a title and a rule below it."""
     lines = wrap(title, min(width, PROSE))
     longest = max(map(cell_len, lines))
-    return Text("\n".join(["", *lines, rule * longest]), "bold")
+    text = "\n".join(lines)
+    return Text(f"\n{text}\n{rule * longest}", "bold")
 
 
 def _prose(text: str, width: int, style: str = "", mark: str = "") -> Text:
+    """Return wrapped text; the mark leads its first line, the others are indented."""
     lines = wrap(text, min(width, PROSE) - len(mark))
     indent = " " * len(mark)
-    return Text(mark + f"\n{indent}".join(lines), style)
+    body = f"\n{indent}".join(lines)
+    return Text(mark + body, style)
 
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut off."""
-    lines = Text(visible(text)).wrap(Console(), max(width, 1))
-    return [line.plain.rstrip() for line in lines] or [""]
+    lines = []
+    for line in Text(visible(text)).wrap(Console(), max(width, 1)):
+        lines.append(line.plain.rstrip())
+    return lines or [""]
 
 
 def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
+    """Yield the texts of a block, for a terminal of this width."""
     match block:
         case Table(folded=True):
             formats = f"{records.JSON}, {MARKDOWN} and {HTML}"
@@ -129,19 +136,29 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             for item in block.items:
                 yield _prose(f"{item.title}: {'; '.join(item.lines)}", width, mark="• ")
             yield _prose(block.text, width, DIM)
-        case Passage(folded=True):  # one of several texts: only its largest shares
-            yield _prose(f"{block.title}: {blocks.explain_shades(block)}", width, mark="• ")
         case Passage():
-            tokens = blocks.shade_tokens(block)
-            words = (f"{t.text} ({t.share})" if t.top else t.text for t in tokens)
-            yield _title(block.title, width)
-            yield _prose(" ".join(words), width)
-            yield _prose(blocks.explain_shades(block), width, DIM)
+            yield from _write_passage(block, width)
         case _:
             yield _prose(f"Chart, in the {HTML} format: {blocks.describe(block)}", width, DIM)
 
 
+def _write_passage(block: Passage, width: int) -> Iterator[Text]:
+    """Yield a text whose largest shares are in brackets; of one of several, the shares alone."""
+    shares = blocks.explain_shades(block)
+    if block.folded:
+        yield _prose(f"{block.title}: {shares}", width, mark="• ")
+        return
+    words = []
+    for token in blocks.shade_tokens(block):
+        share = f" ({token.share})" if token.top else ""
+        words.append(token.text + share)
+    yield _title(block.title, width)
+    yield _prose(" ".join(words), width)
+    yield _prose(shares, width, DIM)
+
+
 def _write_points(block: Points, width: int) -> Iterator[Text]:
+    """Yield each sentence behind its level or a dot, and its command on a line below."""
     yield Text("")
     for mark, text, command in block.points:
         yield _prose(text, width, mark=f"{mark}: " if mark else "• ")
@@ -167,7 +184,9 @@ def _add_bars(block: Heatmap) -> Grid:
 
 
 def _title(title: str, width: int) -> Text:
-    return Text("\n".join(["", *wrap(title, width)]), "bold")
+    """Return a blank line and the title of a table."""
+    lines = "\n".join(wrap(title, width))
+    return Text(f"\n{lines}", "bold")
 
 
 # Tables that never cut a number or a name; wide ones are split or wrapped

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.measures import find_column, layouts, list_headlines, load_measures
 from lipaudit.report import cells
 from lipaudit.settings.option import Settings
+from lipaudit.tables import Column
 from lipaudit.tables.plugins import load_wings
 
 PIECES = re.compile(r"[@:,;=]+")
@@ -53,6 +54,8 @@ class Topic:
 
 FORMULA = "Formula: "
 """Beginning of a paragraph with a formula."""
+DOMAINS = {"at X": "", "ball": "In the ball. "}
+"""Sentences on where a figure holds; at X, the sentence on its status says it."""
 
 
 @cache
@@ -80,72 +83,94 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
         return whole
     first, *more = [piece.strip() for piece in PIECES.split(name)]
     bare = NUMBER.sub("", first)
-    start = _find_named(bare, known) if more or bare != first else []
-    rest = (t for piece in more for t in _find_named(piece, known) if t.name == t.title)
-    if start:
-        return list(dict.fromkeys([*start, *rest]))
+    if more or bare != first:
+        found = _find_named(bare, known)
+        if found:
+            for piece in more:
+                # Of a name that several columns have, only the first part says which is meant.
+                found += [t for t in _find_named(piece, known) if t.name == t.title]
+            return list(dict.fromkeys(found))
     # A status and a domain in the form of footnotes: `exact at X`.
     status, _, domain = name.partition(" ")
-    pair = [_find_named(status, known), _find_named(domain, known)]
-    return [*pair[0], *pair[1]] if status in cells.STATUS and all(pair) else []
+    domains = _find_named(domain, known)
+    if status not in cells.STATUS or not domains:
+        return []
+    return _find_named(status, known) + domains
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
-    for spelled in (str, strip_name):
-        near = [t for t in known if spelled(name) in map(spelled, t.names)]
-        if near:
-            near.sort(key=lambda topic: (topic.title != name, not topic.group))
-            return [topic for topic in near if topic.group] or near
-    return []
+    """Return the topics of a name: as it is spelled, else without case, spaces and signs."""
+    found = [topic for topic in known if name in topic.names]
+    if not found:
+        plain = strip_name(name)
+        found = [topic for topic in known if plain in map(strip_name, topic.names)]
+    # A value of an option, which is not in the index, is meant only if nothing else is.
+    found = [topic for topic in found if topic.group] or found
+    return sorted(found, key=lambda topic: topic.title != name)
 
 
 @cache
 def strip_name(name: str) -> str:
     """Return a name without marks, case, spaces, hyphens and mathematical signs."""
-    return re.sub(rf"[\s_\-]|^--|[{cells.MARKS}]$", "", cells.write_math(name)).lower()
+    text = cells.write_math(name).lower()
+    return re.sub(rf"[\s_\-]|[{cells.MARKS}]$", "", text)
 
 
 def _list_measures() -> Iterator[Topic]:
     group = "Measures and sections"
     for name, measure in load_measures().items():
-        first, *more = (inspect.getdoc(measure.options) or "").split("\n\n")
-        texts = (p.replace("\n", " ") for p in more if not (p.startswith("Example") or "\n " in p))
-        details = (" ".join(texts),) if more else ()
-        yield Topic(group, name, name, first.replace("\n", " "), details)
+        text = inspect.getdoc(measure.options) or ""
+        # Without examples and lists, whose lines are indented.
+        paragraphs = [each.replace("\n", " ") for each in text.split("\n\n") if "\n " not in each]
+        meaning, *more = paragraphs
+        yield Topic(group, name, name, meaning, (" ".join(more),) if more else ())
     for section, layout in layouts().items():
         title = layout.title or section
-        about = (layout.display.about,) if layout.display else ()
-        yield Topic(group, section, section, title, about, (title,))
+        details = [layout.display.about] if layout.display else []
+        yield Topic(group, section, section, title, tuple(details), (title,))
 
 
 def _list_columns() -> Iterator[Topic]:
-    """Yield every column, by row and then by sample; bounds are separate."""
-    columns = [
-        *((name, "", layout.columns) for name, layout in layouts().items()),
-        *((name, " (per sample)", layout.sample_columns) for name, layout in layouts().items()),
-    ]
-    for section, of, known in columns:
-        for name, column in known.items():
-            bound = section == "bounds" and not of and column.formula
-            better = f"{column.better.capitalize()} is better." if column.better else ""
-            reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
-            details = [f"How to read it: {reading}"] if reading else []
-            if column.domain and column.format not in cells.UNMEASURED:
-                where = {"at X": "", "ball": "In the ball. "}.get(column.domain)
-                where = f"Domain: {column.domain}. " if where is None else where
-                details.append(f"What it does not say: {where}{cells.STATUS[column.status]}")
-            details += [f"{FORMULA}{column.formula}"] if column.formula else []
-            group, full = "Bounds" if bound else f"Columns of {section}", f"{section}.{name}"
-            words = full, section, column.label
-            yield Topic(group, name, full + of, column.meaning, tuple(details), words)
+    """Yield every column of rows, then of samples; bounds are in a group of their own."""
+    for section, layout in layouts().items():
+        for name, column in layout.columns.items():
+            group = f"Columns of {section}"
+            if section == "bounds" and column.formula:
+                group = "Bounds"
+            yield _describe_column(group, section, name, column)
+    for section, layout in layouts().items():
+        for name, column in layout.sample_columns.items():
+            topic = _describe_column(f"Columns of {section}", section, name, column)
+            yield replace(topic, title=f"{topic.title} (per sample)")
+
+
+def _describe_column(group: str, section: str, name: str, column: Column) -> Topic:
+    """Return the topic of a column: how to read it, what it does not say, and its formula."""
+    reading = column.reading.splitlines()
+    if column.better:
+        reading.append(f"{column.better.capitalize()} is better.")
+    details = []
+    if reading:
+        details.append(f"How to read it: {' '.join(reading)}")
+    if column.domain and column.format not in cells.UNMEASURED:
+        where = DOMAINS.get(column.domain, f"Domain: {column.domain}. ")
+        details.append(f"What it does not say: {where}{cells.STATUS[column.status]}")
+    if column.formula:
+        details.append(f"{FORMULA}{column.formula}")
+    full = f"{section}.{name}"
+    words = (full, section, column.label)
+    return Topic(group, name, full, column.meaning, tuple(details), words)
 
 
 def _list_attacks() -> Iterator[Topic]:
+    """Yield the attacks with their norms, then the presets."""
+    group = "Attacks"
     for name, kind in attack_kinds().items():
         meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
-        yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
+        norms = f"Norms: {', '.join(kind.norms)}."
+        yield Topic(group, name, name, meaning, (norms,))
     for name in sorted(RESERVED):
-        yield Topic("Attacks", name, name, ATTACKS[name])
+        yield Topic(group, name, name, ATTACKS[name])
 
 
 def _list_headlines() -> Iterator[Topic]:
@@ -162,7 +187,8 @@ def _list_headlines() -> Iterator[Topic]:
 
 def _list_words() -> Iterator[Topic]:
     """Yield the words that nothing else explains, those of wings last."""
-    for groups in (GROUPS, *(wing.topics for wing in load_wings().values())):
+    sources = [GROUPS, *(wing.topics for wing in load_wings().values())]
+    for groups in sources:
         for group, meanings in groups.items():
             for name, meaning in meanings.items():
                 yield Topic(group, name, name, meaning)

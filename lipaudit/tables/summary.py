@@ -221,10 +221,10 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
     elif high is not None:  # not all attacks ran
         remarks = (UPPER_LIMIT, *remarks)
     text = join_texts(remarks)
-    found = headline.row(
+    figure = headline.row(
         section, row[name], trial=row.key, limits=limits, text=text, samples=samples
     )
-    yield found.replace(high=high)
+    yield figure.replace(high=high)  # also without a lower limit
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:

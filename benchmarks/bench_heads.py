@@ -37,7 +37,7 @@ FUNCTIONS = {
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
     STATISTICS: ("layer_statistics",),
-    OTHER: ("_measure_layer", "_measure_numerically"),
+    OTHER: ("measure_layer", "_measure_layer", "_measure_numerically"),
 }
 """What a quantity is made of, by the names of functions, at whatever commit."""
 PARTS = (EXACT, LAYERS, BOUNDS)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -124,8 +124,9 @@ def read_config(path: Path | None) -> dict[str, Any]:
     Raises:
         UsageError: `path` is missing, a file is not valid TOML, or a table has a plain value.
     """
-    usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
-    path = path or next(filter(Path.is_file, usual), None)
+    for name in ("lipaudit.toml", "pyproject.toml"):
+        if path is None and Path(name).is_file():
+            path = Path(name)
     if path is None:
         return {}
     import tomllib
@@ -133,15 +134,18 @@ def read_config(path: Path | None) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        wrong = isinstance(error, tomllib.TOMLDecodeError)
-        advice = 'Write text in quotes: key = "value".' if wrong else "Check the path."
+        is_syntax = isinstance(error, tomllib.TOMLDecodeError)
+        advice = 'Write text in quotes: key = "value".' if is_syntax else "Check the path."
         raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
     # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
-    table = document.get("tool", {})
-    inner = isinstance(table, dict) and "lipaudit" in table
-    values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
-    malformed = not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict)
-    if malformed:
+    tool = document.get("tool", {})
+    if isinstance(tool, dict) and "lipaudit" in tool:
+        values = tool["lipaudit"]
+    elif path.name == "pyproject.toml":
+        values = {}
+    else:
+        values = document
+    if not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict):
         raise UsageError(
             f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
         )
@@ -155,22 +159,23 @@ def read_defaults(path: Path | None) -> dict[str, Any]:
         UsageError: a key is not an option, or its value has the wrong type or is invalid, even if
             the command line overrides it.
     """
-    known = {name.replace("_", "-"): each for name, each in RunOptions.options().items()}
+    options = {name.replace("_", "-"): each for name, each in RunOptions.options().items()}
     values = {}
     for key, value in read_config(path).items():
         if key == "gate":
             continue
-        if key not in known:
-            advice = suggestion(key, sorted(known))
+        if key not in options:
+            advice = suggestion(key, sorted(options))
             raise UsageError(f"unknown key {key!r} in the lipaudit configuration", advice)
         # pydantic would take true as a number.
-        if isinstance(value, bool) != (known[key].kind is bool):
-            wanted = "true or false" if known[key].kind is bool else "a value"
-            raise UsageError(f"{key} in the lipaudit configuration is {value!r}: give {wanted}")
-        values[known[key].name] = value
-    if values:
-        spelling = "{} in the lipaudit configuration".format
-        RunOptions.parse(values, spelled=lambda name: spelling(name.replace("_", "-")))
+        is_flag = options[key].kind is bool
+        if isinstance(value, bool) != is_flag:
+            expected = "true or false" if is_flag else "a value"
+            raise UsageError(f"{key} in the lipaudit configuration is {value!r}: give {expected}")
+        values[options[key].name] = value
+    if values:  # raise the errors of invalid values, which name the key
+        where = "in the lipaudit configuration"
+        RunOptions.parse(values, spelled=lambda name: f"{name.replace('_', '-')} {where}")
     return values
 
 
@@ -180,18 +185,17 @@ class Commands(Mapping[str, Any]):
 
     Attributes:
         own: heading and function of each, as in COMMANDS.
-        open: whether measures are commands, too, and wings add more.
-        made: the commands that were used.
+        extensible: whether measures are commands, too, and wings add more.
+        cache: the commands that were used.
     """
 
     own: Mapping[str, tuple[str, str]]
-    open: bool
-    made: dict[str, Any] = field(default_factory=dict)
+    extensible: bool
+    cache: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def added(self) -> dict[str, Any]:
+    def load_wings(self) -> dict[str, tuple[str, str]]:
         """Return heading and function of every command that a wing adds."""
-        if not self.open:
+        if not self.extensible:
             return {}
         from lipaudit.measures import load_measures
 
@@ -201,27 +205,30 @@ class Commands(Mapping[str, Any]):
     def find(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command, and its function or its group."""
         # Wings are loaded for their own commands only.
-        places = self.own if name in self.own else self.added
-        if name in places:
-            panel, place = places[name]
-            return panel, load_object(place)
-        if not self.open:
+        commands = self.own if name in self.own else self.load_wings()
+        if name in commands:
+            panel, function = commands[name]
+            return panel, load_object(function)
+        if not self.extensible:
             raise KeyError(name)
         return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.made:
+        """Return the command of a name, or its group."""
+        if name not in self.cache:
             _, function = self.find(name)
-            group = isinstance(function, Group)
-            self.made[name] = function if group else make_command(name, function)
-        return self.made[name]
+            if not isinstance(function, Group):
+                function = make_command(name, function)
+            self.cache[name] = function
+        return self.cache[name]
 
     def __iter__(self) -> Iterator[str]:
-        if self.open:
+        """Yield all names: measures first."""
+        if self.extensible:
             from lipaudit.measures import option_types
 
             yield from option_types()
-        yield from {**self.own, **self.added}
+        yield from {**self.own, **self.load_wings()}
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -229,18 +236,19 @@ class Commands(Mapping[str, Any]):
 
 def _find_fault(_name: str, command: tuple[Any, ...]) -> str:
     """Return why a command of a wing cannot be used; empty if it can."""
-    is_pair = len(command) == 2 and all(isinstance(each, str) for each in command)
-    return "" if is_pair else "is not a pair: the heading in the help, and module:function"
+    if len(command) == 2 and all(isinstance(item, str) for item in command):
+        return ""
+    return "is not a pair: the heading in the help, and module:function"
 
 
 class Group(typer.core.TyperGroup):
     """A group of commands, which its help lists under headings."""
 
     def __init__(
-        self, *, places: Mapping[str, tuple[str, str]] | None = None, **settings: Any
+        self, *, members: Mapping[str, tuple[str, str]] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        self.commands: Any = Commands(places or COMMANDS, open=places is None)
+        self.commands: Any = Commands(members or COMMANDS, extensible=members is None)
 
     def make_context(self, *args: Any, **how: Any) -> Any:
         """Read the words up to the command."""
@@ -268,8 +276,10 @@ class Group(typer.core.TyperGroup):
             panel, function = self.commands.find(name)
             if name in first:
                 panel = START
-            group = isinstance(function, Group)
-            text = (function.help if group else inspect.getdoc(function)) or ""
+            if isinstance(function, Group):
+                text = function.help or ""
+            else:
+                text = inspect.getdoc(function) or ""
             summary = text.partition("\n\n")[0]
             rows.append((panel, (name, " ".join(summary.split()))))
         write_panels(formatter, rows)
@@ -289,7 +299,8 @@ def refuse_words() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # typer's own copy of click, or click itself, raises it; without words it is the help.
+        # Errors of click and of typer's copy of it have a context. A command line without words
+        # is no error: it prints the help.
         if not hasattr(error, "ctx") or type(error).__name__ == "NoArgsIsHelpError":
             raise
         message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
@@ -318,21 +329,22 @@ class Command(typer.core.TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help: the common options in one list, or all options under headings."""
-        whole = bool(ctx.params.get(HELP_ALL))
+        shows_all = bool(ctx.params.get(HELP_ALL))
         self.format_usage(ctx, formatter)
         for number, text in enumerate((self.help or "").split("\n\n")):
-            if whole or not number or text.startswith("Example"):
+            if shows_all or number == 0 or text.startswith("Example"):
                 formatter.write_paragraph()
+                if "\n " in text:
+                    text = f"\b\n{text}"  # the mark \b keeps the lines of lists and examples
                 with formatter.indentation():
-                    # The mark \b keeps the lines of lists and examples.
-                    formatter.write_text(f"\b\n{text}" if "\n " in text else text)
+                    formatter.write_text(text)
         rows = []
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is None or (parameter.name in self.rare and not whole):
+            if record is None or (parameter.name in self.rare and not shows_all):
                 continue
             panel = None
-            if whole:
+            if shows_all:
                 panel = getattr(parameter, "rich_help_panel", None)
             if parameter.param_type_name == "argument":  # its name in the usage is enough
                 panel = "Arguments"
@@ -341,14 +353,16 @@ class Command(typer.core.TyperCommand):
         write_panels(formatter, rows)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_on: bool) -> None:
+    """Print the version and exit, if the flag --version is on."""
+    if is_on:
         typer.echo(__version__)
         raise typer.Exit
 
 
-def _print_all_options(ctx: typer.Context, asked: bool) -> None:
-    if asked:
+def _print_all_options(ctx: typer.Context, is_on: bool) -> None:
+    """Print the whole help and exit, if the flag --help-all is on."""
+    if is_on:
         ctx.params[HELP_ALL] = True
         typer.echo(ctx.get_help(), color=ctx.color)
         raise typer.Exit
@@ -394,46 +408,21 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
         name: name of the command.
         function: the function that it calls; its docstring is the help.
     """
-    hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, type[Settings]] = {}
-    parameters: list[inspect.Parameter] = []
-    options: list[inspect.Parameter] = []
-    rare = {"config"}
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    for parameter in inspect.signature(function).parameters.values():
-        hint = hints[parameter.name]
-        kind, usual = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, {})
-        if hasattr(kind, "options"):
-            groups[parameter.name] = kind
-            options += _list_parameters(kind, usual)
-            rare.update(n for n, known in kind.options().items() if known.rare)
-        else:
-            parameters.append(parameter.replace(annotation=hint, kind=keyword))
-    plain = [parameter.name for parameter in parameters]
-    parameters += options
-    if RunOptions in groups.values():  # only options of a run can be configured
-        parameters.append(inspect.Parameter("config", keyword, default=None, annotation=Config))
-    # A command without rare options shows all options in --help.
-    if rare & {p.name for p in parameters}:
-        parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
+    groups, parameters, rare = _read_parameters(function)
 
     def call(**typed: Any) -> None:
+        """Call the function with values of the types of its parameters; None: not typed."""
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
-            values = {name: typed[name] for name in plain}
-            for name, kind in groups.items():
-                given = {n: typed[n] for n in kind.options() if typed.get(n) is not None}
-                usual = read_defaults(typed["config"]) if kind is RunOptions else {}
-                configured = usual.keys() - given.keys()
-                values[name] = kind.parse({**usual, **given}, configured=configured)
-            function(**values)
+            function(**_parse_values(function, groups, typed))
         # Help, the version and verdicts of the gate end with these exceptions.
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise typer.Exit(_report_error(error, verbose=typed.get("verbose", False))) from None
 
+    # Typer reads the options of a command from the signature of its function.
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     # The terminal wraps paragraphs; lists and examples keep their lines.
@@ -442,47 +431,118 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     single = make_typer(add_completion=False)
     single.command(name, cls=Command, help=text)(call)
     command: Any = typer.main.get_command(single)
-    command.rare = frozenset(rare)
+    command.rare = rare
     return command
 
 
+class _Parameters(NamedTuple):
+    """The parameters of a command.
+
+    Attributes:
+        groups: the groups of options, by the function's parameter.
+        all: the command-line parameters.
+        rare: names of those that only `--help-all` shows.
+    """
+
+    groups: dict[str, type[Settings]]
+    all: list[inspect.Parameter]
+    rare: frozenset[str]
+
+
+def _read_parameters(function: Callable[..., None]) -> _Parameters:
+    """Return the parameters of a command from those of its function."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type[Settings]] = {}
+    plain: list[inspect.Parameter] = []
+    options: list[inspect.Parameter] = []
+    rare = {"config"}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        kind = hint
+        defaults: Mapping[str, str] = {}
+        if get_origin(hint) is Annotated:
+            kind, defaults = get_args(hint)[:2]
+        if hasattr(kind, "options"):
+            groups[parameter.name] = kind
+            options += _list_parameters(kind, defaults)
+            rare.update(name for name, each in kind.options().items() if each.rare)
+        else:
+            plain.append(parameter.replace(annotation=hint, kind=keyword))
+    parameters = plain + options
+    if RunOptions in groups.values():  # only options of a run can be configured
+        parameters.append(inspect.Parameter("config", keyword, default=None, annotation=Config))
+    # A command without rare options shows all options in --help.
+    if rare & {p.name for p in parameters}:
+        parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
+    return _Parameters(groups, parameters, frozenset(rare))
+
+
+def _parse_values(
+    function: Callable[..., None], groups: Mapping[str, type[Settings]], typed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a command's function, from the typed values and the defaults."""
+    values: dict[str, Any] = {}
+    for name in inspect.signature(function).parameters:
+        kind = groups.get(name)
+        if kind is None:
+            values[name] = typed[name]
+            continue
+        given = {
+            option: typed[option] for option in kind.options() if typed.get(option) is not None
+        }
+        configured = read_defaults(typed["config"]) if kind is RunOptions else {}
+        only_configured = configured.keys() - given.keys()
+        values[name] = kind.parse({**configured, **given}, configured=only_configured)
+    return values
+
+
 def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.Parameter]:
-    """Yield the command-line parameters of a group of options; None means not typed."""
+    """Yield the command-line parameters of a group of options; None means not typed.
+
+    Args:
+        group: the group.
+        usual: what the help shows as default in place of an option's own, by name.
+    """
     for name, each in group.options().items():
         # A flag that is on by default needs a way to switch it off.
         flags = each.flags
         if each.kind is bool and each.default is True:
             flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
         # In the text, because the default of the parameter is None: the configuration may set it.
-        shown = replace(each, usual=usual.get(name, each.usual)).shown
+        default = replace(each, usual=usual.get(name, each.usual)).shown
         spelling = typer.Option(
             *flags,
             metavar=each.metavar or METAVARS.get(each.kind, ""),
-            help=each.help + (f" [default: {shown}]" if shown else ""),
+            help=each.help + (f" [default: {default}]" if default else ""),
             rich_help_panel=each.panel or None,
             envvar=each.env or None,
             show_default=False,
         )
-        kind: Any = list[each.kind] if each.repeats else each.kind  # type: ignore[name-defined]
+        kind: Any = each.kind
+        if each.repeats:
+            kind = list[each.kind]  # type: ignore[name-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
         annotation = Annotated[kind | None, spelling]
         yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
 
 
 def _terminate(_number: int, _frame: object) -> None:
+    """End the process at SIGTERM as Ctrl-C does."""
     raise KeyboardInterrupt("terminated")
 
 
 def _report_error(error: BaseException, *, verbose: bool) -> int:
     """Print an error on stderr, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        stopped, place = error.args == ("terminated",), None
+        is_terminated = error.args == ("terminated",)
+        process = None
         with suppress(UsageError):
-            place = find_place()
-        if place is None or place.rank == 0:  # of several processes, the first one prints
-            complain("terminated" if stopped else "interrupted")
+            process = find_place()
+        if process is None or process.rank == 0:  # of several processes, the first one prints
+            complain("terminated" if is_terminated else "interrupted")
         # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
-        return 143 if stopped else 130
+        return 143 if is_terminated else 130
     if verbose:
         say("".join(traceback.format_exception(error)))
     fault = explain_error(error)

@@ -89,21 +89,21 @@ class Remeasure(Settings):
 
     @property
     def moved(self) -> dict[str, dict[str, Any]]:
-        """Return the given options of measures by name, by measure."""
+        """Return the typed options of measures: by measure, then by name."""
         moved: dict[str, dict[str, Any]] = {}
         for name, measure in load_measures().items():
-            for each in measure.moved.keys() & self.model_fields_set:
-                moved.setdefault(name, {})[each] = getattr(self, each)
+            for field in measure.moved.keys() & self.model_fields_set:
+                moved.setdefault(name, {})[field] = getattr(self, field)
         return moved
 
 
 @cache
 def load_remeasure() -> type[Remeasure]:
     """Return the options of a MODEL that is measured like a baseline, with those of measures."""
-    added: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for measure in load_measures().values():
-        added |= measure.moved
-    return add_options(Remeasure, added)
+        fields |= measure.moved
+    return add_options(Remeasure, fields)
 
 
 def report(reports: SavedReports, output: Output, extent: Several, terminal: Terminal) -> None:
@@ -164,23 +164,25 @@ def compare(
       lipaudit compare before.json after.json
       lipaudit compare standard.json jasmin.json robust.json -o compared.html
     """
-    from lipaudit.gate import compare as compared
+    from lipaudit import gate
     from lipaudit.report import REPORT, of_comparison
 
     check_outputs(output, REPORT)
+    first, *others = reports
+    models = sum(not is_report(other) for other in others)
     # The store of a launcher serves one run: two models would use one port.
-    if (models := sum(not is_report(each) for each in reports[1:])) > 1:
+    if models > 1:
         require_alone("comparing several")
         if how.report:
             raise UsageError(
                 f"--report names one file, and {models} MODELs are measured",
                 "Leave it out: each report gets a folder.",
             )
-    loaded = [schema.load(reports[0])]
-    for each in reports[1:]:
-        loaded.append(read_or_measure(each, loaded[0], Path(reports[0]), how, terminal))
+    loaded = [schema.load(first)]
+    for other in others:
+        loaded.append(read_or_measure(other, loaded[0], Path(first), how, terminal))
     emit(
-        of_comparison(compared(loaded), loaded),
+        of_comparison(gate.compare(loaded), loaded),
         output,
         always=False,
         terminal=terminal,
@@ -227,24 +229,30 @@ def gate(
     if not is_report(current):
         require_judgeable(settings["rules"], before)
     report = read_or_measure(current, before, baseline, how, terminal)
-    judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
-    subject = of_judgement(judged)
+    judgement = judge(report, before, **settings)
+    judgement = judgement.model_copy(update={"baseline_file": str(baseline)})
+    subject = of_judgement(judgement)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        # GitHub shows the first file below the job; later steps of the workflow read the verdict
-        # in the second, where a newline would end the value.
-        verdict = f"verdict={' '.join(judged.reason.split())}\n".encode()
-        page = render(subject, "markdown")
-        for name, text in {"GITHUB_STEP_SUMMARY": page, "GITHUB_OUTPUT": verdict}.items():
-            if path := os.environ.get(name):
-                with Path(path).open("ab") as file:
-                    file.write(text)
+        # GitHub shows this file below the job.
+        _append("GITHUB_STEP_SUMMARY", render(subject, "markdown"))
+        # Later steps of the workflow read this one. A newline would end the value.
+        verdict = " ".join(judgement.reason.split())
+        _append("GITHUB_OUTPUT", f"verdict={verdict}\n".encode())
     emit(subject, output)
-    raise typer.Exit(judged.exit_code)
+    raise typer.Exit(judgement.exit_code)
+
+
+def _append(variable: str, content: bytes) -> None:
+    """Append to the file that an environment variable names, if it is set."""
+    path = os.environ.get(variable)
+    if path:
+        with Path(path).open("ab") as file:
+            file.write(content)
 
 
 baselines = Group(
     name="baseline",
-    places={
+    members={
         name: ("Commands", f"lipaudit.cli.judge:{name}") for name in ("save", "update", "check")
     },
     help="Save, update and check a baseline.",
@@ -263,13 +271,11 @@ def save(
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
     if output.exists():
-        if output == DEFAULT_BASE:
-            where = ""
-        else:
-            where = f" -o {shlex.quote(str(output))}"
+        words = shlex.quote(str(report))
+        if output != DEFAULT_BASE:
+            words += f" -o {shlex.quote(str(output))}"
         raise UsageError(
-            f"{output} exists",
-            f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'",
+            f"{output} exists", f"Use: lipaudit baseline update {words} --reason '...'"
         )
     update(report, reason, terminal, output)
 
@@ -297,8 +303,9 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
     """Check that a baseline can be read and gated against."""
     from lipaudit.gate.conditions import find_problems, load_baseline
 
-    if reasons := find_problems(load_baseline(baseline)):
-        raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
+    problems = find_problems(load_baseline(baseline))
+    if problems:
+        raise BaselineError(f"{baseline}: {problems[0]}", "Save a new one from a finished report.")
     emit_facts({"baseline": str(baseline), "fit": True}, output, [f"{baseline}: usable"])
 
 
@@ -357,8 +364,9 @@ def _repeat_run(baseline: Report, how: Remeasure) -> RunOptions:
     """Return the options of the baseline's run, but for those that are given now."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    given = how.model_fields_set & RunOptions.model_fields.keys()
-    return RunOptions.parse(run | {name: getattr(how, name) for name in given})
+    for name in how.model_fields_set & RunOptions.model_fields.keys():
+        run[name] = getattr(how, name)
+    return RunOptions.parse(run)
 
 
 def is_report(given: str) -> bool:
@@ -370,37 +378,50 @@ def _plan_again(
     model: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
 ) -> Request:
     """Return the request of the baseline for another model; given options change only paths."""
-    from lipaudit.attacks.transfer import find_saved
     from lipaudit.engine.prepare import Request
-    from lipaudit.gate.conditions import list_examples
 
-    measures = {}
-    counts = {}
     moved = how.moved
-    attacked = baseline.section("attack")
     examples = moved.get("attack", {}).get("transfer", ())
-    tried = attacked is not None and any(row.get("attack") == "transfer" for row in attacked.rows)
-    if not examples and (saved := list_examples(baseline)):
-        examples = find_saved(saved, file.parent)
-        which = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
-        terminal.tell(f"examples that {file} saved, tried again: {which}")
-    text = "the attack transfer tried examples of another model"
-    advice = "--transfer FILE."
-    wanting = tried and not examples
-    if wanting:
-        raise BaselineError(f"baseline: {text}", f"Give this model examples too: {advice}")
+    if not examples:
+        examples = _find_examples(baseline, file, terminal)
     for measure, given in moved.items():
         if baseline.section(measure) is None:
             text = f"{flag(min(given))} needs a section {measure} in the baseline"
             raise UsageError(text, "Leave it out.")
     moved["attack"] = {"transfer": examples}
+    measures = {}
+    counts = {}
     for section in baseline.sections:
         if "." not in section.measure:
             kind = find_measure(section.measure).options
-            # `once` has values that old reports lack: the defaults of that time.
-            known = {**kind.once, **section.settings, **moved.get(section.measure, {})}
-            measures[section.measure] = kind.parse(known)
+            settings = {**kind.older_defaults, **section.settings}
+            measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
             counts[section.measure] = len(section.ids) or baseline.run.data.samples
     options = _repeat_run(baseline, how)
     place = launcher.find_place()
     return Request(model, measures, options, counts, command=typed_command(), place=place)
+
+
+def _find_examples(baseline: Report, file: Path, terminal: Terminal) -> tuple[Path, ...]:
+    """Return the adversarial examples that the baseline saved, where they still are.
+
+    Raises:
+        BaselineError: it tried examples of another model, and there are none to try now.
+    """
+    from lipaudit.attacks.transfer import find_saved
+    from lipaudit.gate.conditions import list_examples
+
+    examples: tuple[Path, ...] = ()
+    saved = list_examples(baseline)
+    if saved:
+        examples = find_saved(saved, file.parent)
+        names = ", ".join(map(str, examples)) or "none: moved or changed, see --transfer"
+        terminal.tell(f"examples that {file} saved, tried again: {names}")
+    attack = baseline.section("attack")
+    rows = attack.rows if attack else ()
+    if not examples and any(row.get("attack") == "transfer" for row in rows):
+        raise BaselineError(
+            "baseline: the attack transfer tried examples of another model",
+            "Give this model examples too: --transfer FILE.",
+        )
+    return examples

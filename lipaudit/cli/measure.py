@@ -46,38 +46,21 @@ def make_measure(name: str) -> Callable[..., None]:
         extent: Extent,
         terminal: Terminal,
     ) -> None:
+        """Measure the model, or run what an option does in place of measuring."""
         for alone, function in kind.alone.items():
             if getattr(options, alone) is None:
                 continue
             if model is not None:
-                text = f"{flag(alone)} has models of its own, so the MODEL {model} has no effect"
-                raise UsageError(text, "Leave one of the two out.")
+                raise UsageError(
+                    f"{flag(alone)} has models of its own, so the MODEL {model} has no effect",
+                    "Leave one of the two out.",
+                )
             load_object(function)(options, run, output)
             return
         if model is None:
-            others = " or ".join(map(flag, kind.alone))
-            raise UsageError("missing argument 'MODEL'", f"Give a MODEL, or {others}.")
-        from lipaudit.api import open_job
-        from lipaudit.cli.progress import OnStderr
-        from lipaudit.engine import execute, prepare
-        from lipaudit.report import REPORT
-
-        check_outputs(output, REPORT)
-        command, place = typed_command(), launcher.find_place()
-        request = prepare.Request(model, {name: options}, run, command=command, place=place)
-        if run.shard:
-            measure_shard(request, output, terminal)
-            return
-        with (
-            OnStderr(terminal) as observer,
-            open_job(model, request) as job,
-            execute.run_job(job, observer) as report,
-        ):
-            if report is None:
-                return
-            observer.silence.close()
-            emit(report, output, details=extent.details)
-        require_whole({model: report}, "Run the same command with --resume to measure the rest.")
+            flags = " or ".join(map(flag, kind.alone))
+            raise UsageError("missing argument 'MODEL'", f"Give a MODEL, or {flags}.")
+        _measure_one(name, model, options, run, output, extent, terminal)
 
     measure.__kwdefaults__ = {"model": None} if kind.alone else {}
     measure.__doc__ = kind.__doc__
@@ -87,6 +70,40 @@ def make_measure(name: str) -> Callable[..., None]:
         "run": Annotated[RunOptions, {"samples": str(kind.samples)}],
     }
     return measure
+
+
+def _measure_one(
+    name: str,
+    model: str,
+    options: MeasureOptions,
+    run: RunOptions,
+    output: Output,
+    extent: Extent,
+    terminal: Terminal,
+) -> None:
+    """Run one measure on a model, and write its report; or only a shard of it."""
+    from lipaudit.api import open_job
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine import execute, prepare
+    from lipaudit.report import REPORT
+
+    check_outputs(output, REPORT)
+    command = typed_command()
+    place = launcher.find_place()
+    request = prepare.Request(model, {name: options}, run, command=command, place=place)
+    if run.shard:
+        measure_shard(request, output, terminal)
+        return
+    with (
+        OnStderr(terminal) as observer,
+        open_job(model, request) as job,
+        execute.run_job(job, observer) as report,
+    ):
+        if report is None:
+            return
+        observer.silence.close()
+        emit(report, output, details=extent.details)
+    require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
 
 def measure_shard(
@@ -160,45 +177,44 @@ def audit(
     demo = api.is_demo(*models)
     command = typed_command()
     place = launcher.find_place()
-    plans = [api.plan_audit(each, options, run, demo=demo, command=command) for each in models]
-    plans = [replace(each, draws_steepest=True, place=place) for each in plans]
+    requests = []
+    for model in models:
+        request = api.plan_audit(model, options, run, demo=demo, command=command)
+        requests.append(replace(request, draws_steepest=True, place=place))
     if run.shard:
-        measure_shard(plans[0], output, terminal, options.run_dir)
+        measure_shard(requests[0], output, terminal, options.run_dir)
         return
     # Audits that begin in the same second have different folders.
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
     folder = options.run_dir or RUNS / stamp
     reports: dict[str, Report] = {}
     with OnStderr(terminal) as observer:
-        audits = api.run_audits(models, plans, observer=observer)
+        audits = api.run_audits(models, requests, observer=observer)
         for model, report in zip(models, audits, strict=True):
             if report is None:
                 continue
             reports[model] = report
-            part = f"{len(reports)}-{_name_folder(model)}" if several else ""
+            folder_of_model = folder
+            if several:
+                folder_of_model /= f"{len(reports)}-{_name_folder(model)}"
             try:
-                target = make_folder(folder / part, "--run-dir")
+                make_folder(folder_of_model, "--run-dir")
                 for format in ("json", "html"):
-                    files.write(target / f"report.{format}", render(report, format))
+                    files.write(folder_of_model / f"report.{format}", render(report, format))
             except EvaluationError:  # such as a full disk: print the figures first
                 observer.silence.close()
                 with suppress(EvaluationError):
                     emit(of_reports(*reports.values()), output, details=extent.details)
                 raise
-    if not reports:  # rank 0 has them
+    if not reports:  # this process measured a shard for rank 0, which has the reports
         return
     subject = of_reports(*reports.values(), by=extent.rank_by)
     if several:
         files.write(folder / "report.html", render(subject, "html"))
     emit(subject, output, details=extent.details)
-    saved = shlex.quote(str(folder))
-    if several:
-        saved += "/*"
-    saved += "/report.json"
+    saved = shlex.quote(str(folder)) + ("/*/report.json" if several else "/report.json")
     terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
-    whole = all(report.status == "complete" for report in reports.values())
-    if whole and not several:
-        (report,) = reports.values()
+    if not several and report is not None and report.status == "complete":
         terminal.tell(f"next:   {_choose_next(report, saved)}")
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
 
@@ -291,13 +307,12 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
     Raises:
         UsageError: a shard, parts, several processes or a time limit are requested.
     """
-    refused = {
-        "several processes": launcher.find_place(),
-        "--shard": run and run.shard,
-        "--parts": run and run.parts,
-        "--time-limit": None if limited else run and run.time_limit,
-    }
-    for name, value in refused.items():
+    values: dict[str, object] = {"several processes": launcher.find_place()}
+    if run is not None:
+        values |= {"--shard": run.shard, "--parts": run.parts}
+        if not limited:
+            values["--time-limit"] = run.time_limit
+    for name, value in values.items():
         if value is not None:
             advice = "Leave it out. One process: no srun, and RANK and WORLD_SIZE unset."
             raise UsageError(f"{name}: only when one MODEL is measured, not for {what}", advice)
@@ -317,20 +332,25 @@ def require_whole(reports: Mapping[str, Report | Shard], again: str) -> None:
     """
     failures = []
     reasons = []
-    left = []
+    unmeasured = []
     for model, report in reports.items():
-        lead = f"{model}: " if len(reports) > 1 else ""
+        prefix = f"{model}: " if len(reports) > 1 else ""
         for measure, failure in report.failures.items():
             failures.append(failure)
-            reasons.append(f"{lead}{measure} failed: {failure.reason}")
+            reasons.append(f"{prefix}{measure} failed: {failure.reason}")
         for measure, samples in report.unmeasured.items():
-            left.append(f"{samples} samples of {measure}")
+            unmeasured.append(f"{samples} samples of {measure}")
     # A failure outweighs a time limit: its exit code tells what to fix.
     if failures:
         first = failures[0]
-        advice = f"{first.advice} {again}".strip()
-        text = f"the report is partial: {'; '.join(reasons)}"
-        raise LipauditError(text, advice, first.exit_code)
-    if left:
-        text = f"the report is partial: the time limit ended the run before {', '.join(left)}"
-        raise LipauditError(text, again, ExitCode.TIME_LIMIT)
+        raise LipauditError(
+            f"the report is partial: {'; '.join(reasons)}",
+            f"{first.advice} {again}".strip(),
+            first.exit_code,
+        )
+    if unmeasured:
+        raise LipauditError(
+            f"the report is partial: the time limit ended the run before {', '.join(unmeasured)}",
+            again,
+            ExitCode.TIME_LIMIT,
+        )

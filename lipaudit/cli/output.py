@@ -60,16 +60,17 @@ class Unheeded:
 
         Terminals also get rich's colours and cursor moves.
         """
-        shown = visible(text, keep="\n\t")
-        if shown != text:
+        safe = visible(text, keep="\n\t")
+        if safe != text:
             from rich.console import Console
 
             if Console(file=self.stream).is_terminal:
-                # Odd pieces are the escape sequences.
-                pieces = enumerate(_SEQUENCE.split(text))
-                shown = "".join(p if i % 2 else visible(p, keep="\n\t") for i, p in pieces)
+                # `split` with a group returns text and escape sequences in turn.
+                pieces = _SEQUENCE.split(text)
+                pieces[::2] = [visible(piece, keep="\n\t") for piece in pieces[::2]]
+                safe = "".join(pieces)
         with drop_output(self.stream):
-            self.stream.write(shown)
+            self.stream.write(safe)
         return len(text)
 
     def flush(self) -> None:
@@ -98,8 +99,9 @@ def check_outputs(
 
     files = {path: find_format(path, forms) for path in output.output}
     stdout = find_format(output.format or "", forms)
-    for path in output.output if writable else ():
-        require_writable(path)
+    if writable:
+        for path in output.output:
+            require_writable(path)
     return stdout, files
 
 
@@ -131,7 +133,7 @@ def emit(
     stdout, files = check_outputs(output, subject.forms, writable=not always)
     if files or output.format:
         gc.enable()  # `main` disabled it, and pages have pictures, whose garbage is large
-    refused: list[EvaluationError] = []
+    failures: list[EvaluationError] = []
     # Files first: a pipe without a reader must not prevent them.
     for path, format in files.items():
         try:
@@ -139,21 +141,26 @@ def emit(
             if terminal:
                 terminal.tell(f"wrote {path}")
         except EvaluationError as error:  # such as a full disk: print the figures
-            refused.append(error)
-    if always or output.format or not files or refused:
-        shown = subject.take(stdout.takes, short=bool(stdout.screen) and not details)
-        if stdout.screen:
-            stdout.screen(shown, sys.stdout)
-        else:
-            content = stdout.render(shown)
-            with drop_output(sys.stdout):
-                if hasattr(sys.stdout, "buffer"):
-                    sys.stdout.buffer.write(content)
-                else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
-                    sys.stdout.write(content.decode())
-        sys.stdout.flush()
-    if refused:
-        raise refused[0]
+            failures.append(error)
+    if always or output.format or not files or failures:
+        _print(subject, stdout, details=details)
+    if failures:
+        raise failures[0]
+
+
+def _print(subject: Subject, format: Format, *, details: bool) -> None:
+    """Write a result to stdout; without details a terminal gets one screen."""
+    content = subject.take(format.takes, short=bool(format.screen) and not details)
+    if format.screen:
+        format.screen(content, sys.stdout)
+    else:
+        document = format.render(content)
+        with drop_output(sys.stdout):
+            if hasattr(sys.stdout, "buffer"):
+                sys.stdout.buffer.write(document)
+            else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
+                sys.stdout.write(document.decode())
+    sys.stdout.flush()
 
 
 def emit_facts(record: Any, output: Output, lines: Sequence[str] = ()) -> None:

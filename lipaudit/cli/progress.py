@@ -40,14 +40,14 @@ class OnStderr(Observer):
             failed measure.
         console: where it is drawn.
         bar: the bar of the current measure, on a terminal.
-        said: notes that were printed.
+        printed: code and text of the notes that were printed, with # for measures and numbers.
         silence: keeps stdout for the result, inside the block until it is closed.
     """
 
     terminal: Terminal
     console: Console = field(default_factory=make_console)
     bar: Progress | None = None
-    said: set[tuple[str, str]] = field(default_factory=set)
+    printed: set[tuple[str, str]] = field(default_factory=set)
 
     def __enter__(self) -> Self:
         gc.enable()  # `main` disabled it, and the garbage of models holds tensors
@@ -70,13 +70,13 @@ class OnStderr(Observer):
         # Every measure of an audit repeats notes on loading: print only the first.
         if self.terminal.quiet:
             return
-        blank = note.text
+        template = note.text
         if note.code not in ("reused", "so-far"):
             measures = "|".join(load_measures())
-            blank = re.sub(rf"\d[\d.,]*|\b({measures})\b", "#", blank)
-        if (note.code, blank) in self.said:
+            template = re.sub(rf"\d[\d.,]*|\b({measures})\b", "#", template)
+        if (note.code, template) in self.printed:
             return
-        self.said.add((note.code, blank))
+        self.printed.add((note.code, template))
         colour = "yellow" if note.level == "warning" else "dim"
         text = escape(visible(note.text))
         self.console.print(f"[{colour}]note:[/] {text}")
@@ -85,7 +85,8 @@ class OnStderr(Observer):
         """Start a bar, or the clock without a terminal."""
         self.total = samples
         self.done = 0
-        self.start = self.last = time.monotonic()
+        self.start = time.monotonic()
+        self.last_line = self.start
         if not self.terminal.quiet and self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -111,14 +112,14 @@ class OnStderr(Observer):
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done)
             return
-        is_due = now - self.last >= HEARTBEAT
+        is_due = now - self.last_line >= HEARTBEAT
         # No estimate is possible before the first sample or after the last.
         if is_due and 0 < done < self.total and not self.terminal.quiet:
             seconds = (now - self.start) / done
             left = seconds * (self.total - done)
             text = f"{measure}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
             self.console.print(text, markup=False)
-            self.last = now
+            self.last_line = now
 
     def fails(self, measure: str, error: Exception) -> None:
         """Remove the bar, and print that the other measures continue."""

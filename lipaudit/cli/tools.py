@@ -62,16 +62,16 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
     """
     from lipaudit.report.topics import FORMULA, find_topics
 
-    every = list_explanations()
+    all_topics = list_explanations()
     text = " ".join(name or ())
     if not text:
-        emit_facts([asdict(topic) for topic in every], output, _list_names(every))
+        emit_facts([asdict(topic) for topic in all_topics], output, _list_names(all_topics))
         return
-    topics = find_topics(text, every)
+    topics = find_topics(text, all_topics)
     if not topics:
-        names = (name for topic in every for name in topic.names)
-        known = dict.fromkeys(name for name in names if name.isascii())  # what can be typed
-        advice = suggestion(text, known, "lipaudit explain lists every name.")
+        names = (name for topic in all_topics for name in topic.names)
+        typeable = dict.fromkeys(name for name in names if name.isascii())
+        advice = suggestion(text, typeable, "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
     lines: list[str] = []
     printed: set[str] = set()
@@ -81,11 +81,12 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
             lines.append("")
         titles = ", ".join(topic.title for topic in alike)
         lines += _wrap(f"{titles}: {meaning}", "", "  ")
-        for paragraph in dict.fromkeys(p for topic in alike for p in topic.details):
-            if paragraph not in printed:
-                printed.add(paragraph)
-                lines += _wrap(paragraph, "  ", "  ")
-    if any(paragraph.startswith(FORMULA) for topic in topics for paragraph in topic.details):
+        for topic in alike:
+            for paragraph in topic.details:
+                if paragraph not in printed:
+                    printed.add(paragraph)
+                    lines += _wrap(paragraph, "  ", "  ")
+    if any(paragraph.startswith(FORMULA) for paragraph in printed):
         lines += ["", *_wrap(SYMBOLS)]
     emit_facts([asdict(topic) for topic in topics], output, lines)
 
@@ -102,9 +103,10 @@ def _list_names(topics: Iterable[Topic]) -> list[str]:
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Return the lines of a text for the terminal, with indents of the first and the rest."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole)
+    whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole_words)
 
 
 def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
@@ -113,20 +115,16 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
     width = max(map(len, facts)) + 2
     indent = " " * width
     for name, value in facts.items():
+        values = [value]
         if isinstance(value, list):
             values = value
-        else:
-            values = [value]
-        if isinstance(value, dict):
+        elif isinstance(value, dict):
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
-        # The name stands in front of the first value only.
-        lead = name.ljust(width)
-        for each in values:
-            text = "none"
-            if each is not None:
-                text = str(each)
-            lines += _wrap(text, lead, indent)
-            lead = indent
+        first = name.ljust(width)  # in front of the first value only
+        for item in values:
+            text = "none" if item is None else str(item)
+            lines += _wrap(text, first, indent)
+            first = indent
     emit_facts(facts, output, lines)
 
 
@@ -147,14 +145,14 @@ def env(output: Output, terminal: Terminal) -> None:
     devices = []
     for name in names:
         try:
-            place = find_device(name)
+            device = find_device(name)
         except UsageError as error:
             devices.append(f"{name} (not usable: {error.message})")
             continue
         # The CPU lacks this function.
-        describe = getattr(torch.get_device_module(place), "get_device_name", None)
+        describe = getattr(torch.get_device_module(device), "get_device_name", None)
         if describe is not None:
-            name += f" ({describe(place)})"
+            name += f" ({describe(device)})"
         devices.append(name)
     facts = versions() | {
         "platform": sys.platform,
@@ -186,8 +184,8 @@ def models(
 
     Example: lipaudit models vit_tiny
     """
-    known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))
-    names = [each for each in known if name in each]
+    all_names = (*demo_names(), *(f"timm:{model}" for model in timm_names()))
+    names = [model for model in all_names if name in model]
     if not names:
         advice = suggestion(name, timm_names(), "Try: vit, swin")
         raise UsageError(f"no model has {name!r} in its name", advice)
@@ -241,8 +239,8 @@ def init(
     require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())
-    measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
-    terminal.tell(f"Wrote {output}. {measured}")
+    model = shlex.quote(f"py:{output}:model")
+    terminal.tell(f"Wrote {output}. Measure it: lipaudit bounds {model}")
 
 
 def schema(output: Output, terminal: Terminal) -> None:

@@ -122,7 +122,7 @@ def describe_shard(job: Job) -> Shard:
     for name, options in job.request.measures.items():
         measures[name] = MeasurePlan(
             samples=job.counts[name],
-            options=to_json_values(options.model_dump() | options.unkept()),
+            options=to_json_values(options.model_dump() | options.list_unsaved()),
             folder=name_folder(identify(job, name, options)),
         )
     return Shard(

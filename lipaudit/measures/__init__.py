@@ -56,6 +56,7 @@ def find_measure(name: str) -> Measure:
 
 
 def _find_fault(name: str, measure: Measure) -> str:
+    """Return what is wrong with the tables of a plug-in's measure; empty if nothing is."""
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != name:
         return f"has no table of the section {name!r}"
@@ -126,18 +127,18 @@ USUAL = ("bounds", "attention", "jacobian", "attack")
 @cache
 def load_audit_options() -> type[AuditOptions]:
     """Return the options of an audit, with those that measures add."""
-    added: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     measures = load_measures()
     for name, measure in measures.items():
         if measure.audit.switch:
-            added[name] = option(False, measure.audit.switch)
-            added[name].annotation = bool
+            fields[name] = option(False, measure.audit.switch)
+            fields[name].annotation = bool
     for measure in measures.values():
         for name, end in measure.audit.options.items():
-            known = measure.options.options()[name]
-            added[name] = option(None, known.help + end, *known.flags, need=_need_user(name))
-            added[name].annotation = str | None
-    return add_options(AuditOptions, added)
+            own = measure.options.options()[name]
+            fields[name] = option(None, own.help + end, *own.flags, need=_need_user(name))
+            fields[name].annotation = str | None
+    return add_options(AuditOptions, fields)
 
 
 def _need_user(name: str) -> Need:
@@ -185,10 +186,10 @@ class AuditOptions(Settings):
         return names
 
     @model_validator(mode="after")
-    def _some(self) -> AuditOptions:
-        run = self.only or USUAL
+    def _require_some(self) -> AuditOptions:
+        by_default = self.only or USUAL
         for name in self.skip or ():
-            if name not in run:
+            if name not in by_default:
                 raise UsageError(f"--skip {name}: an audit does not run it by default")
         if not self.names:
             raise UsageError("no measure is left to run", "Choose a measure with --only.")
@@ -197,14 +198,14 @@ class AuditOptions(Settings):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the requested measures, in order."""
-        wanted = set(USUAL)
+        names = set(USUAL)
         if self.only is not None:
-            wanted = set(self.only)
+            names = set(self.only)
         for name, measure in load_measures().items():
-            if measure.audit.switch and getattr(self, name):
-                wanted.add(name)
-        wanted -= set(self.skip or ())
-        return tuple(name for name in load_measures() if name in wanted)
+            if measure.audit.switch and getattr(self, name):  # an option of its own: --certify
+                names.add(name)
+        names -= set(self.skip or ())
+        return tuple(name for name in load_measures() if name in names)
 
     @property
     def given(self) -> dict[str, str]:
@@ -219,12 +220,15 @@ class AuditOptions(Settings):
 
     @property
     def required(self) -> frozenset[str]:
-        """Return the measures that the user named: it is an error if one cannot run."""
-        named = set(self.only or ())
+        """Return the measures that the user named: it is an error if one cannot run.
+
+        An option of a measure, such as --eps, names it, too.
+        """
+        names = set(self.only or ())
         for name, measure in load_measures().items():
             if not measure.audit.options.keys().isdisjoint(self.given):
-                named.add(name)
-        return frozenset(named)
+                names.add(name)
+        return frozenset(names)
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
         """Return the options of every measure.
@@ -232,12 +236,12 @@ class AuditOptions(Settings):
         Raises:
             UsageError: for a bad radius, attack or norm.
         """
-        asked = AuditRequest(self.given, demo, self.find_size(demo=demo))
+        request = AuditRequest(self.given, demo, self.find_size(demo=demo))
         options: dict[str, MeasureOptions] = {}
         for name in self.names:
             measure = load_measures()[name]
             plan = measure.audit.plan
-            options[name] = measure.options() if plan is None else plan(asked)
+            options[name] = measure.options() if plan is None else plan(request)
         return options
 
     def find_size(self, *, demo: bool) -> Literal["quick", "usual", "full"]:

@@ -7,7 +7,7 @@ kept, so a map of 8192 x 8192 is never in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.data.batch import Batch
+    from lipaudit.measures.drawings import DrawnMap
     from lipaudit.measures.layers import Reduced
     from lipaudit.models.attention.capture import Layer
     from lipaudit.models.net import Net
@@ -93,9 +94,11 @@ class AttentionOptions(MeasureOptions):
         for section in sections:
             if section.measure == "bounds":
                 rows += section.rows
-        for row in largest(rows, "exact", 1):
-            return self.model_copy(update={"map": f"{row.layer}.{row.head}"})
-        return self
+        steepest = largest(rows, "exact", 1)
+        if not steepest:
+            return self
+        row = steepest[0]
+        return self.model_copy(update={"map": f"{row.layer}.{row.head}"})
 
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
@@ -109,15 +112,19 @@ FEW = 0.05
 LITTLE = 0.2
 
 
+def _average(rows: Sequence[Row], name: str) -> float:
+    """Return the mean of a column over the rows."""
+    return sum(finite(row[name] for row in rows)) / len(rows)
+
+
 def read_fragile(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the share of rows in the fragile regime (mean over heads)."""
     rows = [row for row in section.rows if finite([row.intermediate])]
     if not rows:
         return
-    share, uniform, categorical = (
-        sum(finite(row[name] for row in rows)) / len(rows)
-        for name in ("intermediate", "uniform", "categorical")
-    )
+    share = _average(rows, "intermediate")
+    uniform = _average(rows, "uniform")
+    categorical = _average(rows, "categorical")
     fragile = sum(row.intermediate > HALF for row in rows)
     text = f"in {fragile} of {len(rows)} heads over half"
     shares = report.section("jacobian.shares")
@@ -256,41 +263,65 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     Raises:
         UsageError: the model has no such head to draw.
     """
-    import torch
-
-    from lipaudit.measures.drawings import draw_map
     from lipaudit.measures.layers import by_layer
 
-    asked = None if options.map is None else read_head(options.map)
-    drawn: dict[str, Values] = {}  # the map of that head, on the first sample
-    tokens: list[str] = []  # and its tokens
-    windowed: dict[int, None] = {}  # layers whose attention is limited to windows of a sample
-
-    def reduce_layer(layer: Layer) -> Reduced:
-        if asked is not None and not drawn and layer.site.index == asked[0]:
-            drawn["map"], drawn["map_tokens"], tokens[:] = draw_map(net, layer, asked[1])
-        if len(layer.attention.q) > layer.samples:
-            windowed[layer.site.index] = None
-        with torch.inference_mode():
-            return layer_statistics(layer, options)
-
-    how: dict[str, Any] = {"layers": options.layers, "projections": False}
-    for number, part in enumerate(by_layer(net, batches, reduce_layer, **how)):
-        if asked is not None and not drawn:
-            advice = f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers)."
-            raise UsageError(f"layer {asked[0]} is not measured, so there is no map of it", advice)
-        remarks = part.notes
-        if windowed:
+    reader = _LayerReader(net, options)
+    if options.map is not None:
+        reader.head = read_head(options.map)
+    parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
+    for number, part in enumerate(parts):
+        notes = part.notes
+        if reader.windowed:
+            layers = few([str(index) for index in reader.windowed])
             text = (
-                f"layers {few([str(index) for index in windowed])} attend within windows of a "
-                "sample: p_norm is the largest of all windows, and sinks number the keys of a "
-                "window"
+                f"layers {layers} attend within windows of a sample: p_norm is the largest of all "
+                "windows, and sinks number the keys of a window"
             )
-            remarks += (Note.info("windows", text),)
-        if drawn and number == 0:  # arrays of the whole part
-            values = {**part.values, **{name: array[None] for name, array in drawn.items()}}
-            part = replace(part, values=values, facts={**part.facts, "tokens": tokens})
-        yield replace(part, notes=remarks)
+            notes += (Note.info("windows", text),)
+        part = replace(part, notes=notes)
+        if reader.head is not None and number == 0:  # the map is of the first sample
+            if reader.map is None:
+                raise UsageError(
+                    f"layer {reader.head[0]} is not measured, so there is no map of it",
+                    f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
+                )
+            # One map for the whole part: the first axis has length 1.
+            arrays = (reader.map.values[None], reader.map.counts[None])
+            values = {**part.values, **dict(zip(MAP, arrays, strict=True))}
+            part = replace(part, values=values, facts={**part.facts, "tokens": reader.map.tokens})
+        yield part
+
+
+@dataclass
+class _LayerReader:
+    """Reads the statistics of layers, and the map of one head on the first sample.
+
+    Attributes:
+        net: the model.
+        options: the options.
+        head: layer and number of the head whose map is drawn; None: no map.
+        map: its map; None before the first sample.
+        windowed: layers whose attention is limited to windows of a sample, as keys.
+    """
+
+    net: Net
+    options: AttentionOptions
+    head: tuple[int, int] | None = None
+    map: DrawnMap | None = None
+    windowed: dict[int, None] = field(default_factory=dict)
+
+    def read(self, layer: Layer) -> Reduced:
+        """Return the statistics of a layer."""
+        import torch
+
+        from lipaudit.measures.drawings import draw_map
+
+        if self.head is not None and self.map is None and layer.site.index == self.head[0]:
+            self.map = draw_map(self.net, layer, self.head[1])
+        if len(layer.attention.q) > layer.samples:
+            self.windowed[layer.site.index] = None
+        with torch.inference_mode():
+            return layer_statistics(layer, self.options)
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
@@ -300,45 +331,57 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     from lipaudit.measures.layers import per_sample, sum_windows
     from lipaudit.theory import softmax
 
-    heads, samples = layer.attention, layer.samples
-    batch, count, queries = heads.q.shape[:3]
-    parts = []
+    heads = layer.attention
+    samples = layer.samples
+    batch, count, queries = heads.q.shape[:3]  # rows of the batch, heads, queries
+    pieces = []
     for chunk in heads.policy.chunks(count, batch * queries * heads.k.shape[2], ENTRIES):
-        some = heads.pick(chunk)
-        # The inputs of P in float64; the bias is cast row by row later. Contiguous, as `Heads.to`
-        # needs it: the product would copy a view.
-        dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
-        q, k, scale = (t.to(**dense) for t in (some.q, some.k, some.scale))
-        sink = None if some.sink is None else some.sink.double()
-        some = replace(some, q=q, k=k, v=some.v[..., :0], scale=scale, sink=sink)
-        parts.append(_read_map(some, options))
-    read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-    mass, p_norm = read.pop("mass"), read.pop("p_norm")
-    by_row = softmax.row_statistics(softmax.RowProfile(**read), gamma=options.gamma)
-    # The mean attention on the first and on the most attended key, and the position of the latter.
+        pieces.append(_read_map(_cast_inputs(heads.pick(chunk)), options))
+    figures = {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
+    mass = figures.pop("mass")
+    p_norm = figures.pop("p_norm")
+    by_row = softmax.row_statistics(softmax.RowProfile(**figures), gamma=options.gamma)
+    # (samples, heads, keys): the share of all attention that each key gets.
     received = sum_windows(mass, heads.sample, samples)
     share = received / received.sum(-1, keepdim=True)
-    largest = share.max(-1)
-    counts = attention_rows.count_rows(by_row, heads.sample, samples)
-    kept = {}
+    most_attended = share.max(-1)
+    statistics = _reduce_rows(by_row, heads.sample, samples)
+    statistics |= attention_rows.count_rows(by_row, heads.sample, samples)
     if options.rows is not None:
-        by_sample = attention_rows.keep_rows(by_row, heads.sample, samples)
-        kept = {f"{ROWS}{layer.site.index}": by_sample}
-    return (
-        _reduce_rows(by_row, heads.sample, samples)
-        | counts
-        | kept
-        | {
-            "sink": torch.stack([share[..., 0], largest.values], -1),
-            "sink_token": largest.indices,
-            "p_norm": per_sample(p_norm, heads.sample),
-            "tokens": torch.full((samples, count), heads.k.shape[2]),
-        }
+        rows = attention_rows.keep_rows(by_row, heads.sample, samples)
+        statistics[f"{ROWS}{layer.site.index}"] = rows
+    return statistics | {
+        "sink": torch.stack([share[..., 0], most_attended.values], -1),
+        "sink_token": most_attended.indices,
+        "p_norm": per_sample(p_norm, heads.sample),
+        "tokens": torch.full((samples, count), heads.k.shape[2]),
+    }
+
+
+def _cast_inputs(heads: Heads) -> Heads:
+    """Return heads with the inputs of P in float64, and without values, which P does not need.
+
+    The bias, which may be large, is cast row by row later. Tensors are contiguous: the product
+    q k^T would copy a view.
+    """
+    import torch
+
+    dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
+    return replace(
+        heads,
+        q=heads.q.to(**dense),
+        k=heads.k.to(**dense),
+        scale=heads.scale.to(**dense),
+        sink=None if heads.sink is None else heads.sink.double(),
+        v=heads.v[..., :0],
     )
 
 
 def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
-    """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||."""
+    """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||.
+
+    They have shapes (batch, heads, queries), (batch, heads, keys) and (batch, heads).
+    """
     import torch
 
     from lipaudit.theory import softmax
@@ -348,32 +391,36 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
-    # ||P|| needs the whole map; of longer ones only some rows are in memory at a time.
-    whole = heads.attention() if max(queries, keys) <= options.p_norm_tokens else None
-    chunks = []
+    p_norm = mass.new_full((batch, count), torch.nan)
+    whole = None
+    if max(queries, keys) <= options.p_norm_tokens:
+        whole = heads.attention()
+        p_norm = map_norm(whole, 1e-7)
+    pieces = []
     for chunk in heads.policy.chunks(queries, batch * count * keys, ENTRIES):
-        start, stop = chunk.start, chunk.stop
-        if whole is None:
-            p, reach = rows_in_reach(heads, start, stop)
+        if whole is None:  # P of a long text: some rows at a time, of the keys that they can see
+            p, reach = rows_in_reach(heads, chunk.start, chunk.stop)
         else:
-            p, reach = whole[:, :, chunk], slice(None)
+            p = whole[:, :, chunk]
+            reach = slice(None)
         mass[..., reach] += p.sum(-2)
-        seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
+        visible = heads.visible(chunk.start, chunk.stop).sum(-1).expand(p.shape[:-1])
+        profile = softmax.profile_rows(p, options.k, keys=visible)
         # Clones, because views would keep all rows in memory.
-        chunks.append([column.clone() for column in softmax.profile_rows(p, options.k, keys=seen)])
-    columns = zip(*chunks, strict=True)
-    rows = {n: torch.cat(c, 2) for n, c in zip(softmax.RowProfile._fields, columns, strict=True)}
-    p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)
-    return rows | {"mass": mass, "p_norm": p_norm}
+        pieces.append([column.clone() for column in profile])
+    columns = [torch.cat(column, 2) for column in zip(*pieces, strict=True)]
+    figures = dict(zip(softmax.RowProfile._fields, columns, strict=True))
+    return figures | {"mass": mass, "p_norm": p_norm}
 
 
 def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics per row, (batch, heads, rows), to sums and maxima."""
+    """Reduce statistics per row, (batch, heads, rows), to sums and maxima by sample and head."""
     import torch
 
     from lipaudit.measures.layers import per_sample, sum_windows
 
-    rows = torch.stack([by_row[name] for name in MEANS], 2)
+    rows = torch.stack([by_row[name] for name in MEANS], 2)  # (batch, heads, statistics, rows)
+    # Rows with few keys have no regime; rows of padding have no statistic at all.
     short = by_row["uniform"].isnan() & ~by_row["top1"].isnan()
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
@@ -392,47 +439,60 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
     of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
-    total, count, largest = arrays["total"], arrays["count"], arrays["largest"].max(0)
+    # Sums over rows, and the number of rows behind them; rows of few keys have no regime.
+    total = arrays["total"]
+    count = arrays["count"]
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)
         means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
+    maxima = arrays["largest"].max(0)
+    sinks = arrays["sink"].mean(0)
     rows = base.make_rows(
         ATTENTION_TABLE,
         parts[0].facts["heads"],
         **dict(zip(MEANS, means.T, strict=True)),
         tokens=arrays["tokens"].max(0),
-        g1_max=largest[:, 0],
-        softmax_norm_max=largest[:, 1],
-        sink_first=arrays["sink"].mean(0)[:, 0],
-        sink_max=arrays["sink"].mean(0)[:, 1],
-        sink_token=[int(np.bincount(places).argmax()) for places in arrays["sink_token"].T],
+        g1_max=maxima[:, 0],
+        softmax_norm_max=maxima[:, 1],
+        sink_first=sinks[:, 0],
+        sink_max=sinks[:, 1],
+        sink_token=[int(np.bincount(positions).argmax()) for positions in arrays["sink_token"].T],
         short_rows=arrays["short"].sum(0).astype(int),
         p_norm=arrays["p_norm"].mean(0),
     )
-    # What a comparison reads of each sample, and the number of rows behind it if that varies.
-    weights = {"rows": "g1", "long_rows": "uniform"}
-    counts = {name: count[..., MEANS.index(of)] for name, of in weights.items()}
-    reductions = [column.reduction for column in ATTENTION_TABLE.columns.values()]
-    kept = {how.values: of_samples[..., MEANS.index(how.values)] for how in reductions if how}
-    kept |= {name: each for name, each in counts.items() if (each != each[:1]).any()}
-    kept |= attention_rows.join_counts(arrays, [layer for layer, *_ in parts[0].facts["heads"]])
+    # What a comparison reads of each sample: statistics, and their number of rows if it varies.
+    stored: dict[str, Values] = {}
+    for column in ATTENTION_TABLE.columns.values():
+        if column.reduction is not None:
+            name = column.reduction.values
+            stored[name] = of_samples[..., MEANS.index(name)]
+    counts = {
+        "rows": count[..., MEANS.index("g1")],
+        "long_rows": count[..., MEANS.index("uniform")],
+    }
+    stored |= {name: values for name, values in counts.items() if (values != values[:1]).any()}
+    layers = [layer for layer, _, _ in parts[0].facts["heads"]]
+    stored |= attention_rows.join_counts(arrays, layers)
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
-        # `make_section` stores transposed arrays: a map keeps its axes if it comes transposed.
-        kept |= {f"{n}@{options.map}": first.values[n][0].T for n in MAP}
-        if tokens := first.facts["tokens"]:
+        for name in MAP:
+            # `make_section` transposes arrays: a map keeps its axes if it comes transposed.
+            stored[f"{name}@{options.map}"] = first.values[name][0].T
+        tokens = first.facts["tokens"]
+        if tokens:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
     notes = base.notes(parts)
-    short, counted = int(arrays["short"].sum()), int(counts["rows"].sum())
-    if 2 * short > counted:
+    short = int(arrays["short"].sum())
+    all_rows = int(counts["rows"].sum())
+    if 2 * short > all_rows:
         text = (
-            f"{short} of {counted} rows have at most {SHORT_ROW} keys, too few for fragile rows "
+            f"{short} of {all_rows} rows have at most {SHORT_ROW} keys, too few for fragile rows "
             "to differ. The shares of regimes leave them out"
         )
         notes += (Note.info("short-rows", text),)
     section = base.make_section(
-        ATTENTION_TABLE, parts, options, rows, notes, arrays=kept, attended=attended
+        ATTENTION_TABLE, parts, options, rows, notes, arrays=stored, attended=attended
     )
     return [section]
 

@@ -65,9 +65,9 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     counts = {}
     for name, lower in CLASSES.items():
         ends = torch.tensor(lower[1:], dtype=torch.float64, device=sample.device)
-        place = torch.bucketize(values[name], ends, right=True)
+        number = torch.bucketize(values[name], ends, right=True)  # of the row's class
         known = ~values[name].isnan()
-        members = torch.nn.functional.one_hot(place, len(lower)) * known[..., None]
+        members = torch.nn.functional.one_hot(number, len(lower)) * known[..., None]
         counts[name] = sum_windows(members.sum(-2), sample, samples)
     return counts
 
@@ -123,6 +123,7 @@ def _list_rows(part: Part) -> Iterator[dict[str, Values]]:
     for name, values in part.values.items():
         if not name.startswith(ROWS):
             continue
+        # (samples, heads, windows, rows): where there is a row.
         real = ~np.isnan(values[..., 0])
         sample, head, window, row = np.nonzero(real)
         columns = dict(zip(STATISTICS, values[real].T, strict=True))

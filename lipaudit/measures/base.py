@@ -49,8 +49,8 @@ class MeasureOptions(Settings):
 
     # Default number of samples.
     samples: ClassVar[int] = 8
-    # Values of newer options for older reports that do not have them.
-    once: ClassVar[Mapping[str, Any]] = {}
+    # Values of newer options in older reports, which do not record them.
+    older_defaults: ClassVar[Mapping[str, Any]] = {}
     # Whether the measure reads attention layers, and has no figures without one.
     reads_layers: ClassVar[bool] = False
     # Whether its predictions are those of --autocast.
@@ -112,8 +112,8 @@ class MeasureOptions(Settings):
         """Return the measure that these options ask for, with its options; as a rule this one."""
         return name, self
 
-    def unkept(self) -> dict[str, Any]:
-        """Return the options that can be typed but are not settings of the report."""
+    def list_unsaved(self) -> dict[str, Any]:
+        """Return the options that can be typed, but are not settings of the report, by name."""
         settings = self.model_dump()
         return {name: getattr(self, name) for name in self.options() if name not in settings}
 
@@ -360,11 +360,11 @@ def make_rows(
     count = max(len(values) for values in columns.values() if isinstance(values, list | tuple))
     rows: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, values in columns.items():
+        # A single value is that of all rows.
         cells = values if isinstance(values, list | tuple) else [values] * count
         for row, cell in zip(rows, _read_cells(cells), strict=True):
             row[name] = cell
-    known = layout.columns
-    return tuple(make_row(known, row) for row in rows)
+    return tuple(make_row(layout.columns, row) for row in rows)
 
 
 def _read_cells(values: Iterable[Any], *, whole: bool = False) -> list[Any]:
@@ -424,13 +424,12 @@ def make_section(
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:
     """Return the columns of a share with its 95% limits, from flags or shares (samples, rows)."""
-    lows = []
-    highs = []
-    for of_row in flags.T:
-        low, high = wilson(float(of_row.sum()), len(of_row))
-        lows.append(low)
-        highs.append(high)
-    return {name: flags.mean(0), f"{name}_low": lows, f"{name}_high": highs}
+    limits = [wilson(float(of_row.sum()), len(of_row)) for of_row in flags.T]
+    return {
+        name: flags.mean(0),
+        f"{name}_low": [low for low, _ in limits],
+        f"{name}_high": [high for _, high in limits],
+    }
 
 
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
@@ -438,16 +437,16 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
 
     Figures of a whole part go with its first piece.
     """
-    place = {name: i for i, name in enumerate(ids)}
+    position = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
     for part in parts:
-        first = place[part.ids[0]]
+        first = position[part.ids[0]]
         neighbours = ids[first : first + len(part.ids)]
         if list(part.ids) == list(neighbours):
             pieces.append(part)
         else:
             pieces += [_pick_sample(part, i) for i in range(len(part.ids))]
-    return sorted(pieces, key=lambda piece: place[piece.ids[0]])
+    return sorted(pieces, key=lambda piece: position[piece.ids[0]])
 
 
 def _pick_sample(part: Part, i: int) -> Part:
@@ -487,12 +486,11 @@ def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 def class_names(net: Net, *columns: Values) -> dict[str, str]:
     """Return the names of the classes whose numbers occur, where the model has any."""
     known = dict(enumerate(net.labels or ()))
-    occurring: set[int] = set()
+    numbers: set[int] = set()
     for column in columns:
-        occurring |= {int(number) for number in column}
-    numbers = sorted(occurring)
+        numbers.update(column.tolist())
     # Facts have text as keys.
-    return {str(number): known[number] for number in numbers if number in known}
+    return {str(number): known[number] for number in sorted(numbers) if number in known}
 
 
 def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:
@@ -559,15 +557,18 @@ def require_decision(net: Net, advice: str) -> None:
     Raises:
         InputError: it has fewer than two classes, or its embedding table was not found.
     """
-    lacks = net.lacks_classes
-    if net.classes:
-        lacks = f"{net.architecture} has one class"
-    advice += " A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
     if (net.classes or 0) < 2:
-        raise InputError(f"{lacks}, so no prediction is right or wrong", advice)
-    advice = "Write a py: factory that returns a ModelSpec with its `entry`."
+        reason = f"{net.architecture} has one class" if net.classes else net.lacks_classes
+        raise InputError(
+            f"{reason}, so no prediction is right or wrong",
+            f"{advice} A model with one logit z, (samples, 1), has to return "
+            "torch.cat([0 * z, z], 1).",
+        )
     if net.kind == "text" and net.entry is None:
-        raise InputError(f"the embedding layer of {net.architecture} was not found", advice)
+        raise InputError(
+            f"the embedding layer of {net.architecture} was not found",
+            "Write a py: factory that returns a ModelSpec with its `entry`.",
+        )
 
 
 def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
@@ -579,5 +580,5 @@ def sum_checks(parts: Sequence[Part]) -> Checks:
     """Return the signs of weak attacks, counted over all clean samples."""
     from lipaudit.attacks.signs import Checks
 
-    each = (Checks(**checks) for part in parts for checks in part.facts["checks"])
-    return reduce(Checks.__add__, each)
+    counts = (Checks(**checks) for part in parts for checks in part.facts["checks"])
+    return reduce(Checks.__add__, counts)

@@ -32,11 +32,7 @@ from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
-    from lipaudit.measures.layers import Facts, Reduced
-    from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.net import Net
-    from lipaudit.theory.heads import Heads
-    from lipaudit.theory.spectral import Norms
 
 
 class BoundsOptions(NormOptions):
@@ -61,7 +57,7 @@ class BoundsOptions(NormOptions):
 
     reads_layers: ClassVar[bool] = True
 
-    once: ClassVar[Mapping[str, Any]] = {
+    older_defaults: ClassVar[Mapping[str, Any]] = {
         "concat": True,
         "layer_within": PROVEN_WITHIN,
         "splitting": True,
@@ -101,8 +97,11 @@ class BoundsOptions(NormOptions):
 
 def _list_bounds() -> dict[str, Column]:
     """Return the columns of every bound, those of the logarithms last."""
-    pairs = [pair for bound in load_bounds().values() for pair in bound.columns().items()]
-    return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
+    columns: dict[str, Column] = {}
+    for bound in load_bounds().values():
+        columns |= bound.columns()
+    names = sorted(columns, key=lambda name: name.startswith("log10_"))  # a stable sort
+    return {name: columns[name] for name in names}
 
 
 # Number of heads that the scorecard lists.
@@ -115,11 +114,12 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     norms = finite(row.exact for row in section.rows)
     if not norms:
         return
-    known = [row for row in section.rows if finite([row.exact])]
-    first, *others = largest(known, "exact", STEEPEST)
+    rows = [row for row in section.rows if finite([row.exact])]
+    first, *others = largest(rows, "exact", STEEPEST)
     text = f"head {first.layer}.{first.head}"
     shares = report.section("jacobian.shares")
-    for row in shares.rows if shares else ():
+    shares_of_heads = shares.rows if shares else ()
+    for row in shares_of_heads:
         if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
             text += f" (share {row.share:.1%})"
     if others:
@@ -136,20 +136,21 @@ def read_tightest(headline: Headline, section: Section, report: Report) -> Itera
 
     The text also has the tightest certified bound, which holds for other inputs, too.
     """
-    ratios: dict[str, list[float]] = {}
+    log_ratios: dict[str, list[float]] = {}  # log10 of bound / exact of each head, by bound
     for name in find_bounds(section.columns):
         logs = finite(log10_ratio(row, name) for row in section.rows)
         if logs:
-            ratios[name] = logs
-    if not ratios:
+            log_ratios[name] = logs
+    if not log_ratios:
         return
-    best, *others = sorted(ratios, key=lambda name: median(ratios[name]))
-    logs = ratios[best]
+    tightest_first = sorted(log_ratios, key=lambda name: median(log_ratios[name]))
+    best = tightest_first[0]
+    logs = log_ratios[best]
     text = f"of exact, {len(logs)} heads, largest {_write_ratio(max(logs))}"
-    for name in (best, *others):
-        if section.columns[name].status == "certified":
-            certified = f"{section.columns[name].label} {_write_ratio(median(ratios[name]))}"
-            text += f"; certified: {certified}"
+    for name in tightest_first:
+        column = section.columns[name]
+        if column.status == "certified":
+            text += f"; certified: {column.label} {_write_ratio(median(log_ratios[name]))}"
             break
     label = f"{headline.label}, {section.columns[best].label}"
     value = raise_ten(median(logs))
@@ -322,133 +323,12 @@ NUMERICAL = "numerical"
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
-    from lipaudit.measures import layers
+    from lipaudit.measures.layer_bounds import describe_layers, measure_layer
+    from lipaudit.measures.layers import by_layer
 
-    reduce = partial(_measure_layer, options=options, out_norms={})
-    describe = partial(_describe_layers, options=options)
-    return layers.by_layer(net, batches, reduce, layers=options.layers, describe=describe)
-
-
-def _has_bounds(site: Site, options: BoundsOptions) -> bool:
-    """Say whether the closed form gives the norm that the options ask for."""
-    return site.closed_form and (options.input == "projections" or site.direct)
-
-
-def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
-    """Describe layers by what does not depend on the sample."""
-    from lipaudit.models.attention.capture import APART
-
-    names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
-    facts: Facts = {name: [] for name in names}
-    for site in sites:
-        closed = _has_bounds(site, options)
-        if closed:
-            kinds = site.kinds
-        else:
-            kinds = (NUMERICAL,)
-        if len(set(kinds)) == 1:
-            kind = kinds[0]
-        else:
-            kind = "/".join(kinds)
-        read = site.input if options.input == "projections" else site.module_input
-        facts["kinds"] += [kind] * site.heads
-        facts["inputs"] += [read] * site.heads
-        facts["module_inputs"] += [site.module_input] * site.heads
-        facts["reasons"] += [site.reason or ""] * site.heads
-        facts["layers"].append((site.index, site.module))
-        if closed and site.input == APART and not site.direct:
-            facts["apart"].append(site.index)
-    return facts
-
-
-def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, float]) -> Reduced:
-    """Return all figures of a layer, per (sample, head) or (sample, 1); NaN: not computed."""
-    import torch
-
-    from lipaudit.measures.layers import per_sample, require_bounds_hold
-    from lipaudit.models.attention.numeric import compute_numeric_norms
-    from lipaudit.theory.head_norms import forward_error
-    from lipaudit.theory.matrix_norms import spectral_norm
-
-    site = layer.site
-    ids = layer.batch.ids
-    seeds = [base.seed_of(sample, options.seed) for sample in ids]
-    closed = _has_bounds(site, options)
-    if closed:
-        heads = layer.heads()
-        computed = _measure_heads(heads, seeds, options)
-        values = {name: per_sample(each.cpu(), heads.sample) for name, each in computed.items()}
-        if heads.out is not None:
-            if site.index not in out_norms:  # ||W_O||
-                out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
-            norm = torch.full_like(values["layer_exact_out"], out_norms[site.index])
-            # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side: at
-            # most the root of the sum of their squares (rss), and that is at most the sum.
-            rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
-            values |= {"out_norm": norm, "layer_sharp_rss": norm * rss}
-            for name in ("sharp", "theorem3"):
-                values[f"layer_{name}_sum"] = norm * values[name].sum(1, keepdim=True)
-    else:  # NaN if the survey found a closed form and the module cannot run on its own
-        heads = layer.attention
-        values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
-    nothing = torch.full_like(values["exact"], torch.nan)
-    balls = nothing.double()[..., None].expand(-1, -1, len(options.radius))
-    queries = heads.q.shape[2]
-    keys = heads.k.shape[2]
-    values = {
-        **dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing),
-        **dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1]),
-        "layer_missed": torch.zeros_like(nothing[:, :1]),
-        **dict.fromkeys(IN_BALLS.values() if options.radius else (), balls),
-        **values,
-        "tokens": torch.full_like(nothing, keys),
-        "limited": torch.full_like(nothing, closed and queries * keys > POLICY.map_limit),
-        "numerical": torch.full_like(nothing, not closed),
-        "forward_error": per_sample(forward_error(heads).cpu(), heads.sample),
-    }
-    if closed:
-        at_r = {name: values[of] for name, of in IN_BALLS.items() if options.radius}
-        require_bounds_hold(site, ids, values, heads, at_r, options.radius)
-    return values
-
-
-def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return norms and bounds in closed form, per batch row and head, or per row and layer."""
-    import torch
-
-    from lipaudit.theory.ascent import ball_norm
-    from lipaudit.theory.head_bounds import ball_sharp, ball_size_bounds, head_bounds
-    from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
-
-    exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads) | _read_norms(exact)
-    if options.splitting and not heads.is_causal() and heads.sink is None:
-        reduced["splitting_gain"] = splitting_gain(heads, exact.norm, seeds=seeds)
-    how = options.accuracy | {"within": options.layer_within, "concat": options.concat}
-    together = layer_norms(heads, seeds=seeds, **how)
-    named = {"layer_exact": together.concat, "layer_exact_out": together.out}
-    norms = {name: _read_norms(each) for name, each in named.items() if each is not None}
-    reduced |= {name: each["exact"][:, None] for name, each in norms.items()}
-    within, missed = ([n[each] for n in norms.values()] for each in ("within", "missed"))
-    reduced["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
-    reduced["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
-    balls = []
-    for r in map(float, options.radius):
-        # X is in the ball: what the search finds is never below the norm there.
-        norm = ball_norm(heads, r, seeds=seeds)
-        found = torch.where(norm.isnan(), norm, norm.maximum(exact.norm.to(norm)))
-        sharp = ball_sharp(heads, r, sharp=reduced["sharp"])
-        ball = ball_size_bounds(heads, r)
-        balls.append(ball | {"ball_norm": found, "ball_sharp": sharp})
-    for name, of in IN_BALLS.items() if balls else ():
-        reduced[of] = torch.stack([ball[name] for ball in balls], -1)
-    return reduced
-
-
-def _read_norms(norms: Norms) -> Reduced:
-    """Return norms as columns; a norm that was not computed (NaN) is not missed."""
-    missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
-    return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}
+    reduce = partial(measure_layer, options=options, out_norms={})
+    describe = partial(describe_layers, options=options)
+    return by_layer(net, batches, reduce, layers=options.layers, describe=describe)
 
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
@@ -458,54 +338,74 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     from lipaudit.measures.layers import below_by_rounding
 
     facts = parts[0].facts
-    ids = base.sample_ids(parts)
-    measured = base.join_arrays(parts)
-    # Where a head lost its closed form on some sample, its structure depends on the data. So no
-    # bound for all inputs holds, and medians of bounds and norms would be over different samples.
-    lost = np.asarray(measured["numerical"].any(0))
-    layer_of = np.array([layer for layer, _, _ in facts["heads"]])
-    lost_layers = np.array([lost[layer_of == layer].any() for layer, _ in facts["layers"]])
-    for names, where in (
-        (load_bounds(), lost),
-        (("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers),
-        (IN_BALLS.values() if options.radius else (), lost[:, None]),
-    ):
-        measured |= {name: np.where(where, np.nan, measured[name]) for name in names}
+    measured = _remove_bounds(base.join_arrays(parts), facts)  # (samples, heads or layers, ...)
     exact = measured["exact"]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
-    columns = {name: measured[name] for name in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
-    cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
-    # A bound that may overflow has its logarithm beside it.
-    for name in (name for name, bound in load_bounds().items() if bound.log10_label):
-        cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
-    # A head that lost its closed form on some samples has a second kind and input there.
-    marked = {}
-    numerical = [NUMERICAL] * len(lost)
-    for name, others in (("kind", numerical), ("input", facts["module_inputs"])):
-        pairs = zip(facts[f"{name}s"], others, lost, strict=True)
-        marked[name] = [f"{v}, {o}" if gone and v != o else v for v, o, gone in pairs]
+    bounds = {name: measured[name] for name in load_bounds()}
+    others = {name: measured[name] for name in (*INGREDIENTS, *OF_HEADS)}
+    cells = _reduce_columns(bounds | others | {"exact_max": exact, "sharp_ratio_max": ratio})
+    for name, bound in load_bounds().items():
+        if bound.log10_label:  # a bound that may overflow has its logarithm beside it
+            cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
+    lost: Values = np.asarray(measured["numerical"].any(0))
     rows = base.make_rows(
         BOUNDS_TABLE,
         facts["heads"],
         **cells,
-        **marked,
+        kind=_add_numerical(facts["kinds"], [NUMERICAL] * len(lost), lost),
+        input=_add_numerical(facts["inputs"], facts["module_inputs"], lost),
         tokens=measured["tokens"].max(0).astype(int),
         converged=~measured["missed"].any(0),
     )
-    stored = [bound.name for bound in load_bounds().values() if bound.stored]
-    limits = {name: measured[name] for name in load_bounds()}
     notes = [*_write_notes(parts, measured, options)]
-    notes += below_by_rounding(_name_heads(facts["heads"]), ids, exact, limits)
+    places = _name_heads(facts["heads"])
+    notes += below_by_rounding(places, base.sample_ids(parts), exact, bounds)
     largest = {"exact_max": np.fmax.reduce(exact, 1).tolist()}
-    arrays = {name: measured[name] for name in ("exact", *stored)}
+    arrays = {"exact": exact}
+    for name, bound in load_bounds().items():
+        if bound.stored:
+            arrays[name] = bounds[name]
     of_heads = base.make_section(
         BOUNDS_TABLE, parts, options, rows, notes, samples=largest, arrays=arrays
     )
-    balls = []
+    sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
-        balls = [_make_ball_section(parts, measured, options)]
-    return [of_heads, _make_layer_section(parts, measured, options), *balls]
+        sections.append(_make_ball_section(parts, measured, options))
+    return sections
+
+
+def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dict[str, Values]:
+    """Return the figures without bounds of heads that had no closed form on some sample.
+
+    The structure of such a head depends on the data. So no bound for all inputs holds, and
+    medians of bounds and norms would be over different samples.
+    """
+    import numpy as np
+
+    lost: Values = np.asarray(measured["numerical"].any(0))
+    layer_of_head = np.array([layer for layer, _, _ in facts["heads"]])
+    lost_layers = np.array([lost[layer_of_head == layer].any() for layer, _ in facts["layers"]])
+    removed = dict.fromkeys(load_bounds(), lost)
+    removed |= dict.fromkeys(
+        ("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers
+    )
+    for name in IN_BALLS.values():
+        if name in measured:
+            removed[name] = lost[:, None]
+    return measured | {
+        name: np.where(where, np.nan, measured[name]) for name, where in removed.items()
+    }
+
+
+def _add_numerical(texts: Sequence[str], numerical: Sequence[str], lost: Values) -> list[str]:
+    """Return the kind or input of each head, with the numerical one if some samples have it."""
+    texts_of_heads = []
+    for text, other, is_lost in zip(texts, numerical, lost, strict=True):
+        if is_lost and text != other:
+            text = f"{text}, {other}"
+        texts_of_heads.append(text)
+    return texts_of_heads
 
 
 def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
@@ -519,9 +419,9 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
 
     cells = {}
     for name, values in columns.items():
-        largest = name in MAXIMA or (name.endswith("_max") and name not in load_bounds())
-        statistic = np.max if largest else np.median
-        cells[name] = [base.reduce_known(row, statistic) for row in values.T]
+        is_maximum = name in MAXIMA or (name.endswith("_max") and name not in load_bounds())
+        statistic = np.max if is_maximum else np.median
+        cells[name] = [base.reduce_known(of_row, statistic) for of_row in values.T]
     return cells
 
 
@@ -533,22 +433,23 @@ def _make_layer_section(
 
     from lipaudit.measures.layers import below_by_rounding
 
-    ids = base.sample_ids(parts)
     layers = parts[0].facts["layers"]
     index, module = zip(*layers, strict=True)
     columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
-    out = columns["exact_out"]
+    rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
     concat = columns["exact"]
-    left_out: tuple[Note, ...] = ()
+    out = columns["exact_out"]
+    notes: tuple[Note, ...] = ()
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"
-        left_out = (Note.info("left-out", text),)
+        notes = (Note.info("left-out", text),)
     places = [f"layer {layer} ({module})" for layer, module in layers]
-    kept = {"exact": concat, "exact_out": out}
-    arrays = {name: v for name, v in kept.items() if not np.isnan(v).all()}
-    rows = base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns))
     rss = {"sharp_rss": columns["sharp_rss"]}
-    notes = left_out + below_by_rounding(places, ids, out, rss)
+    notes += below_by_rounding(places, base.sample_ids(parts), out, rss)
+    arrays = {}
+    for name in ("exact", "exact_out"):
+        if not np.isnan(columns[name]).all():
+            arrays[name] = columns[name]
     return base.make_section(LAYERS_TABLE, parts, options, rows, notes, arrays=arrays)
 
 
@@ -574,8 +475,8 @@ def _write_notes(
             "the module's input, use --input module"
         )
         yield Note.info("inputs-apart", text)
-    for name, what in (("missed", "head"), ("layer_missed", "layer")):
-        yield from base.note_missed(int(measured[name].sum()), f"{what} norms")
+    yield from base.note_missed(int(measured["missed"].sum()), "head norms")
+    yield from base.note_missed(int(measured["layer_missed"].sum()), "layer norms")
     error = measured["forward_error"].max(0)
     if (error > NOTABLE).any():
         text = (
@@ -584,22 +485,40 @@ def _write_notes(
             f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
         yield Note.warn("forward-error", text)
-    always = np.asarray(measured["numerical"].all(0))
-    ever = np.asarray(measured["numerical"].any(0))
-    of_module = "bounds the norm with respect to the projections' input, not the module's"
-    causes = []  # of each head; empty: that of the bound itself
-    for reason, numerical, partly in zip(facts["reasons"], always, ever, strict=True):
-        cause = f"no closed form on {'any sample' if numerical else 'some samples'}" * bool(partly)
-        cause = of_module if numerical and options.input == "module" else cause
-        causes.append(f"no closed form ({reason})" if reason else cause)
+    causes = _explain_missing(facts["reasons"], measured["numerical"], options)
     for name, bound in load_bounds().items():
-        pairs = zip(np.asarray(np.isnan(measured[name]).all(0)), causes, strict=True)
-        counts = Counter(
-            why or bound.null or "no value on any sample" for absent, why in pairs if absent
-        )
-        for why, count in counts.items():
-            text = f"{name} was not computed for {count} heads: {why}"
+        counts: Counter[str] = Counter()  # heads by cause
+        for values, cause in zip(measured[name].T, causes, strict=True):
+            if np.isnan(values).all():
+                counts[cause or bound.null or "no value on any sample"] += 1
+        for cause, count in counts.items():
+            text = f"{name} was not computed for {count} heads: {cause}"
             yield Note.info("no-bound", text)
+
+
+def _explain_missing(
+    reasons: Sequence[str], numerical: Values, options: BoundsOptions
+) -> list[str]:
+    """Return why each head has no closed form; empty: it has one.
+
+    Args:
+        reasons: what the survey says of each head.
+        numerical: whether it had no closed form, (samples, heads).
+        options: the options.
+    """
+    causes = []
+    for reason, flags in zip(reasons, numerical.T, strict=True):
+        cause = ""
+        if reason:
+            cause = f"no closed form ({reason})"
+        elif flags.all() and options.input == "module":
+            cause = "bounds the norm with respect to the projections' input, not the module's"
+        elif flags.all():
+            cause = "no closed form on any sample"
+        elif flags.any():
+            cause = "no closed form on some samples"
+        causes.append(cause)
+    return causes
 
 
 def _make_ball_section(
@@ -611,21 +530,21 @@ def _make_ball_section(
     from lipaudit.measures.layers import below_by_rounding
 
     ids = base.sample_ids(parts)
-    names = parts[0].facts["heads"]
+    heads = parts[0].facts["heads"]
     # Arrays (samples, heads, radii) become (samples, rows).
     columns = {name: measured[of].reshape(len(ids), -1) for name, of in IN_BALLS.items()}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
-    more = {"exact": measured["exact"].repeat(len(options.radius), 1), "ball_ratio_max": ratio}
+    exact = measured["exact"].repeat(len(options.radius), 1)
     rows = base.make_rows(
         BALLS_TABLE,
-        [name for name in names for _ in options.radius],
-        r=[float(radius) for _ in names for radius in options.radius],
-        **_reduce_columns(columns | more),
+        [head for head in heads for _ in options.radius],
+        r=[float(radius) for _ in heads for radius in options.radius],
+        **_reduce_columns(columns | {"exact": exact, "ball_ratio_max": ratio}),
     )
-    heads = _name_heads(names)
-    places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
+    names = _name_heads(heads)
+    places = [f"{name} at r = {radius.text}" for name in names for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
     arrays = {name: columns[name] for name in ("ball_norm", "ball_sharp")}
     notes = [*_note_balls(rows, options)]
@@ -634,18 +553,19 @@ def _make_ball_section(
 
 
 def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
-    import numpy as np
-
-    absent = sum(row.ball_sharp is None for row in rows) // len(options.radius)
-    if absent:
-        text = f"ball_sharp was not computed for {absent} heads: it {AFFINE_PLAIN}"
+    """Note how many heads have no bound in balls, and at which radii it is loose."""
+    missing = sum(row.ball_sharp is None for row in rows) // len(options.radius)
+    if missing:
+        text = f"ball_sharp was not computed for {missing} heads: it {AFFINE_PLAIN}"
         yield Note.info("no-bound", text)
     for radius in options.radius:
-        known = [row for row in rows if row.r == float(radius) and row.ball_norm]
-        shares = [row.ball_sharp / row.ball_norm for row in known if row.ball_sharp is not None]
-        if shares and (middle := float(np.median(shares))) > LOOSE:
+        ratios = []
+        for row in rows:
+            if row.r == float(radius) and row.ball_norm and row.ball_sharp is not None:
+                ratios.append(row.ball_sharp / row.ball_norm)
+        if ratios and median(ratios) > LOOSE:
             text = (
-                f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "
+                f"at r = {radius.text} ball_sharp is {median(ratios):.3g} times the norm found "
                 "(median over heads), so it is not informative. Use smaller radii"
             )
             yield Note.info("loose-ball", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +34,10 @@ def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
     """
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
-    lexicon = None
-    if net.lexicon is not None:
-        lexicon = net.lexicon()
-    written: dict[int, str] = {}
-    for token in set(batch.x.flatten().tolist()):
-        written[token] = (str(token) if lexicon is None else lexicon.name(token))[:LETTERS]
-    return [tuple(written[token] for token in row.tolist()) for row in _real(batch, batch.x)]
+    name_token = str if net.lexicon is None else net.lexicon().name
+    texts = {token: name_token(token)[:LETTERS] for token in set(batch.x.flatten().tolist())}
+    rows = _remove_padding(batch, batch.x)
+    return [tuple(texts[token] for token in row.tolist()) for row in rows]
 
 
 def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
@@ -57,8 +54,11 @@ def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
     squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
-    each = (row / row.sum() for row in _real(batch, squares))
-    return [tuple(row.tolist()) if bool(row.isfinite().all()) else () for row in each]
+    shares: list[tuple[float, ...]] = []
+    for of_tokens in _remove_padding(batch, squares):
+        of_tokens = of_tokens / of_tokens.sum()
+        shares.append(tuple(of_tokens.tolist()) if bool(of_tokens.isfinite().all()) else ())
+    return shares
 
 
 def describe_gradients(
@@ -67,25 +67,34 @@ def describe_gradients(
     """Describe, by sample id, each token's share of a gradient, as plain values.
 
     For prompts with continuations, only the tokens of the prompt are listed.
+
+    Args:
+        net: the model.
+        batch: the samples.
+        gradient: (batch, tokens, ...).
+        of: what the gradient is of: margin or direction.
     """
     # A waveform is a number for each time: those are no tokens.
     if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
     batch = replace(batch, mask=net.free(batch))
-    both = zip(batch.ids, name_tokens(net, batch), share_squares(batch, gradient), strict=True)
-    return {
-        name: {
-            "of": of,
-            "tokens": tokens[:MOST],
-            "shares": tuple(float(f"{share:.6g}") for share in parts[:MOST]),
-            "left_out": len(tokens[MOST:]),
-        }
-        for name, tokens, parts in both
-        if parts
-    }
+    tokens_of_samples = name_tokens(net, batch)
+    shares_of_samples = share_squares(batch, gradient)
+    described: dict[str, dict[str, Any]] = {}
+    for sample, tokens, shares in zip(
+        batch.ids, tokens_of_samples, shares_of_samples, strict=True
+    ):
+        if shares:
+            described[sample] = {
+                "of": of,
+                "tokens": tokens[:MOST],
+                "shares": tuple(float(f"{share:.6g}") for share in shares[:MOST]),
+                "left_out": len(tokens[MOST:]),
+            }
+    return described
 
 
-def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
+def _remove_padding(batch: Batch, values: Tensor) -> Sequence[Tensor]:
     """Return the values of each sample at tokens that are not padding."""
     values = values.cpu()
     if batch.mask is None:
@@ -97,12 +106,22 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
 SIDE = 256
 
 
-def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[str]]:
-    """Return the map of a head for the batch's first sample: of its first window, no padding.
+class DrawnMap(NamedTuple):
+    """The attention map of a head on one sample.
 
-    Returns:
-        The map; the number of queries and of keys; and the tokens of a text if queries and keys
-        are its tokens, one by one.
+    Attributes:
+        values: the map, (queries, keys), or means of its blocks.
+        counts: the number of queries and of keys.
+        tokens: the tokens of a text, if queries and keys are its tokens, one by one.
+    """
+
+    values: Values
+    counts: Values
+    tokens: list[str]
+
+
+def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
+    """Return the map of a head for the batch's first sample: of its first window, no padding.
 
     Raises:
         UsageError: the layer has no such head.
@@ -117,28 +136,27 @@ def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[st
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
     queries = heads.q.shape[2]
     keys = heads.k.shape[2]
-    every = torch.arange(queries)
-    real = every
+    rows = torch.arange(queries)
     if heads.valid is not None:
-        real = every[heads.valid[0].cpu()]
-    if queries == keys:
-        columns = real
-    else:
+        rows = rows[heads.valid[0].cpu()]  # without padding
+    columns = rows
+    if queries != keys:
         columns = torch.arange(keys)
-    block = -(-max(len(real), len(columns)) // SIDE)
+    block = -(-max(len(rows), len(columns)) // SIDE)  # rounded up
     size = block * max(1, SIDE // block)
     pooled = []
-    for start in range(0, len(real), size):  # in chunks of rows, as the map may be large
-        group = real[start : start + size]
-        p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
+    for start in range(0, len(rows), size):  # in chunks of rows, as the map may be large
+        chunk = rows[start : start + size]
+        first = int(chunk[0])
+        p = heads.rows(first, int(chunk[-1]) + 1)[0, 0]  # (rows of the chunk, keys)
+        p = p[chunk - first][:, columns]
         pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
     tokens: list[str] = []
-    if net.kind == "text" and block == 1 and len(real) == len(columns) <= MOST:
+    if net.kind == "text" and block == 1 and len(rows) == len(columns) <= MOST:
         names = name_tokens(net, layer.batch[:1].trim())[0]
-        tokens = []
-        if len(names) == len(real):
-            tokens = [*names]
-    return torch.cat(pooled).cpu().numpy(), np.array([len(real), len(columns)]), tokens
+        if len(names) == len(rows):
+            tokens = list(names)
+    return DrawnMap(torch.cat(pooled).cpu().numpy(), np.array([len(rows), len(columns)]), tokens)
 
 
 def describe_examples(
@@ -152,51 +170,70 @@ def describe_examples(
 ) -> dict[str, dict[str, Any]]:
     """Describe each broken sample with the example of the first trial that broke it.
 
-    Those that are known of the same trial are left out.
+    Args:
+        net: the model.
+        batch: the samples.
+        chunk: the samples, as they were attacked.
+        outcomes: those of the clean samples, then the last one of each trial.
+        size: number of samples on the device at a time.
+        known: examples described before; those of the same trial are left out.
     """
     clean, *ends = outcomes
-    fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
+    # (samples, trials)
+    broken = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
     rows = []
-    first = []
-    for row in fallen.any(1).nonzero().flatten().tolist():
-        end = ends[int(fallen[row].int().argmax())]
-        trial = str(end.trial.key if end.trial else "")
-        if known.get(batch.ids[row], {}).get("trial") != trial:
+    outcomes_of_rows = []
+    for row in broken.any(1).nonzero().flatten().tolist():
+        end = ends[int(broken[row].int().argmax())]
+        if known.get(batch.ids[row], {}).get("trial") != _name_trial(end):
             rows.append(row)
-            first.append(end)
+            outcomes_of_rows.append(end)
     if not rows:
         return {}
-    which = torch.tensor(rows)
-    x_adv = torch.stack([end.x_adv[i] for i, end in zip(which, first, strict=True)])
-    broken = batch.rows(which.to(batch.x.device))
+    index = torch.tensor(rows)
+    pairs = list(zip(rows, outcomes_of_rows, strict=True))
+    x_adv = torch.stack([end.x_adv[row] for row, end in pairs])
+    samples = batch.rows(index.to(batch.x.device))
     with torch.no_grad():
-        before = torch.cat([net.output(part).softmax(1) for part in broken.split(size)])
-        after = texts.forward_pieces(net, broken, x_adv, size).softmax(1)
-        for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
+        before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
+        after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
+        for i, (row, end) in enumerate(pairs):
             if end.drafts is not None and chunk.texts is not None:
                 reader = chunk.texts.reader
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
                 after[i] = reader.output(ids, None).softmax(1)[0]
-    pairs = torch.stack([chunk.y[which], after.argmax(1)], 1)
-    scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
+    # The true class and the one that is predicted under attack, with their probabilities.
+    classes = torch.stack([chunk.y[index], after.argmax(1)], 1)
+    before = before.gather(1, classes).cpu().double().round(decimals=4)
+    after = after.gather(1, classes).cpu().double().round(decimals=4)
     names = dict(enumerate(net.labels or ()))
     examples: dict[str, dict[str, Any]] = {}
-    for i, (name, end, row) in enumerate(zip(broken.ids, first, which.tolist(), strict=True)):
-        examples[name] = {
-            "trial": str(end.trial.key if end.trial else ""),
+    for i, (row, end) in enumerate(pairs):
+        example: dict[str, Any] = {
+            "trial": _name_trial(end),
             "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
-            "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
-            "before": scores[0][i].round(decimals=4).tolist(),
-            "after": scores[1][i].round(decimals=4).tolist(),
+            "classes": [names.get(number, str(number)) for number in classes[i].tolist()],
+            "before": before[i].tolist(),
+            "after": after[i].tolist(),
         }
-        if net.kind == "image":  # the difference is scaled up around grey
-            x = broken.x[i].cpu()
-            adversarial = x_adv[i].cpu()
-            times = 0.5 / max(float((adversarial - x).abs().max()), torch.finfo(x.dtype).tiny)
-            examples[name] |= {
-                "image": thumbnail(x, net.box),
-                "adversarial": thumbnail(adversarial, net.box),
-                "difference": thumbnail(0.5 + times * (adversarial - x)),
-                "times": float(f"{times:.2g}"),
-            }
+        if net.kind == "image":
+            example |= _draw_example(samples.x[i].cpu(), x_adv[i].cpu(), net.box)
+        examples[samples.ids[i]] = example
     return examples
+
+
+def _name_trial(outcome: Outcome) -> str:
+    """Return the trial of an outcome as text."""
+    return str(outcome.trial.key) if outcome.trial else ""
+
+
+def _draw_example(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
+    """Return an image, its adversarial example, and the difference, scaled up around grey."""
+    difference = x_adv - x
+    times = 0.5 / max(float(difference.abs().max()), torch.finfo(x.dtype).tiny)
+    return {
+        "image": thumbnail(x, box),
+        "adversarial": thumbnail(x_adv, box),
+        "difference": thumbnail(0.5 + times * difference),
+        "times": float(f"{times:.2g}"),
+    }

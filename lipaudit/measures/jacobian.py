@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from lipaudit.errors import InputError, UsageError, few
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
 from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
 from lipaudit.measures.shares import (
     HEADS_TABLE,
     PATHS_TABLE,
     UNSHARED,
-    measure_shares,
     summarise_shares,
 )
 from lipaudit.settings.option import Need, needs, option
@@ -39,12 +38,7 @@ from lipaudit.tables.summary import Headline, declare_clean
 from lipaudit.tables.trials import ENDS, STARTS, Target, find_layer, parse_start
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lipaudit.data.batch import Batch
-    from lipaudit.models.attention.numeric import Residual
-    from lipaudit.models.linearize import Linearization
-    from lipaudit.models.model_norms import JacobianNorms
     from lipaudit.models.net import Net
 
 
@@ -260,15 +254,8 @@ JACOBIAN_TABLE = Layout(
 )
 
 
-# Columns that accompany every norm, with their types.
-ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
-# Those that rows behind the first have, too, with `block_` before the name.
+# Columns of every norm that rows behind the first have, too, with `block_` before the name.
 OF_BLOCKS = ("norm", "within", "products", "converged")
-# Why a layer has no norm of its own.
-NO_BLOCK = "no block around {} has a residual connection"
-NO_ROWS = "the output of the block around {} has no row per sample"
-# What did not converge, in the words of a note.
-CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
@@ -276,6 +263,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     import torch
 
     from lipaudit.data.batch import find_first
+    from lipaudit.measures.sensitivity import Blocks, find_blocks, measure_batch
     from lipaudit.models.attention.numeric import compute_residual_norms
 
     blocks: Blocks | None = None
@@ -284,220 +272,21 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
         if blocks is None or first is None:
             first = find_first(batches, batch)
-            blocks = _find_blocks(net, first, options)
-        values, facts, norms = _measure_batch(net, batch, options, blocks.cuts, first)
+            blocks = find_blocks(net, first, options)
+        values, facts, of_blocks = measure_batch(net, batch, options, blocks.cuts, first)
         if blocks.inner:
-            how: dict[str, Any] = {"seeds": [base.seed_of(i, options.seed) for i in batch.ids]}
-            each = compute_residual_norms(net, batch, blocks.inner, **how, **options.accuracy)
-            for block, norm in each:
-                norms.append(norm)
-                facts["ends"].append(("block input", "block output", block.module, norm.method))
-        if norms:  # arrays (samples, rows behind the first)
-            for name in OF_BLOCKS:
-                of_blocks = torch.stack([getattr(norm, name) for norm in norms], 1)
-                values[f"block_{name}"] = of_blocks.numpy()
+            seeds = [base.seed_of(sample, options.seed) for sample in batch.ids]
+            residuals = compute_residual_norms(
+                net, batch, blocks.inner, seeds=seeds, **options.accuracy
+            )
+            for block, norms in residuals:
+                of_blocks.append(norms)
+                facts["ends"].append(("block input", "block output", block.module, norms.method))
+        if of_blocks:
+            for name in OF_BLOCKS:  # arrays (samples, rows behind the first)
+                columns = [getattr(norms, name) for norms in of_blocks]
+                values[f"block_{name}"] = torch.stack(columns, 1).numpy()
         yield Part(batch.ids, values, facts, blocks.notes)
-
-
-class Blocks(NamedTuple):
-    """Blocks that have norms of their own.
-
-    Attributes:
-        cuts: those whose output is an input of the Jacobian, by its name: `layer:5`.
-        inner: those that are differentiated themselves.
-        notes: remarks on layers without a block.
-    """
-
-    cuts: dict[str, Residual]
-    inner: tuple[Residual, ...]
-    notes: tuple[Note, ...]
-
-
-def _find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
-    """Find the blocks that the options name, by the first sample of a batch."""
-    from lipaudit.measures.layers import choose_layers
-    from lipaudit.models.attention.numeric import find_residuals
-    from lipaudit.models.attention.survey import find_layers
-
-    layer = find_layer(options.start)
-    from_layers = layer is not None or options.start == "layers"
-    if not (from_layers or options.per_layer):
-        return Blocks({}, (), ())
-    sites = find_layers(net, batch)
-    cuts: dict[str, Residual] = {}
-    alone: dict[str, list[int]] = {}
-    chosen = choose_layers(sites, None if layer is None else (layer,))
-    inside = find_residuals(net, batch, sites)
-    around = inside
-    if from_layers:
-        around = find_residuals(net, batch, sites, entire=True)
-    for site in chosen:
-        block = around[site.index]
-        if block is None or not block.by_sample:
-            alone.setdefault(NO_BLOCK if block is None else NO_ROWS, []).append(site.index)
-        # Layers of one block share its output: the block has the number of the first.
-        elif from_layers and block not in cuts.values():
-            cuts[f"layer:{site.index}"] = block
-    why = [
-        text.format(f"attention layer{'s' * (len(layers) > 1)} {few(layers)}")
-        for text, layers in alone.items()
-    ]
-    text = f"{net.architecture}: {'; '.join(why)}"
-    if from_layers and not cuts:
-        raise InputError(text, "Use another --from, such as embeddings.")
-    own = dict.fromkeys(block for block in inside if block and block.by_sample)
-    notes = tuple(Note.info("no-block", text) for text in why)
-    return Blocks(cuts, tuple(own) if options.per_layer else (), notes)
-
-
-def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
-    """Return the column of each text's position, -1 if it has none; None without positions."""
-    from lipaudit.models.endpoints import find_places
-
-    # The loss of a text begins with its second token.
-    second = end.what == "loss" and net.classes is None
-    if second or end.where:
-        return find_places(batch, "1" if second else end.where)
-    return None
-
-
-def _measure_batch(
-    net: Net,
-    batch: Batch,
-    options: JacobianOptions,
-    cuts: Mapping[str, Residual],
-    first: Batch,
-) -> tuple[dict[str, Values], dict[str, Any], list[JacobianNorms]]:
-    """Return norms and margins per sample, the names of input and output, and norms by layer."""
-    from lipaudit.measures import drawings
-    from lipaudit.models.attention.numeric import record_outputs, start_after
-    from lipaudit.models.endpoints import make_sample_function, resolve_target
-    from lipaudit.models.linearize import linearize
-    from lipaudit.models.model_norms import compute_jacobian_norms
-
-    end = resolve_target(net, batch, options.target)
-    place = _find_place(net, batch, end)
-    at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
-    # The graph of one forward pass has the derivatives from its input and from every block.
-    f, outputs = record_outputs(net, tuple(cuts.values()), at.f)
-    whole = linearize(f, at.x)
-    alone = cuts.get(options.start or "")
-
-    around = list[str]()  # blocks that paths from the input bypass
-
-    def cut(name: str, block: Residual) -> Linearization:
-        inner = outputs[block]
-        through, beside = whole.find_paths(inner)
-        if not through:
-            text = f"the output {at.target} of {net.architecture} does not depend on {name}"
-            raise InputError(f"{text} ({block.module})", "Use another --to or --from.")
-        if len(inner) != len(at.x):
-            raise InputError(NO_ROWS.format(name), "Use another --from.")
-        around.extend([name] * beside)
-        return whole.start_at(start_after(net, block, at.f, at.x), inner)
-
-    if alone is None:
-        start = at.start
-    else:
-        start = str(options.start)
-    linear = whole
-    if alone is not None:
-        linear = cut(start, alone)
-    accuracy: dict[str, Any] = {
-        **options.accuracy,
-        "norm": options.norm,
-        "seeds": [base.seed_of(i, options.seed) for i in batch.ids],
-    }
-    blocks = cuts.items() if alone is None else ()
-    of_layers = [compute_jacobian_norms(cut(*each), **accuracy) for each in blocks]
-    decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
-    # The gradient of the margin is a direction of its own.
-    of_margin = options.direction == "margin"
-    norms = compute_jacobian_norms(
-        linear,
-        directions=net.kind != "image" and options.norm == "2" and not decides,
-        left=options.shares and not of_margin,
-        **accuracy,
-    )
-    values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
-    facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
-    facts["around"] = around
-    facts["ends"] = [
-        (name, at.target, block.module, norm.method)
-        for (name, block), norm in zip(cuts.items(), of_layers, strict=alone is None)
-    ]
-    labels = batch.y if net.classes is not None else None
-    if end.what == "loss":
-        values["loss"] = linear.output[:, 0].double().cpu().numpy()
-        # Samples without a label, for which the predicted class is used.
-        if labels is None:
-            unlabelled = len(batch)
-        else:
-            unlabelled = int((labels < 0).sum())
-        facts["unlabelled"] = 0 if net.classes is None else unlabelled
-    steepest = norms.vector
-    if decides:
-        margins, steepest = _measure_margins(linear, labels, norms.upper, options)
-        values |= margins
-    if steepest is not None and net.kind != "image":
-        gradient = steepest.view_as(linear.x)
-        of = "margin" if decides else "direction"
-        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
-    if options.shares:
-        left = norms.left
-        tied = norms.tied
-        if left is None or tied is None:
-            left, tied = _draw_margins(linear, labels)
-        else:
-            assert norms.gap is not None
-            values["gap"] = norms.gap.numpy()
-        # The shares have a graph of their own: this one would be in memory beside it.
-        whole.release()
-        shares, known = measure_shares(net, batch, at, left, tied, first)
-        values |= shares
-        facts |= known
-    return values, facts, of_layers
-
-
-def _draw_margins(linear: Linearization, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return u = e_y - e_j of the class y and the next best j, and that it counts."""
-    import torch
-    import torch.nn.functional as F
-
-    logits = linear.output
-    classes = logits.argmax(1)
-    if labels is not None:
-        classes = torch.where(labels < 0, classes, labels.to(classes))
-    rivals = logits.scatter(1, classes[:, None], -torch.inf).argmax(1)
-    difference = F.one_hot(classes, logits.shape[1]) - F.one_hot(rivals, logits.shape[1])
-    return difference[:, None].to(logits), torch.ones(len(logits), 1, dtype=torch.bool)
-
-
-def _measure_margins(
-    linear: Linearization, labels: Tensor | None, upper: Tensor, options: JacobianOptions
-) -> tuple[dict[str, Values], Tensor | None]:
-    """Return margins and radii per sample, and the directions in which the margins fall most.
-
-    Without labels, they are those of the predicted class.
-    """
-    import torch
-
-    from lipaudit.models.model_norms import compute_margins
-
-    predicted = linear.output.argmax(1)
-    y = predicted if labels is None else labels
-    how: dict[str, Any] = {"norm": options.norm, "upper": upper}
-    margins = compute_margins(linear, y, rivals=options.rivals, **how)
-    right = ((y < 0) | (predicted == y)).cpu()
-    values = {
-        "margin": margins.margin.numpy(),
-        "radius_first_order": margins.radius.masked_fill(~right, torch.nan).numpy(),
-        "rivals": margins.rivals.numpy(),
-        "complete": margins.complete.numpy(),
-    }
-    if labels is not None and bool((labels >= 0).any()):
-        values["correct"] = right.numpy()
-    return values, margins.direction
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
@@ -505,72 +294,73 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     import numpy as np
 
     facts = parts[0].facts
-    names = dict.fromkeys(name for part in parts for name in part.values)
-    # Parts without any label have no column `correct`: nothing there is known to be wrong.
     arrays = {}
-    for name in names:
+    for name in dict.fromkeys(name for part in parts for name in part.values):
         if not name.startswith("share_"):
-            arrays[name] = np.concatenate(
-                [p.values.get(name, np.ones(len(p.ids), bool)) for p in parts]
-            )
-    shown = JACOBIAN_TABLE.sample_columns
-    columns: dict[str, Any] = {name: each for name, each in arrays.items() if name in shown}
-    # The NaN of a failed norm stays NaN: it is not a value that was not computed.
-    columns |= {name: columns[name].tolist() for name in ("norm", "upper")}
-    several = "block_norm" in arrays
-    of_blocks = {n: arrays[f"block_{n}"].T if several else () for n in OF_BLOCKS}
-    # Arrays (samples, maps): of the model, then of its blocks.
-    of_maps = {n: np.column_stack([arrays[n], *of_blocks[n]]) for n in OF_BLOCKS}
-    ends = [{"from_": facts["from"], "to": facts["to"], "method": facts["method"]}]
-    keys = ("from_", "to", "module", "method")
-    ends += [dict(zip(keys, texts, strict=True)) for texts in facts.get("ends", ())]
-    once = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
+            # Parts without any label have no column `correct`: nothing is known to be wrong.
+            pieces = [part.values.get(name, np.ones(len(part.ids), bool)) for part in parts]
+            arrays[name] = np.concatenate(pieces)
+    columns: dict[str, Any] = {}
+    for name, values in arrays.items():
+        if name in ("norm", "upper"):
+            # As a list, the NaN of a failed norm stays NaN: it is not a value that is missing.
+            columns[name] = values.tolist()
+        elif name in JACOBIAN_TABLE.sample_columns:
+            columns[name] = values
+    # (samples, rows): of the model, then of its blocks.
+    of_rows = {name: arrays[name][:, None] for name in OF_BLOCKS}
+    of_norms = {}
+    if "block_norm" in arrays:
+        for name in OF_BLOCKS:
+            of_rows[name] = np.column_stack([arrays[name], arrays[f"block_{name}"]])
+        of_norms = {"norm": of_rows["norm"]}
+    ends = [(facts["from"], facts["to"], "", facts["method"]), *facts.get("ends", ())]
+    unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = []
-    for i, end in enumerate(ends):
-        norm, within, products, converged = (of_maps[name][once, i] for name in OF_BLOCKS)
+    for i, (start, to, module, method) in enumerate(ends):
+        norms = of_rows["norm"][unique, i]
         row = JACOBIAN_TABLE.row(
-            **end,
+            from_=start,
+            to=to,
+            module=module,
+            method=method,
             norm=options.norm,
-            samples=len(norm),
-            **JACOBIAN_TABLE.reduce({"norm": norm}),
+            samples=len(norms),
+            **JACOBIAN_TABLE.reduce({"norm": norms}),
             tol=options.tol,
-            within=float(within.max()),
-            products=float(products.mean()),
-            converged=int(converged.sum()),
+            within=float(of_rows["within"][unique, i].max()),
+            products=float(of_rows["products"][unique, i].mean()),
+            converged=int(of_rows["converged"][unique, i].sum()),
         )
         rows.append(row)
     notes = [*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)]
-    kept = {}
-    if several:
-        kept = {"norm": of_maps["norm"]}
     section = base.make_section(
-        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=kept
+        JACOBIAN_TABLE, parts, options, rows, notes, samples=columns, arrays=of_norms
     )
-    if options.direction == "margin":
-        to = "margin"
-    else:
-        to = facts["to"]
-    return [section, *summarise_shares(parts, options, arrays["norm"], to)]
+    output = "margin" if options.direction == "margin" else facts["to"]
+    return [section, *summarise_shares(parts, options, arrays["norm"], output)]
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:
     """Note what the figures refer to, what is missing, and how accurate they are."""
     import numpy as np
 
-    if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
-        text = f"the loss of {guessed} samples without a label uses the predicted class"
+    unlabelled = sum(part.facts.get("unlabelled", 0) for part in parts)
+    if unlabelled:
+        text = f"the loss of {unlabelled} samples without a label uses the predicted class"
         yield Note.info("loss-of-predicted", text)
-    if names := dict.fromkeys(name for part in parts for name in part.facts.get("around", ())):
+    bypassed = dict.fromkeys(name for part in parts for name in part.facts.get("around", ()))
+    if bypassed:
         text = (
-            f"the input also reaches the output around {', '.join(names)} (as from an encoder to "
-            "a decoder): norms from there hold these paths fixed"
+            f"the input also reaches the output around {', '.join(bypassed)} (as from an encoder "
+            "to a decoder): norms from there hold these paths fixed"
         )
         yield Note.info("paths-fixed", text)
     for reason in dict.fromkeys(part.facts.get("unshared") for part in parts):
         if reason:
             yield Note.warn("no-shares", UNSHARED.format(reason))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    yield from base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
+    yield from base.lower_estimates(max(np.nanmax(values, initial=0.0) for values in within))
     if "radius_first_order" in arrays:
         text = "radius_first_order is a first-order estimate at each sample, not a certificate"
         yield Note.info("indicative", text)
@@ -583,42 +373,43 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
                 "Raise --rivals"
             )
             yield Note.warn("radius-incomplete", text)
-    for name in [name for name in CONVERGENCE if name in arrays]:
-        known = ~np.isnan(arrays[name.replace("converged", "norm")])
-        yield from base.note_missed(int((~arrays[name] & known).sum()), CONVERGENCE[name])
-    if undefined := int(np.isnan(arrays["norm"]).sum()):
+    for prefix, what in (("", "norms of the model"), ("block_", "norms of blocks")):
+        if f"{prefix}norm" in arrays:
+            known = ~np.isnan(arrays[f"{prefix}norm"])
+            missed = ~arrays[f"{prefix}converged"] & known
+            yield from base.note_missed(int(missed.sum()), what)
+    undefined = int(np.isnan(arrays["norm"]).sum())
+    if undefined:
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
         yield Note.warn("not-finite", text)
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
+    from lipaudit.measures.sensitivity import find_position
     from lipaudit.models.endpoints import resolve_target
 
-    layered = ""
+    from_layer = ""
     if (options.start or "").startswith("layer"):
-        layered = f"--from {options.start}"
-    option = "--per-layer" if options.per_layer else layered
+        from_layer = f"--from {options.start}"
+    option = "--per-layer" if options.per_layer else from_layer
     if net.scored and option:
         text = (
             "does not work with --score: every continuation of a prompt has its own hidden states"
         )
         raise UsageError(f"{option} {text}", f"Leave out {option} or --score.")
-    if options.shares and layered:
-        text = f"--shares are of paths from the input of the model, not {layered}"
+    if options.shares and from_layer:
+        text = f"--shares are of paths from the input of the model, not {from_layer}"
         raise UsageError(text, "Leave out --shares or --from.")
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
     if options.direction == "margin" and not (end.what == "logits" and (net.classes or 0) > 1):
         text = f"--direction margin needs the scores of classes, not {end.text}"
         raise UsageError(text, "Leave out --direction, or use --to logits of a classifier.")
-    place = _find_place(net, batch, end)
-    short = 0
-    if place is not None:
-        short = int((place < 0).sum())
-    if short:
+    position = find_position(net, batch, end)
+    if position is not None and bool((position < 0).any()):
         raise InputError(
-            f"{short} of {len(batch)} texts are too short for --to {end.text}",
+            f"{int((position < 0).sum())} of {len(batch)} texts are too short for --to {end.text}",
             "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,11 +38,15 @@ def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[
     Raises:
         UsageError: a layer does not exist.
     """
-    surplus = [layer for layer in layers or () if layer >= len(sites)]
-    if surplus:
-        text = f"there is no attention layer {surplus[0]}: the model has {len(sites)}"
-        raise UsageError(text, f"Give layers from 0 to {len(sites) - 1}.")
-    return tuple(site for site in sites if layers is None or site.index in layers)
+    if layers is None:
+        return tuple(sites)
+    for layer in layers:
+        if layer >= len(sites):
+            raise UsageError(
+                f"there is no attention layer {layer}: the model has {len(sites)}",
+                f"Give layers from 0 to {len(sites) - 1}.",
+            )
+    return tuple(site for site in sites if site.index in layers)
 
 
 def by_layer(
@@ -69,43 +73,62 @@ def by_layer(
             number and module of each head.
     """
     sites: tuple[Site, ...] = ()
+    read = partial(capture, net, reduce=reduce, layers=layers, projections=projections)
     for batch in batches:
         if not sites:
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
-            remarks = tuple(_note_layers(net, sites, selected))
-        names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]
-        pieces = list[Reduced]()
-        changes = list[Note]()
-        queue = [(batch, sites)]
-        while queue:
-            piece, known = queue.pop(0)
-            try:
-                each = capture(net, known, piece, reduce, layers=layers, projections=projections)
-            except StructureError as error:
-                if len(piece) > 1:  # find the samples on which the layer changes
-                    queue[:0] = [(one, known) for one in piece.split(1)]
-                    continue
-                text = (
-                    f"layer {error.layer} ({error.module}): {error.reason} on some samples. It "
-                    "has no closed form there, so it gets no bounds on any sample"
-                )
-                changes.append(Note.warn("structure-changed", text))
-                # Again, without the closed form of this layer; another layer may change, too.
-                open_form = replace(known[error.layer], structure=None, reason=error.reason)
-                known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
-                queue.insert(0, (piece, known))
-                continue
-            pieces.append(_join_heads(each))
-        joined = {}
-        for name in pieces[0]:
-            joined[name] = _join_samples([p[name] for p in pieces])
-        # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
+            notes = tuple(_note_layers(net, sites, selected))
+        pieces, changes = _read_pieces(read, sites, batch)
         values = {}
-        for n, v in joined.items():
-            values[n] = (v.float() if v.dtype in HALF else v).numpy()
-        facts = {"heads": names} | describe(selected)
-        yield Part(batch.ids, values, facts, remarks + tuple(changes))
+        for name in pieces[0]:
+            joined = _join_samples([piece[name] for piece in pieces])
+            # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
+            if joined.dtype in HALF:
+                joined = joined.float()
+            values[name] = joined.numpy()
+        names = [
+            (site.index, head, site.module) for site in selected for head in range(site.heads)
+        ]
+        yield Part(batch.ids, values, {"heads": names} | describe(selected), notes + changes)
+
+
+def _read_pieces(
+    read: Callable[..., Sequence[Reduced]], sites: tuple[Site, ...], batch: Batch
+) -> tuple[list[Reduced], tuple[Note, ...]]:
+    """Return a batch in pieces, each with all layers joined along the heads, and notes.
+
+    It is one piece unless a layer differs from its survey. Then every sample is a piece, and where
+    the layer differs, it is read without its closed form.
+
+    Args:
+        read: (layers, samples) -> the reduced layers.
+        sites: the layers of the survey.
+        batch: the samples.
+    """
+    pieces: list[Reduced] = []
+    notes: list[Note] = []
+    queue = [(batch, sites)]  # samples, in order, and what is known of the layers on them
+    while queue:
+        samples, known = queue.pop(0)
+        try:
+            of_layers = read(known, samples)
+        except StructureError as error:
+            if len(samples) > 1:  # find the samples on which the layer changes
+                queue[:0] = [(sample, known) for sample in samples.split(1)]
+                continue
+            text = (
+                f"layer {error.layer} ({error.module}): {error.reason} on some samples. It "
+                "has no closed form there, so it gets no bounds on any sample"
+            )
+            notes.append(Note.warn("structure-changed", text))
+            # Again, without the closed form of this layer; another layer may change, too.
+            open_form = replace(known[error.layer], structure=None, reason=error.reason)
+            known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
+            queue.insert(0, (samples, known))
+            continue
+        pieces.append(_join_heads(of_layers))
+    return pieces, tuple(notes)
 
 
 def _join_heads(layers: Sequence[Reduced]) -> Reduced:
@@ -114,59 +137,36 @@ def _join_heads(layers: Sequence[Reduced]) -> Reduced:
     for layer in layers:
         for name, values in layer.items():
             by_name.setdefault(name, []).append(values.cpu())
-    return {name: torch.cat(each, 1) for name, each in by_name.items()}
+    return {name: torch.cat(of_layers, 1) for name, of_layers in by_name.items()}
 
 
 def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
     """Join arrays along the samples; shorter ones (of shorter texts) are padded with NaN."""
-    longest = torch.tensor([piece.shape[1:] for piece in pieces]).amax(0).tolist()
-    joined = []
-    for piece in pieces:
-        padding = []
-        for size, length in zip(piece.shape[:0:-1], reversed(longest), strict=True):
-            padding += [0, length - size]
-        joined.append(F.pad(piece, padding, value=torch.nan) if any(padding) else piece)
-    return torch.cat(joined)
+    shapes = torch.tensor([piece.shape[1:] for piece in pieces])  # behind the samples
+    missing = shapes.amax(0) - shapes
+    padded = []
+    for piece, lengths in zip(pieces, missing.tolist(), strict=True):
+        if any(lengths):
+            padding: list[int] = []  # of the last axis first: before and behind
+            for length in reversed(lengths):
+                padding += [0, length]
+            piece = F.pad(piece, padding, value=torch.nan)
+        padded.append(piece)
+    return torch.cat(padded)
 
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
     """Note what a reader must know of the selected layers, and which attention is left out."""
     reasons = group_values((site.reason, site) for site in selected if site.reason is not None)
-    inputs: dict[tuple[bool, str], list[Site]] = {}
-    for site in selected:
-        measured = site.closed_form or site.inputs
-        within = ""
-        if site.module:
-            within = f"{site.module}."
-        inside = all(f"{name}.".startswith(within) for name in site.reads)
-        # X is named if it is not the first input of the attention module.
-        if measured and not (inside and (not site.inner or not site.closed_form)):
-            what = few([name or "the model" for name in site.reads])
-            inputs.setdefault((inside, what), []).append(site)
-
-    def name_module(site: Site) -> str:
-        return site.module or "the model itself"
-
-    def name_layers(alike: Sequence[Site]) -> str:
-        plural = "s" * (len(alike) > 1)
-        return f"layer{plural} {', '.join(str(s.index) for s in alike)} ({name_module(alike[0])})"
-
     for reason, alike in reasons.items():
-        yield Note.warn("no-closed-form", f"no closed form for {name_layers(alike)}: {reason}")
-    for (inside, what), alike in inputs.items():
+        yield Note.warn("no-closed-form", f"no closed form for {_name_layers(alike)}: {reason}")
+    yield from _note_inputs(selected)
+    calls = {site.partners: site for site in selected if site.partners}
+    for partners, site in calls.items():
         text = (
-            f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "
-            "module that computes the attention"
-        )
-        if inside:
-            text += ". Other maps or normalisations come between them"
-        note = Note.info if inside else Note.warn
-        yield note("input-elsewhere", text)
-    for partners, site in {site.partners: site for site in selected if site.partners}.items():
-        where = f"{name_module(site)}, {site.line}"
-        text = (
-            f"layers {few([str(index) for index in partners])} ({where}) are separate calls on "
-            "the same input. They may be parts of one attention; each table row is one call"
+            f"layers {few([str(index) for index in partners])} ({_name_module(site)}, "
+            f"{site.line}) are separate calls on the same input. They may be parts of one "
+            "attention; each table row is one call"
         )
         yield Note.warn("in-parts", text)
     yield from note_unread(net, sites)
@@ -180,9 +180,48 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         yield Note.info("no-attention", text)
 
 
+def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
+    """Name X, the input of the norms, where it is not the first input of the attention module."""
+    alike: dict[tuple[bool, str], list[Site]] = {}  # by whether X is inside the module, and X
+    for site in sites:
+        prefix = f"{site.module}." if site.module else ""
+        inside = all(f"{name}.".startswith(prefix) for name in site.reads)
+        has_input = site.closed_form or site.inputs
+        is_first = inside and not (site.inner and site.closed_form)
+        if has_input and not is_first:
+            readers = few([name or "the model" for name in site.reads])
+            alike.setdefault((inside, readers), []).append(site)
+    for (inside, readers), group in alike.items():
+        text = f"{_name_layers(group)}: X is the input of {readers}, "
+        if inside:
+            text += (
+                "inside the module that computes the attention. Other maps or normalisations "
+                "come between them"
+            )
+            yield Note.info("input-elsewhere", text)
+        else:
+            text += "outside the module that computes the attention"
+            yield Note.warn("input-elsewhere", text)
+
+
+def _name_module(site: Site) -> str:
+    """Return the name of the module of a layer."""
+    return site.module or "the model itself"
+
+
+def _name_layers(sites: Sequence[Site]) -> str:
+    """Return the numbers of some layers in words, with the module of the first."""
+    plural = "s" * (len(sites) > 1)
+    numbers = ", ".join(str(site.index) for site in sites)
+    return f"layer{plural} {numbers} ({_name_module(sites[0])})"
+
+
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
-    modules = next((known.unread for known in net.surveys if known.sites is sites), ())
+    modules: Sequence[str] = ()
+    for survey in net.surveys:
+        if survey.sites is sites:
+            modules = survey.unread
     if not modules:
         return ()
     text = (
@@ -209,6 +248,24 @@ def per_sample(values: Tensor, sample: Tensor) -> Tensor:
     """
     windows = sample.cpu().bincount().tolist()
     return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
+
+
+class Claim(NamedTuple):
+    """That a bound is nowhere below a norm.
+
+    Attributes:
+        name: the name of the bound.
+        bound: its values, (samples, heads) or (samples, 1).
+        norm: the norms, in the same shape.
+        rounding: returns by how much rounding may lower the bound.
+        record: the bound, with what to do if it is wrong.
+    """
+
+    name: str
+    bound: Tensor
+    norm: Tensor
+    rounding: Callable[[], Tensor]
+    record: Bound
 
 
 def require_bounds_hold(
@@ -257,29 +314,28 @@ def require_bounds_hold(
         errors = slack().square().sum(1, keepdim=True).sqrt()
         return values["out_norm"] * errors + share * values["layer_sharp_rss"]
 
-    of_layer = values["layer_sharp_rss"], values["layer_exact_out"]
-    known = load_bounds()
-    claims: list[tuple[str, Tensor, Tensor, Callable[[], Tensor], Bound]] = [
-        *((name, values[name], exact, slack, record) for name, record in known.items()),
-        ("sharp_rss", *of_layer, layer_slack, SHARP),
+    claims = [
+        Claim(name, values[name], exact, slack, record) for name, record in load_bounds().items()
     ]
+    rss = values["layer_sharp_rss"]
+    claims.append(Claim("sharp_rss", rss, values["layer_exact_out"], layer_slack, SHARP))
     for name, constants in balls.items():
         for k, radius in enumerate(radii):
-            pair = constants[..., k], balls["ball_norm"][..., k]
-            at_r = partial(slack, float(radius))
-            claims.append((f"{name} at r = {radius.text}", *pair, at_r, SHARP))
-    for name, bound, norm, excuse, record in claims:
+            label = f"{name} at r = {radius.text}"
+            norms = balls["ball_norm"][..., k]
+            claims.append(
+                Claim(label, constants[..., k], norms, partial(slack, float(radius)), SHARP)
+            )
+    for name, bound, norm, rounding, record in claims:
         if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
             continue
-        below = (bound < norm - excuse().nan_to_num(0.0)).nonzero()
+        below = (bound < norm - rounding().nan_to_num(0.0)).nonzero()
         if not len(below):
             continue
         sample, head = below[0].tolist()
-        of_head = bound.shape[1] == site.heads
-        if of_head:
+        where = f"layer {site.index}"
+        if bound.shape[1] == site.heads:
             where = f"head {site.index}.{head}"
-        else:
-            where = f"layer {site.index}"
         raise EvaluationError(
             f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
             f"{ids[sample]}, below the exact norm {float(norm[sample, head]):.9g}. One of them "
@@ -305,16 +361,17 @@ def below_by_rounding(
         norm: the name of the norm in the message.
     """
     with np.errstate(invalid="ignore"):  # NaN is never below
-        below = {name: np.where(b < exact, 1 - b / exact, 0) for name, b in bounds.items()}
-    count = sum(int((shares > 0).sum()) for shares in below.values())
+        # By how much each bound is below the norm, relatively; 0 where it is not.
+        gaps = {name: np.where(b < exact, 1 - b / exact, 0) for name, b in bounds.items()}
+    count = sum(int((gap > 0).sum()) for gap in gaps.values())
     if not count:
         return ()
-    name = max(below, key=lambda each: float(below[each].max()))
-    sample, index = (int(i) for i in np.unravel_index(below[name].argmax(), exact.shape))
-    where = sample, index
+    name = max(gaps, key=lambda name: float(gaps[name].max()))
+    sample, place = np.unravel_index(gaps[name].argmax(), exact.shape)
     text = (
         f"{count} bounds are below the {norm} by no more than rounding can explain. At most "
-        f"by {below[name][where]:.1g} of it: {name} of {places[index]} is "
-        f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
+        f"by {gaps[name][sample, place]:.1g} of it: {name} of {places[int(place)]} is "
+        f"{bounds[name][sample, place]:.12g} on sample {ids[int(sample)]}, the {norm} "
+        f"{exact[sample, place]:.12g}"
     )
     return (Note.info("within-rounding", text),)

@@ -39,7 +39,7 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     """
     import numpy as np
 
-    numbers, where, counts = np.unique(label, return_inverse=True, return_counts=True)
+    numbers, index, counts = np.unique(label, return_inverse=True, return_counts=True)
     # The class with the most samples first: of equal shares, its share is the best known.
     order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
     if not order:
@@ -48,7 +48,8 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     for i in order:
         name = known.get(str(numbers[i]), numbers[i])
         texts.append(f"{name} ({counts[i]} samples)")
-    right = np.stack([np.bincount(where, trial) for trial in robust.T])
+    # (trials, classes): the number of robust samples, then their share.
+    right = np.stack([np.bincount(index, of_trial) for of_trial in robust.T])
     shares = right[:, order] / counts[order]
     worst = shares.argmin(1)
     return {"robust_class": shares.min(1), "class": [texts[i] for i in worst]}

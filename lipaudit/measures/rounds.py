@@ -19,6 +19,7 @@ from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
 from lipaudit.attacks.kinds import CHUNK, PRESETS, STANDARD, STANDARD_L1, Attack, Trial, adapt
 from lipaudit.attacks.oracle import ByRow, Classifier, Oracle, logits_and_gradient
 from lipaudit.attacks.signs import Checks
+from lipaudit.attacks.text import Reader
 from lipaudit.attacks.transfer import read_examples
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
@@ -30,7 +31,7 @@ from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import COSTS, COUNTED, is_repeat
 
 if TYPE_CHECKING:
-    from lipaudit.measures.attack import AttackOptions
+    from lipaudit.measures.attack_options import AttackOptions
 
 # Largest number of classes whose log-probabilities are stored.
 SCORED_CLASSES = 100
@@ -72,7 +73,7 @@ class ChunkRun:
 
 
 def prepare_chunks(
-    net: Net, options: AttackOptions, steps: Sequence[Step], begun: Mapping[str, Part]
+    net: Net, options: AttackOptions, steps: Sequence[Step], incomplete: Mapping[str, Part]
 ) -> Callable[[Batch], ChunkRun]:
     """Return a function that begins the attacks on a batch, or continues those of a part.
 
@@ -80,56 +81,60 @@ def prepare_chunks(
         net: the model.
         options: the options.
         steps: the attacks in order.
-        begun: incomplete parts of an interrupted run, by their first samples.
+        incomplete: incomplete parts of an interrupted run, by their first samples.
     """
     trials = options.trials()
     reader = None
     if any(trial.norm in COUNTED for trial in trials):
         reader = texts.make_reader(net)
-    spelled = any(trial.norm == "characters" for trial in trials)
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     how["patch"] = options.choose_patch(net)
-    how["target"] = target = options.find_target(net)
+    how["target"] = options.find_target(net)
     if net.scored != "continuation":
         how["check"] = base.require_time
 
     def begin(batch: Batch) -> ChunkRun:
-        if batch.start % CHUNK or len(batch) > CHUNK:
-            raise UsageError(
-                f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
-                f"Split them with batch.split({CHUNK}). To limit memory, use the option "
-                "batch_size.",
-            )
-        y = base.require_labels(batch, "an attack")
-        if target is not None and net.scored == "continuation":
-            y = torch.ones_like(y)  # its rival has to stay ahead
-        drafts = None
-        if reader is not None:
-            drafts = texts.read_texts(reader, batch, characters=spelled)
-        number = batch.start // CHUNK
-        point = net.point(batch)
-        each = [read_examples(path, batch.ids, point.shape[1:]) for path in options.transfer]
-        saved = None
-        if each:
-            saved = torch.cat([e.to(point) for e in each], 1)
-        chunk = Chunk(number, point, y, net.free(batch), drafts, saved)
-        part = begun.get(batch.ids[0])
+        """Return the run of a batch, with the outcomes of its incomplete part."""
+        chunk = _make_chunk(net, batch, options, reader)
         earlier = []
         examples = {}
+        part = incomplete.get(batch.ids[0])
         if part is not None:
             earlier = restore_outcomes(part, chunk, steps)
             examples = dict(part.facts.get("examples", {}))
         model = net.make_classifier(batch)
         with torch.no_grad():
-            pieces = [net.output(piece) for piece in batch.split(options.batch_size)]
+            logits = torch.cat([net.output(piece) for piece in batch.split(options.batch_size)])
         attacks = evaluate_chunk(model, chunk, trials, earlier=tuple(earlier), **how)
-        return ChunkRun(batch, chunk, model, attacks, earlier, torch.cat(pieces), examples)
+        return ChunkRun(batch, chunk, model, attacks, earlier, logits, examples)
 
     return begin
 
 
+def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader | None) -> Chunk:
+    """Return the samples of a batch as attacks take them; the reader is for attacks on texts."""
+    if batch.start % CHUNK or len(batch) > CHUNK:
+        raise UsageError(
+            f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
+            f"Split them with batch.split({CHUNK}). To limit memory, use the option batch_size.",
+        )
+    y = base.require_labels(batch, "an attack")
+    if options.target is not None and net.scored == "continuation":
+        y = torch.ones_like(y)  # robust: the rival of the continuation (class 1) stays ahead
+    drafts = None
+    if reader is not None:
+        characters = any(trial.norm == "characters" for trial in options.trials())
+        drafts = texts.read_texts(reader, batch, characters=characters)
+    x = net.point(batch)
+    saved = None
+    if options.transfer:
+        files = [read_examples(path, batch.ids, x.shape[1:]) for path in options.transfer]
+        saved = torch.cat([examples.to(x) for examples in files], 1)
+    return Chunk(batch.start // CHUNK, x, y, net.free(batch), drafts, saved)
+
+
 def attack_round(
-    runs: Sequence[ChunkRun], steps: Sequence[Step], classes: int, lead: str = ""
+    runs: Sequence[ChunkRun], steps: Sequence[Step], classes: int, prefix: str = ""
 ) -> Iterator[ChunkRun]:
     """Yield each chunk after each attack on it, and report what survives and what is left.
 
@@ -137,32 +142,31 @@ def attack_round(
         runs: the chunks, some perhaps of an interrupted run.
         steps: the attacks in order, of `kinds.list_steps`.
         classes: number of classes of the model.
-        lead: the samples of this round in words; empty if it has all.
+        prefix: the samples of this round in words, for messages; empty if it has all.
 
     Raises:
         TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
     """
     costs = [adapt(attack, classes)[0].estimate_cost(trial.radius) for trial, attack in steps]
-    fresh = [run for run in runs if not run.outcomes]
-    for run in fresh:
-        run.outcomes.append(next(run.attacks))
+    for run in runs:
+        if not run.outcomes:
+            run.outcomes.append(next(run.attacks))  # of the clean samples
     complete = 0
     _report_progress(runs, steps, costs, complete)
-    _announce(runs, steps, costs, classes, lead)
+    _report_estimate(runs, steps, costs, classes, prefix)
     for number, (trial, attack) in enumerate(steps, 1):
-        moved = []
-        for run in runs:
-            if len(run.outcomes) > number:  # known from an interrupted run
-                continue
+        # Other chunks have this outcome from an interrupted run.
+        waiting = [run for run in runs if len(run.outcomes) <= number]
+        for run in waiting:
             run.outcomes.append(next(run.attacks))
-            moved.append(run)
             _report_progress(runs, steps, costs, complete)
             yield run
             if number == len(steps):
                 complete += len(run.batch)
-        if moved:
-            left = _estimate_seconds(runs, steps, costs, number)
-            base.report_note("so-far", lead + _describe_survivors(runs, trial, attack, left))
+        if waiting:
+            seconds = _estimate_seconds(runs, steps, costs, number)
+            text = _describe_survivors(runs, trial, attack, seconds)
+            base.report_note("so-far", prefix + text)
 
 
 def _report_progress(
@@ -170,27 +174,27 @@ def _report_progress(
 ) -> None:
     """Report the share of the passes that are done, in samples beside the complete ones."""
     samples = sum(len(run.batch) for run in runs)
-    done = samples
-    left = 0
+    done = samples  # passes; the first ones are of the clean samples
+    remaining = 0
     for run in runs:
-        left += _count_left(run, steps, costs)
+        remaining += _count_remaining(run, steps, costs)
         for outcome, cost in zip(run.outcomes[1:], costs, strict=False):
             done += cost * int(outcome.tried.sum())
-    base.report_progress(samples * done / (done + left) - complete)
+    base.report_progress(samples * done / (done + remaining) - complete)
 
 
-def _count_left(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int]) -> int:
+def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int]) -> int:
     """Return the forward passes that the attacks to come take at most."""
     clean, *attacked = run.outcomes
     correct = int(clean.robust.sum())
-    # A broken sample is not attacked at larger radii.
-    alive: dict[Any, int] = {}
+    # Samples that survive the same attacks at smaller radii: the others are not attacked again.
+    survivors: dict[Any, int] = {}
     for outcome, (trial, _) in zip(attacked, steps, strict=False):
-        alive[trial.norm, trial.attacks] = int(outcome.robust.sum())
-    left = 0
+        survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
+    passes = 0
     for (trial, _), cost in zip(steps[len(attacked) :], costs[len(attacked) :], strict=True):
-        left += cost * alive.get((trial.norm, trial.attacks), correct)
-    return left
+        passes += cost * survivors.get((trial.norm, trial.attacks), correct)
+    return passes
 
 
 def _estimate_seconds(
@@ -203,39 +207,39 @@ def _estimate_seconds(
         outcome = run.outcomes[number]
         seconds += outcome.seconds
         passes += outcome.forwards + 2 * outcome.backwards
-    left = sum(_count_left(run, steps, costs) for run in runs)
-    return left * seconds / max(passes, 1)
+    remaining = sum(_count_remaining(run, steps, costs) for run in runs)
+    return remaining * seconds / max(passes, 1)
 
 
-def _announce(
+def _report_estimate(
     runs: Sequence[ChunkRun],
     steps: Sequence[Step],
     costs: Sequence[int],
     classes: int,
-    lead: str,
+    prefix: str,
 ) -> None:
     """Say how long all attacks take at most, and which flags make it shorter."""
     if sum(costs) < COUNTED_PASSES:
         return
-    first = runs[0]
-    pace = time_pass(first.model, first.chunk)
-    passes = sum(_count_left(run, steps, costs) for run in runs)
+    seconds_per_pass = time_pass(runs[0].model, runs[0].chunk)
+    passes = sum(_count_remaining(run, steps, costs) for run in runs)
     samples = sum(len(run.batch) for run in runs)
-    seconds = pace * passes
+    seconds = seconds_per_pass * passes
     text = f"the attacks on {samples} samples take at most about {format_duration(seconds)}"
     radii = {trial.radius for trial, _ in steps if trial.attacks in (STANDARD, STANDARD_L1)}
-    shorter = []
+    options = []
     if seconds >= LONG and radii:
-        short = 0
+        quick_passes = 0  # of a sample
         for attack, radius in itertools.product(PRESETS["quick"], radii):
-            short += adapt(attack, classes)[0].estimate_cost(radius)
+            quick_passes += adapt(attack, classes)[0].estimate_cost(radius)
         correct = sum(int(run.outcomes[0].robust.sum()) for run in runs)
-        shorter.append(f"--attack quick (about {format_duration(pace * short * correct)})")
+        quick_seconds = seconds_per_pass * quick_passes * correct
+        options.append(f"--attack quick (about {format_duration(quick_seconds)})")
     if seconds >= TEN_MINUTES and not base.is_limited():
-        shorter.append("--time-limit 10m, which reports what is known by then")
-    if shorter:
-        text += f". Shorter: {', or '.join(shorter)}"
-    base.report_note("cost", lead + text)
+        options.append("--time-limit 10m, which reports what is known by then")
+    if options:
+        text += f". Shorter: {', or '.join(options)}"
+    base.report_note("cost", prefix + text)
 
 
 def time_pass(model: Classifier | ByRow, chunk: Chunk) -> float:
@@ -264,101 +268,106 @@ def format_duration(seconds: float) -> str:
 
 
 def _describe_survivors(
-    runs: Sequence[ChunkRun], trial: Trial, attack: Attack, left: float
+    runs: Sequence[ChunkRun], trial: Trial, attack: Attack, seconds: float
 ) -> str:
-    """Say how many samples survive all attacks in a ball so far, and how long the rest takes."""
+    """Say how many samples survive in the ball of a trial so far, and what time is left."""
     samples = 0
-    alive = 0
+    survivors = 0
     for run in runs:
         clean, *attacked = run.outcomes
         robust = clean.robust.clone()
         for outcome in attacked:
-            tried = outcome.trial
-            assert tried is not None
-            if tried.norm == trial.norm and tried.radius.value <= trial.radius.value:
+            other = outcome.trial
+            assert other is not None
+            if other.norm == trial.norm and other.radius.value <= trial.radius.value:
                 robust &= outcome.robust
-        once = torch.tensor([not is_repeat(name) for name in run.batch.ids])
-        samples += int(once.sum())
-        alive += int((robust.cpu() & once).sum())
+        unique = torch.tensor([not is_repeat(name) for name in run.batch.ids])
+        samples += int(unique.sum())
+        survivors += int((robust.cpu() & unique).sum())
     name = attack.name
     if trial.label != name:
         name = f"{name} of {trial.label}"
-    text = f"{name}, {trial.key.ball}: robust accuracy at most {alive / samples:.1%} "
-    text += f"({alive} of {samples} samples)"
-    if left >= 1:
-        text += f"; at most about {format_duration(left)} left"
+    text = f"{name}, {trial.key.ball}: robust accuracy at most {survivors / samples:.1%} "
+    text += f"({survivors} of {samples} samples)"
+    if seconds >= 1:
+        text += f"; at most about {format_duration(seconds)} left"
     return text
 
 
 # Parts
 
 
-def make_part(net: Net, run: ChunkRun, options: AttackOptions, sources: tuple[Note, ...]) -> Part:
+def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note, ...]) -> Part:
     """Return what is known of a chunk; an attack that did not run yet broke no sample."""
-    batch = run.batch
     chunk = run.chunk
     clean, *attacked = run.outcomes
-    by_trial = []
-    for trial in options.trials():
-        by_trial.append([o for o in attacked if o.trial == trial])
+    trials = options.trials()
+    by_trial: list[list[Outcome]] = []
+    for trial in trials:
+        by_trial.append([outcome for outcome in attacked if outcome.trial == trial])
     unknown = torch.full_like(clean.distance, torch.nan)
-    begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
+    not_begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
-    ends = []
-    for each in by_trial:
-        ends.append(each[-1] if each else begun)
-    counts = [len(each) for each in by_trial]
-    complete = all(n >= len(t.attacks) for n, t in zip(counts, options.trials(), strict=True))
+    ends = [outcomes[-1] if outcomes else not_begun for outcomes in by_trial]
+    arrays = _read_arrays(net, run, options, ends)
+    costs = []
+    squares = []  # numbers of samples robust before and after Square, behind gradient attacks
+    for outcomes in by_trial:
+        costs.append([sum(getattr(outcome, what) for outcome in outcomes) for what in COSTS])
+        if len(outcomes) > 1 and outcomes[-1].attack == "square":
+            squares.append((int(outcomes[-1].tried.sum()), int(outcomes[-1].robust.sum())))
+    facts: dict[str, Any] = {
+        "checks": base.read_checks(clean),
+        "attacks": [len(outcomes) for outcomes in by_trial],
+        "cost": costs,
+        "square": squares or [(0, 0)],
+        "box": net.box if chunk.mask is None else None,
+        "nonfinite": sum(outcome.nonfinite for outcome in attacked),
+    }
+    if chunk.number * CHUNK < DRAWN:
+        run.examples |= drawings.describe_examples(
+            net, run.batch, chunk, [clean, *ends], options.batch_size, known=run.examples
+        )
+        facts["examples"] = dict(run.examples)
+    if chunk.texts is not None:
+        facts["texts"] = texts.describe_changes(ends, chunk.texts, run.batch.ids)
+        facts["sizes"] = texts.count_units(chunk.texts)
+    facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
+    complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
+    # Examples to save, and changed texts, are not stored half-way: their chunk begins anew.
+    if not complete and options.save_adv is None and chunk.texts is None:
+        outcome_arrays, outcome_facts = store_outcomes(run.outcomes)
+        arrays |= outcome_arrays
+        facts |= outcome_facts
+    notes = (*(note for outcome in run.outcomes for note in outcome.notes), *notes)
+    return Part(run.batch.ids, arrays, facts, notes, complete)
+
+
+def _read_arrays(
+    net: Net, run: ChunkRun, options: AttackOptions, ends: Sequence[Outcome]
+) -> dict[str, Values]:
+    """Return the arrays of a part (samples, ...), from the last outcome of each trial."""
+    clean = run.outcomes[0]
     values = {
-        "label": chunk.y,
+        "label": run.chunk.y,
         "predicted": run.logits.argmax(1),
         "correct": clean.robust,
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
-        "confidence": torch.stack([each.confidence for each in (clean, *ends)], 1),
+        "confidence": torch.stack([outcome.confidence for outcome in (clean, *ends)], 1),
     }
-    # The rival of a continuation depends on the model: it is no class that two models share.
-    if net.scored != "continuation" and run.logits.shape[1] <= SCORED_CLASSES:
-        values[SCORES] = run.logits.double().log_softmax(1)
     if net.scored == "continuation":
-        size = options.batch_size
-        at = [texts.score_outcome(net, batch, chunk, each, size) for each in (clean, *ends)]
-        values["losses"] = torch.stack([-scores[:, 0] for scores in at], 1)
+        losses = []
+        for outcome in (clean, *ends):
+            scores = texts.score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
+            losses.append(-scores[:, 0])
+        values["losses"] = torch.stack(losses, 1)
+    # The rival of a continuation depends on the model: it is no class that two models share.
+    elif run.logits.shape[1] <= SCORED_CLASSES:
+        values[SCORES] = run.logits.double().log_softmax(1)
     if options.saves_tensors:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
-    # The samples robust before and after Square, if gradient attacks ran before it.
-    squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
-    facts: dict[str, Any] = {
-        "checks": base.read_checks(clean),
-        "attacks": counts,
-        "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
-        "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
-        "box": net.box if chunk.mask is None else None,
-        "nonfinite": sum(o.nonfinite for o in attacked),
-    }
-    if chunk.number * CHUNK < DRAWN:
-        some = [clean, *ends]
-        run.examples |= drawings.describe_examples(
-            net, batch, chunk, some, options.batch_size, known=run.examples
-        )
-        facts["examples"] = dict(run.examples)
-    if chunk.texts is not None:
-        fixed = chunk.texts.reader.lexicon.is_fixed
-        drafts = chunk.texts.drafts
-        facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
-        facts["sizes"] = {  # what can be changed of each text
-            "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
-            "characters": [sum(map(len, draft.texts)) for draft in drafts],
-        }
-    remarks = (*(note for o in run.outcomes for note in o.notes), *sources)
-    arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
-    facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
-    # Examples to save, and changed texts, are not stored half-way: their chunk begins anew.
-    if not complete and options.save_adv is None and chunk.texts is None:
-        stored, described = store_outcomes(run.outcomes)
-        arrays |= stored
-        facts |= described
-    return Part(batch.ids, arrays, facts, remarks, complete)
+    return {name: value.detach().cpu().numpy() for name, value in values.items()}
 
 
 # Of interrupted runs
@@ -385,20 +394,17 @@ def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Ou
 
     Samples broken before are attacked no more, so their points do not matter.
     """
-    outcomes = []
+    outcomes: list[Outcome] = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):
-        columns: Mapping[str, Any] = {
-            name: torch.from_numpy(part.values[f"outcome_{name}"][:, number]).to(chunk.x.device)
-            for name in ARRAYS
-        }
-        figures = {name: facts[name] for name in FIGURES}
-        outcome = Outcome(
-            trial=steps[number - 1][0] if number else None,
-            x_adv=chunk.x,
-            notes=tuple(Note(**note) for note in facts["notes"]),
-            checks=None if number else Checks(**part.facts["checks"][0]),
-            **columns,
-            **figures,
-        )
-        outcomes.append(outcome)
+        fields: dict[str, Any] = {name: facts[name] for name in FIGURES}
+        for name in ARRAYS:
+            column = part.values[f"outcome_{name}"][:, number]
+            fields[name] = torch.from_numpy(column).to(chunk.x.device)
+        fields["notes"] = tuple(Note(**note) for note in facts["notes"])
+        if number == 0:  # the clean samples
+            checks = Checks(**part.facts["checks"][0])
+            outcomes.append(Outcome(trial=None, x_adv=chunk.x, checks=checks, **fields))
+        else:
+            trial, _ = steps[number - 1]
+            outcomes.append(Outcome(trial=trial, x_adv=chunk.x, **fields))
     return outcomes

@@ -5,6 +5,7 @@ Their computation and its proof are in `lipaudit.models.attribution`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from lipaudit.data.batch import Batch
     from lipaudit.models.endpoints import SampleFunction
+    from lipaudit.models.linearize import Function
     from lipaudit.models.net import Net
 
 READING = (
@@ -34,8 +36,8 @@ READING = (
 def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
     """Return the column of a median share, which can be negative."""
     reduction = Reduction("median", values)
-    known: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
-    return Column(label, meaning, **(known | how))
+    usual: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
+    return Column(label, meaning, **(usual | how))
 
 
 def _total(label: str, what: str) -> Column:
@@ -57,12 +59,12 @@ ENDS = {
 
 def read_sources(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the share of the sensitivity that passes attention maps, else any attention."""
-    known = [row for row in section.rows if finite([row.share])]
-    if not known:
+    rows = [row for row in section.rows if finite([row.share])]
+    if not rows:
         return
     column = section.columns["share"]
     attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
-    first = largest(known, "share", 1)[0]
+    first = largest(rows, "share", 1)[0]
     texts = [f"head {first.layer}.{first.head} alone {format_value(first.share, column)}"]
     if mlps is not None:
         texts.insert(0, f"MLPs {format_value(mlps, column)}")
@@ -191,35 +193,37 @@ def measure_shares(
     if net.scored:
         # A continuation of a prompt is a row of its own: only one prompt has all of them.
         pieces = [slice(i, i + 1) for i in range(len(batch))]
-    each = []
+    shares_of_pieces = []
     try:
         sites = find_layers(net, first)
         for rows in pieces:
-
-            def f(z: Tensor, index: Tensor, start: int = rows.start) -> Tensor:
-                return at.f(z, index + start)
-
-            found = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
-            each.append(found)
+            f = _number_from(at.f, rows.start)
+            shares = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
+            shares_of_pieces.append(shares)
     except (LipauditError, RuntimeError) as error:
         # A model may have no second derivative where it has a first one: the norm stays.
         if of_machine(error):
             raise
         return {}, {"unshared": first_line(error)}
-    whole = join_shares(each)
+    shares = join_shares(shares_of_pieces)
     values = {
-        "share_heads": whole.heads.numpy(),
-        "share_paths": whole.paths.numpy(),
-        "share_totals": whole.totals.numpy(),
+        "share_heads": shares.heads.numpy(),
+        "share_paths": shares.paths.numpy(),
+        "share_totals": shares.totals.numpy(),
     }
     modules = {site.index: site.module for site in sites}
     facts = {
         "heads": [(site.index, head, site.module) for site in sites for head in range(site.heads)],
-        "steps": [[step.part, step.layer, step.module] for step in whole.steps],
-        "uncut": [[index, modules[index], why] for index, why in whole.missing.items()],
-        "whole": list(whole.whole),
+        "steps": [[step.part, step.layer, step.module] for step in shares.steps],
+        "uncut": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
+        "whole": list(shares.whole),
     }
     return values, facts
+
+
+def _number_from(f: Function, start: int) -> Function:
+    """Return f(z, index) for samples that are numbered from 0, and from `start` in f."""
+    return lambda z, index: f(z, index + start)
 
 
 def summarise_shares(
@@ -233,88 +237,101 @@ def summarise_shares(
         norm: the norm of each sample.
         to: the output whose direction was taken.
     """
+    # Parts with shares. Of one whose samples are no neighbours, only the first piece has facts.
+    described = [part for part in parts if "steps" in part.facts]
+    if not described:
+        return []
+    ends = {"from": described[0].facts["from"], "to": to}
+    sections = [_make_heads_section(parts, described, options, norm, ends)]
+    steps = described[0].facts["steps"]
+    if steps and all(part.facts["steps"] == steps for part in described):
+        sections.append(_make_paths_section(parts, steps, options, ends))
+    return sections
+
+
+def _make_heads_section(
+    parts: Sequence[Part],
+    described: Sequence[Part],
+    options: MeasureOptions,
+    norm: Values,
+    ends: Mapping[str, str],
+) -> Section:
+    """Make the section `jacobian.shares`: a row per head."""
     import numpy as np
 
-    known = [part for part in parts if "share_heads" in part.values]
-    if not known:
-        return []
-    # Of a part whose samples are no neighbours, only the first piece has the facts.
-    described = [part for part in known if "steps" in part.facts]
-    facts = described[0].facts
-    ends = {"from": facts["from"], "to": to}
-    once = base.mark_unique(parts)
-    count = len(facts["heads"])
-    heads = np.concatenate([_read(part, "share_heads", (count, 3)) for part in parts])
-    arrays = dict(zip(OF_HEADS, heads.transpose(2, 0, 1), strict=True))
+    heads = described[0].facts["heads"]
+    unique = base.mark_unique(parts)
+    values = _join(parts, "share_heads", (len(heads), len(OF_HEADS)))
+    arrays = dict(zip(OF_HEADS, values.transpose(2, 0, 1), strict=True))  # (samples, heads)
     arrays["carried"] = arrays["share"] * norm[:, None]
-    ids = np.array(base.sample_ids(parts))[once]
-    shares = arrays["share"][once]
-    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
+    shares = arrays["share"][unique]
+    ids = np.array(base.sample_ids(parts))[unique]
+    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)  # the sample, by head
     samples = []
-    for i, column in zip(largest, shares.T, strict=True):
-        samples.append("" if np.isnan(column[i]) else str(ids[i]))
-    medians = {name: _reduce(values[once], np.median) for name, values in arrays.items()}
+    for i, of_head in zip(largest, shares.T, strict=True):
+        samples.append("" if np.isnan(of_head[i]) else str(ids[i]))
     rows = base.make_rows(
         HEADS_TABLE,
-        facts["heads"],
+        heads,
         **ends,
-        **medians,
+        **{name: _reduce(values[unique], np.median) for name, values in arrays.items()},
         share_max=_reduce(shares, np.max),
         sample=samples,
-        samples=int(once.sum()),
+        samples=int(unique.sum()),
     )
     notes = [*base.notes(parts), *_write_notes(described)]
-    totals = np.concatenate([_read(part, "share_totals", (len(OF_ALL),)) for part in parts])
+    totals = _join(parts, "share_totals", (len(OF_ALL),))
     figures = dict(zip(OF_ALL, totals.T, strict=True))
-    figures["gap"] = np.concatenate([_read(part, "gap", ()) for part in parts])
-    sections = [
-        base.make_section(
-            HEADS_TABLE,
-            parts,
-            options,
-            rows,
-            notes,
-            samples=figures,
-            arrays=arrays,
-        )
-    ]
-    steps = facts["steps"]
-    if not steps or any(part.facts["steps"] != steps for part in described):
-        return sections
-    paths = np.concatenate([_read(part, "share_paths", (len(steps), 4)) for part in parts])
-    arrays = dict(zip(OF_PATHS, paths.transpose(2, 0, 1), strict=True))
+    figures["gap"] = _join(parts, "gap", ())
+    return base.make_section(
+        HEADS_TABLE, parts, options, rows, notes, samples=figures, arrays=arrays
+    )
+
+
+def _make_paths_section(
+    parts: Sequence[Part],
+    steps: Sequence[tuple[str, int, str]],
+    options: MeasureOptions,
+    ends: Mapping[str, str],
+) -> Section:
+    """Make the section `jacobian.paths`: a row per step (part, layer, module) of the model."""
+    import numpy as np
+
+    unique = base.mark_unique(parts)
+    values = _join(parts, "share_paths", (len(steps), len(OF_PATHS)))
+    arrays = dict(zip(OF_PATHS, values.transpose(2, 0, 1), strict=True))  # (samples, steps)
     arrays["rest"] = 1 - arrays["share"]
     kinds, layers, modules = zip(*steps, strict=True)
     rows = base.make_rows(
         PATHS_TABLE,
         step=list(range(len(steps))),
-        part=list(kinds),
+        part=kinds,
         layer=[None if layer < 0 else layer for layer in layers],
-        module=list(modules),
+        module=modules,
         **ends,
-        **{name: _reduce(values[once], np.median) for name, values in arrays.items()},
-        samples=int(once.sum()),
+        **{name: _reduce(values[unique], np.median) for name, values in arrays.items()},
+        samples=int(unique.sum()),
     )
-    sections.append(base.make_section(PATHS_TABLE, parts, options, rows, (), arrays=arrays))
-    return sections
+    return base.make_section(PATHS_TABLE, parts, options, rows, (), arrays=arrays)
 
 
-def _read(part: Part, name: str, shape: tuple[int, ...]) -> Values:
-    """Return an array of a part; NaN if its shares failed, or are of other steps."""
+def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
+    """Return an array of all samples; NaN where shares failed, or are of other steps."""
     import numpy as np
 
-    values = part.values.get(name)
-    if values is None or values.shape[1:] != shape:
-        return np.full((len(part.ids), *shape), np.nan)
-    return values
+    pieces = []
+    for part in parts:
+        values = part.values.get(name)
+        if values is None or values.shape[1:] != shape:
+            values = np.full((len(part.ids), *shape), np.nan)
+        pieces.append(values)
+    return np.concatenate(pieces)
 
 
 def _reduce(values: Values, statistic: Any) -> list[float]:
     """Return a statistic over the known samples of each row; NaN without any."""
-    import numpy as np
-
-    columns = (column[~np.isnan(column)] for column in values.T)
-    return [float(statistic(column)) if len(column) else np.nan for column in columns]
+    reduced = [base.reduce_known(of_row, statistic) for of_row in values.T]
+    return [math.nan if value is None else value for value in reduced]
 
 
 def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
@@ -325,7 +342,8 @@ def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
     for why, layers in reasons.items():
         text = f"no shares of the heads of attention layers {few(layers)}: {why}"
         yield Note.warn("no-share", text)
-    if whole := parts[0].facts["whole"]:
-        named = few([str(index) for index in whole])
-        text = f"attention layers {named}: shares of whole heads only, as P could not be read"
+    whole = parts[0].facts["whole"]
+    if whole:
+        numbers = few([str(layer) for layer in whole])
+        text = f"attention layers {numbers}: shares of whole heads only, as P could not be read"
         yield Note.info("no-pattern", text)

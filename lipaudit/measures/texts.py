@@ -68,9 +68,9 @@ def make_reader(net: Net) -> Reader:
     else:
         lexicon = net.lexicon()
     return Reader(
-        output=lambda ids, mask: net.output(_batch(ids, mask)),
-        point=lambda ids, mask: net.point(_batch(ids, mask)),
-        forward=lambda z, ids, mask: net.forward(z, _batch(ids, mask)),
+        output=lambda ids, mask: net.output(_make_batch(ids, mask)),
+        point=lambda ids, mask: net.point(_make_batch(ids, mask)),
+        forward=lambda z, ids, mask: net.forward(z, _make_batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
         # A row of a language model packs all continuations, each of which is scored alone.
@@ -80,62 +80,71 @@ def make_reader(net: Net) -> Reader:
     )
 
 
-def _batch(ids: Tensor, mask: Tensor | None) -> Batch:
+def _make_batch(ids: Tensor, mask: Tensor | None) -> Batch:
+    """Return token ids as a batch of nameless samples."""
     return Batch(ids, None, ("",) * len(ids), mask)
 
 
-def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
+def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     """Return the samples of a batch as texts, without their padding.
 
     Args:
-        how: how the model reads texts.
+        reader: how the model reads texts.
         batch: the samples.
         characters: whether an attack changes characters.
 
     Raises:
         InputError: characters are needed, and tokenizing them does not give the token ids.
     """
-    # Each text without its padding.
-    masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
-    rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
-    if how.tokenize is not None:
-        return Texts(how, _draft_prompts(how, how.tokenize, batch, rows))
-    written = batch.texts or ((),) * len(rows)
-    # A model reads padding if padding behind the shortest text changes the output.
-    short = min(rows, key=len)
-    short = short[max(0, len(short) + PADDING - how.most) :]  # keep the end: some models need it
-    ids = torch.cat([short, short.new_full((PADDING,), how.pad_id)])[: how.most][None]
-    mask = (torch.arange(ids.shape[1]) < len(short))[None]
-    device = how.table.device
+    rows = list(batch.x.cpu())
+    if batch.mask is not None:
+        rows = [row[mask] for row, mask in zip(rows, batch.mask.cpu(), strict=True)]
+    if reader.tokenize is not None:
+        return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
+    shortest = min(rows, key=len)
+    reads_padding = _reads_padding(reader, shortest)
+    most = min(reader.most, batch.limit or reader.most)
+    reader = replace(reader, most=most, reads_padding=reads_padding)
+    texts = batch.texts or ((),) * len(rows)
+    drafts = []
+    for row, text in zip(rows, texts, strict=True):
+        drafts.append(reader.lexicon.draft(row.tolist(), text, most))
+    unknown = sum(draft.source is None for draft in drafts)
+    if unknown and (batch.texts or characters):
+        raise _make_mismatch(unknown)
+    return Texts(reader, drafts)
+
+
+def _reads_padding(reader: Reader, ids: Tensor) -> bool:
+    """Say whether padding behind a text changes the output of the model."""
+    ids = ids[max(0, len(ids) + PADDING - reader.most) :]  # keep the end: some models need it
+    padding = ids.new_full((PADDING,), reader.pad_id)
+    longer = torch.cat([ids, padding])[: reader.most][None]
+    mask = (torch.arange(longer.shape[1]) < len(ids))[None]
+    device = reader.table.device
     try:
         with torch.no_grad():
-            alone = how.output(short[None].to(device), None)
-            padded = how.output(ids.to(device), mask.to(device))
-        reads_padding = not agree(alone, padded)
+            alone = reader.output(ids[None].to(device), None)
+            padded = reader.output(longer.to(device), mask.to(device))
+        return not agree(alone, padded)
     except Exception as error:  # the model takes no mask, or texts of one length only
         if of_machine(error):
             raise
-        reads_padding = True
-    most = min(how.most, batch.limit or how.most)
-    how = replace(how, most=most, reads_padding=reads_padding)
-    pairs = zip(rows, written, strict=True)
-    drafts = [how.lexicon.draft(row.tolist(), text, how.most) for row, text in pairs]
-    lost = sum(draft.source is None for draft in drafts)
-    if lost and (batch.texts or characters):
-        raise _make_mismatch(lost)
-    return Texts(how, drafts)
+        return True
 
 
-def _make_mismatch(lost: int) -> InputError:
+def _make_mismatch(count: int) -> InputError:
     """Return the error on samples whose characters are unknown."""
-    advice = "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings"
-    advice += ": --attack fgsm,pgd --eps 0.1."
-    wrong = f"the token ids of {lost} samples do not match their text, so words and characters"
-    return InputError(f"{wrong} cannot be changed", advice)
+    return InputError(
+        f"the token ids of {count} samples do not match their text, so words and characters "
+        "cannot be changed",
+        "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings: "
+        "--attack fgsm,pgd --eps 0.1.",
+    )
 
 
 def _draft_prompts(
-    how: Reader,
+    reader: Reader,
     tokenize: Callable[[str, int], list[int]],
     batch: Batch,
     rows: Sequence[Tensor],
@@ -145,7 +154,7 @@ def _draft_prompts(
     Raises:
         InputError: a prompt is unknown, or reading it does not give the sample.
     """
-    lexicon = how.lexicon
+    lexicon = reader.lexicon
     read = lexicon.read
     if read is None or not batch.continuations:
         raise _make_mismatch(len(batch))
@@ -153,57 +162,69 @@ def _draft_prompts(
     drafts: list[Draft] = []
     for row, texts, continuations in zip(rows, batch.texts, batch.continuations, strict=True):
         (prompt,) = texts
-        before, follow = packer.encode(prompt, continuations)
+        prompt_ids, continuation_ids = packer.encode(prompt, continuations)
         tokens, spans = read((prompt.rstrip(),), WHOLE)
-        ids = tuple(before)
-        room = packer.find_room(follow)
+        ids = tuple(prompt_ids)
         packed = row.tolist()
         # A tokenizer may end every text with a token, which is not part of a prompt.
         if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
             continue
         words = lexicon.words(ids, spans[: len(ids)])
-        remaining = iter(spans)
-        of_words = tuple(tuple(islice(remaining, len(word))) for word in words)
+        unused_spans = iter(spans)
+        spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
+        room = packer.find_room(continuation_ids)
+        prompt_length = len(ids[-room:])  # a long prompt loses its beginning
+        tail = tuple(packed[prompt_length:])
         pack = partial(_pack_prompt, packer, continuations)
-        read_prompt = len(ids[-room:])
-        tail = tuple(packed[read_prompt:])
         behind = Continuations(continuations, tail, room, pack)
-        drafts.append(Draft(words, source=Source(texts, of_words, batch.limit, behind)))
+        drafts.append(Draft(words, source=Source(texts, spans_of_words, batch.limit, behind)))
     if len(drafts) < len(rows):
         raise _make_mismatch(len(rows) - len(drafts))
     return drafts
 
 
 def _pack_prompt(packer: Packer, continuations: Sequence[str], prompt: str) -> tuple[int, ...]:
+    """Return the packed ids of a prompt and its continuations."""
     return tuple(packer.pack(prompt, continuations))
+
+
+def count_units(texts: Texts) -> dict[str, list[int]]:
+    """Return how many words, and how many characters, could change in each text."""
+    is_fixed = texts.reader.lexicon.is_fixed
+    words = []
+    characters = []
+    for draft in texts.drafts:
+        words.append(sum(not is_fixed(word) for word in draft.words))
+        characters.append(sum(map(len, draft.texts)))
+    return {"words": words, "characters": characters}
 
 
 def describe_changes(
     outcomes: Sequence[Outcome], before: Texts, ids: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Describe every text that attacks tried, as plain values."""
-    return [
-        {
-            "id": name,
-            "trial": str(outcome.trial.key),
-            **_name_columns(new),
-            "original": BETWEEN.join(_texts(old)),
-            "changes": new.changes,
-            "tried": new.tried,
-            "possible": new.possible,
-            "robust": bool(stands),
-        }
-        for outcome in outcomes
-        if outcome.drafts is not None and outcome.trial is not None
-        for name, old, new, stands in zip(
-            ids, before.drafts, outcome.drafts, outcome.robust.tolist(), strict=True
-        )
-    ]
+    lines = []
+    for outcome in outcomes:
+        if outcome.drafts is None or outcome.trial is None:
+            continue
+        trial = str(outcome.trial.key)
+        pairs = zip(before.drafts, outcome.drafts, strict=True)
+        for i, (old, new) in enumerate(pairs):
+            line = {"id": ids[i], "trial": trial, **_name_columns(new)}
+            line |= {
+                "original": BETWEEN.join(_write(old)),
+                "changes": new.changes,
+                "tried": new.tried,
+                "possible": new.possible,
+                "robust": bool(outcome.robust[i]),
+            }
+            lines.append(line)
+    return lines
 
 
 def _name_columns(draft: Draft) -> dict[str, Any]:
     """Return a text by the columns in which `--data` reads it, with its continuations."""
-    texts = _texts(draft)
+    texts = _write(draft)
     continuations = draft.source and draft.source.continuations
     if not continuations:
         return dict(zip(COLUMNS, texts, strict=False))
@@ -213,15 +234,17 @@ def _name_columns(draft: Draft) -> dict[str, Any]:
     return {"question": prompt, "choices": list(continuations.texts)}
 
 
-def _texts(draft: Draft) -> tuple[str, ...]:
+def _write(draft: Draft) -> tuple[str, ...]:
     """Return a text, or the two of a pair; token ids if the characters are unknown."""
     return draft.texts or (" ".join(map(str, draft.ids)),)
 
 
 def quote(draft: Draft) -> str:
     """Return the beginning of a text."""
-    text = BETWEEN.join(_texts(draft))
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    text = BETWEEN.join(_write(draft))
+    if len(text) <= SHOWN:
+        return text
+    return text[:SHOWN] + "..."
 
 
 def table(parts: Sequence[Part]) -> bytes:
@@ -250,8 +273,10 @@ def share_untried(parts: Sequence[Part], trial: Trial) -> float:
     """
     survivors = list_survivors(parts, trial)
     possible = sum(line["possible"] for line in survivors)
+    if possible == 0:
+        return math.nan
     tried = sum(line["tried"] for line in survivors)
-    return 1 - tried / possible if possible else math.nan
+    return 1 - tried / possible
 
 
 def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
@@ -263,19 +288,20 @@ def note_untried(parts: Sequence[Part], trial: Trial) -> Iterator[Note]:
         text += f" ({median_low(counts)} of the median text, over all steps)"
         yield Note.info("all-tried", text)
     elif share > 0:
-        (attack, *_) = trial.attacks
-        most = f"at most {attack.queries} for each change. Raise --queries to try more"
+        attack = trial.attacks[0]
+        limit = f"at most {attack.queries} for each change. Raise --queries to try more"
         if trial.norm == "suffix":
-            most = f"{attack.steps} steps of {attack.queries}. Raise --steps to try more"
+            limit = f"{attack.steps} steps of {attack.queries}. Raise --steps to try more"
         text = f"{trial.key.ball}: {share:.1%} of the single changes of the surviving texts were "
-        text += f"not tried, with {most}"
+        text += f"not tried, with {limit}"
         yield Note.warn("untried-changes", text)
 
 
 def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     """Note what changed texts keep of the original and what they do not."""
-    counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
-    if not counted:
+    of_texts = [trial for trial in trials if trial.norm in COUNTED]
+    of_texts.sort(key=lambda trial: trial.radius.value)
+    if not of_texts:
         return
     yield Note.info(
         "changed-texts",
@@ -283,10 +309,10 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
         "text keeps its meaning and label is not checked: read some (--save-adv "
         "adv.jsonl). A search without success proves nothing",
     )
-    for trial in counted:
+    for trial in of_texts:
         yield from note_untried(parts, trial)
-    # Budgets with which an attack can rewrite most texts from end to end; the smallest come first.
-    budgets = {trial.norm: int(trial.radius.value) for trial in counted if trial.norm != "suffix"}
+    # The largest budget of words and of characters: can it rewrite most texts from end to end?
+    budgets = {trial.norm: int(trial.radius.value) for trial in of_texts if trial.norm != "suffix"}
     for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
         whole = sum(0 < size <= budget for size in sizes)
@@ -307,8 +333,8 @@ FAR = 1e6
 @torch.no_grad()
 def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
     """Return the logits or the scores at a point per sample, `size` samples at a time."""
-    rows = torch.split(torch.arange(len(z), device=z.device), size)
-    return torch.cat([net.forward(z[i], batch.without_ids(i)) for i in rows])
+    pieces = torch.split(torch.arange(len(z), device=z.device), size)
+    return torch.cat([net.forward(z[rows], batch.without_ids(rows)) for rows in pieces])
 
 
 def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: int) -> Tensor:
@@ -345,27 +371,33 @@ def move_losses(
     sign = 1 if target is None else -1
     size = how["batch_size"]
     correct = outcomes[0].robust
-    for trial, end in {o.trial: o for o in outcomes if o.trial is not None}.items():
+    last_of_trial = {outcome.trial: outcome for outcome in outcomes if outcome.trial is not None}
+    for trial, end in last_of_trial.items():
         climb = _climb_texts if trial.norm in COUNTED else _climb_ball
         climbs = climb(net, batch, chunk, trial, sign, how)
         top = climbs[-1]
-        own, other = (score_outcome(net, batch, chunk, each, size) for each in (end, top))
-        right = other.argmax(1) == chunk.y
-        # The climb's point replaces the end point if it broke the sample or went further.
-        further = (sign * other[:, 0] < sign * own[:, 0]) & ~(correct & ~end.robust & right)
-        further |= end.robust & ~right
+        scores = score_outcome(net, batch, chunk, end, size)
+        top_scores = score_outcome(net, batch, chunk, top, size)
+        # The climb's point replaces the end point if the loss is higher there, unless only the
+        # end point broke the sample; and it always does if it alone broke the sample.
+        right = top_scores.argmax(1) == chunk.y
+        higher = sign * top_scores[:, 0] < sign * scores[:, 0]
+        only_end_broke = correct & ~end.robust & right
+        only_top_broke = end.robust & ~right
+        replaced = higher & ~only_end_broke | only_top_broke
         drafts = end.drafts
         if drafts is not None and top.drafts is not None:
-            pairs = zip(drafts, top.drafts, further.tolist(), strict=True)
-            drafts = [new if replaced else old for old, new, replaced in pairs]
+            drafts = list(drafts)
+            for i in replaced.nonzero().flatten().tolist():
+                drafts[i] = top.drafts[i]
         yield replace(
             end,
             robust=end.robust & right,
-            x_adv=torch.where(further[:, None, None], top.x_adv, end.x_adv),
-            distance=torch.where(further, top.distance, end.distance),
+            x_adv=torch.where(replaced[:, None, None], top.x_adv, end.x_adv),
+            distance=torch.where(replaced, top.distance, end.distance),
             drafts=drafts,
             notes=(),
-            **{what: sum(getattr(each, what) for each in climbs) for what in COSTS},
+            **{what: sum(getattr(outcome, what) for outcome in climbs) for what in COSTS},
         )
 
 
@@ -377,15 +409,16 @@ def _climb_ball(
     The attacks maximise softplus(c - log p) with c just below log p at the sample; its gradient
     has the direction of the gradient of the loss -log p. The iterate with the highest loss counts.
     """
-    floor = sign * forward_pieces(net, batch, chunk.x, how["batch_size"])[:, 0]
-    floor = floor - SMALL * (1 + floor.abs())
+    log_p = sign * forward_pieces(net, batch, chunk.x, how["batch_size"])[:, 0]
+    floor = log_p - SMALL * (1 + log_p.abs())
 
     def loss(z: Tensor, rows: Tensor) -> Tensor:
-        own = sign * net.forward(z, batch.without_ids(rows))[:, 0]
-        return torch.stack([own, floor[rows]], 1)
+        """Return log p and the floor as the logits of two classes, (rows, 2)."""
+        log_p = sign * net.forward(z, batch.without_ids(rows))[:, 0]
+        return torch.stack([log_p, floor[rows]], 1)
 
-    alone = replace(chunk, y=torch.zeros_like(chunk.y))
-    _, *climbs = evaluate_chunk(ByRow(loss), alone, [trial], **how)
+    of_class_0 = replace(chunk, y=torch.zeros_like(chunk.y))
+    _, *climbs = evaluate_chunk(ByRow(loss), of_class_0, [trial], **how)
     return climbs
 
 
@@ -400,18 +433,19 @@ def _climb_texts(
     reader = chunk.texts.reader
 
     def lift(scores: Tensor) -> Tensor:
-        own = sign * scores[:, 0].double()
-        return torch.stack([own, torch.full_like(own, -FAR)], 1)
+        """Return log p and a number far below it as the logits of two classes, (rows, 2)."""
+        log_p = sign * scores[:, 0].double()
+        return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
 
-    climbing = replace(
+    lifted = replace(
         reader,
         output=lambda ids, mask: lift(reader.output(ids, mask)),
         forward=lambda z, ids, mask: lift(reader.forward(z, ids, mask)),
     )
-    texts = replace(chunk.texts, reader=climbing)
-    alone = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
+    texts = replace(chunk.texts, reader=lifted)
+    of_class_0 = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
     loss = ByRow(lambda z, rows: lift(net.forward(z, batch.without_ids(rows))))
-    _, *climbs = evaluate_chunk(loss, alone, [trial], **how)
+    _, *climbs = evaluate_chunk(loss, of_class_0, [trial], **how)
     return climbs
 
 
@@ -419,14 +453,17 @@ def note_target(net: Net, target: int | None) -> tuple[Note, ...]:
     """Return the note on a target; none without one."""
     if target is None:
         return ()
-    name = net.labels[target] if net.labels else str(target)
-    text = f"the attacks aim at {name}: a sample is broken if the model answers it. Samples whose "
-    text += "answer it is count as they are"
     if net.scored == "continuation":
         text = (
             "the attacks make the continuation likelier: accuracy is the share of prompts behind "
+            "which greedy decoding does not give it"
         )
-        text += "which greedy decoding does not give it"
+    else:
+        name = net.labels[target] if net.labels else str(target)
+        text = (
+            f"the attacks aim at {name}: a sample is broken if the model answers it. Samples "
+            "whose answer it is count as they are"
+        )
     return (Note.info("target", text),)
 
 
@@ -438,11 +475,12 @@ def note_losses(losses: dict[str, Values], target: str | None) -> Note:
         losses: loss of every sample without change (`loss`) and under each attack
             (`loss@ATTACK,NORM,EPS`).
     """
-    parsed = [(parse_column(name)[1], values.mean()) for name, values in losses.items()]
-    clean = next(mean for key, mean in parsed if key is None)
-    after = [
-        f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
-    ]
-    moved = "raised" if target is None else "lowered"
-    text = f"the mean loss of a continuation ({clean:#.3g} nats) was {moved} to {', '.join(after)}"
-    return Note.info("loss", text)
+    attacked = []
+    for name, values in losses.items():
+        _, trial = parse_column(name)
+        if trial is not None:
+            attacked.append(f"{values.mean():#.3g} by {trial.attack} ({trial.ball})")
+    verb = "raised" if target is None else "lowered"
+    clean = losses["loss"].mean()
+    text = f"the mean loss of a continuation ({clean:#.3g} nats) was {verb} to "
+    return Note.info("loss", text + ", ".join(attacked))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lipaudit.errors import InputError, StructureError, of_machine
 from lipaudit.measures import base
@@ -162,8 +162,8 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
             facts, notes = _read_tables(net, first, sites, around)
         if options.at_samples and blocks:
             seeds = [base.seed_of(sample, options.seed) for sample in batch.ids]
-            found = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
-            norms = torch.stack([norms.norm for _, norms in found], 1)
+            pairs = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
+            norms = torch.stack([norms.norm for _, norms in pairs], 1)  # (samples, blocks)
             values["blocks"] = norms.numpy()
         yield Part(batch.ids, values, facts, notes)
 
@@ -174,16 +174,16 @@ def _read_tables(
     """Return the rows of every table by its name, and notes."""
     from lipaudit.models.attention.capture import capture
 
+    notes = [Note.info("weights-only", "only figures at X depend on the samples")]
     # A bound of x + f(x) needs one of f on all inputs: Kim et al. 2021 show that there is none.
     text = "the product of the weights' norms is no bound: attention has no Lipschitz constant"
-    notes = [Note.info("weights-only", "only figures at X depend on the samples")]
     notes.append(Note.info("no-bound", text))
     if any("rotation" in site.kinds[:2] for site in sites):
         notes.append(Note.info("rotary", "||W_QK|| is that of tokens at one rotary position"))
     heads: list[Cells] = []
     for rows in capture(net, sites, sample, _read_heads):
         heads += rows
-    maps, gains = _read_modules(net, set(_list_used(sites)))
+    maps, gains = _read_modules(net, set(_list_weights(sites)))
     tables = {HEADS.name: heads, BLOCKS.name: [], MAPS.name: maps, GAINS.name: gains}
     for block in dict.fromkeys(filter(None, around)):
         inside = [head for head in heads if around[head["layer"]] == block]
@@ -193,7 +193,12 @@ def _read_tables(
 
 
 def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cells]]:
-    """Return rows of the linear maps that no head accounts for, and of the normalisations."""
+    """Return rows of the linear maps that no head accounts for, and of the normalisations.
+
+    Args:
+        net: the model.
+        used: names, or addresses of the weights, of the maps that rows of heads account for.
+    """
     import torch
 
     maps: list[Cells] = []
@@ -230,46 +235,65 @@ def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -
 
 def _read_heads(layer: Layer) -> list[Cells]:
     """Return a row per head of a layer: norms and stable ranks of W_QK and W_OV."""
-    import torch
-
     from lipaudit.theory.matrix_norms import product_values
 
     site = layer.site
     why = site.reason
-    heads: Heads | None = None
+    products: dict[str, Product] = {}
     if not why:
         try:
-            heads = layer.heads()
+            products = _find_products(layer.heads())
         except StructureError as error:  # the sample differs from the survey
             why = error.reason
-    # Two factors of a matrix of each head, and the scale of their product.
-    products: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-    if heads is not None:
-        q = heads.to_q
-        k = heads.to_k
-        v = heads.to_v
-        # A rotation is the identity at equal positions; a norm of queries is no linear map.
-        if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
-            products["qk"] = q.weight, k.weight, heads.scale[0].abs()
-        if v and v.kind == "affine" and heads.out is not None:
-            products["ov"] = v.weight, heads.out.mT, torch.ones(1)
-        reasons = []
-        if "qk" not in products:
-            reasons.append("queries or keys are not linear")
-        if "ov" not in products:
-            reasons.append("has no linear W_V W_O")
-        why = "; ".join(reasons)
+        else:
+            reasons = []
+            if "qk" not in products:
+                reasons.append("queries or keys are not linear")
+            if "ov" not in products:
+                reasons.append("has no linear W_V W_O")
+            why = "; ".join(reasons)
     cells = {"layer": site.index, "module": site.module, "why": why}
     rows: list[Cells] = [{**cells, "head": head} for head in range(site.heads)]
-    for name, (left, right, scale) in products.items():
-        values = product_values(left.double().cpu(), right.double().cpu())
-        values = scale.double().cpu()[:, None] * values
+    for name, product in products.items():
+        # (heads, rank): the singular values.
+        values = product_values(product.left.double().cpu(), product.right.double().cpu())
+        values = product.scale.double().cpu()[:, None] * values
         for row, of_head in zip(rows, values, strict=True):
             row[name], row[f"{name}_rank"] = _reduce(of_head)
     return rows
 
 
-def _list_used(sites: Sequence[Site]) -> Iterator[str | int]:
+class Product(NamedTuple):
+    """A matrix of each head: scale * left @ right^T.
+
+    Attributes:
+        left: (heads, D, d).
+        right: (heads, D', d).
+        scale: (heads,) or (1,).
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: Tensor
+
+
+def _find_products(heads: Heads) -> dict[str, Product]:
+    """Return s W_Q W_K^T (`qk`) and W_V W_O (`ov`) as far as they are linear maps."""
+    import torch
+
+    products: dict[str, Product] = {}
+    q = heads.to_q
+    k = heads.to_k
+    v = heads.to_v
+    # A rotation is the identity at equal positions; a norm of queries is no linear map.
+    if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
+        products["qk"] = Product(q.weight, k.weight, heads.scale[0].abs())
+    if v and v.kind == "affine" and heads.out is not None:
+        products["ov"] = Product(v.weight, heads.out.mT, torch.ones(1))
+    return products
+
+
+def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:
     """Yield the modules, or the addresses of the weights, that rows of heads account for."""
     from lipaudit.models.precision import WeightReference
 
@@ -295,14 +319,14 @@ def _read_map(weight: Tensor) -> Cells:
 
     rows, columns = weight.shape
     tall = weight if rows >= columns else weight.mT
-    values = product_values(tall)
+    values = product_values(tall)  # the singular values, largest first
     norm, rank = _reduce(values)
-    least = float(values[-1])
+    smallest = float(values[-1])
     # Singular values below this are rounding: the matrix may be singular.
     noise = max(rows, columns) * torch.finfo(weight.dtype).eps * norm
     condition = None
-    if least > noise:
-        condition = norm / least
+    if smallest > noise:
+        condition = norm / smallest
     return {"norm": norm, "rank": rank, "condition": condition}
 
 
@@ -333,9 +357,9 @@ def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
 def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
     """Return the gain of each channel of a normalisation; None if it is another map.
 
-    The gains are its weight, or 1 + weight (Gemma): a trial shows which. At a large row of mean 0
-    a LayerNorm and an RMSNorm divide alike: the odd part of the output is the gains times the row
-    at size 1.
+    The gains are its weight, or 1 + weight (Gemma): a trial shows which. A LayerNorm and an
+    RMSNorm both divide a row of mean 0 by its length: the output is gain * x + bias for a row x
+    of variance 1, whatever its factor. The bias cancels in the odd part.
     """
     import torch
 
@@ -343,6 +367,7 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
     x = torch.nn.functional.layer_norm(x, x.shape[2:]).to(weight)
     try:
         with torch.no_grad():
+            # A large factor, beside which the epsilon of the normalisation is nothing.
             odd = (part(1e3 * x) - part(-1e3 * x)) / 2
     except (RuntimeError, TypeError, ValueError) as error:  # it takes other inputs
         if of_machine(error):
@@ -351,8 +376,8 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
     if odd.shape != x.shape:
         return None
     for gain in (weight, 1 + weight):
-        apart = (odd - gain * x).abs().amax()
-        if apart <= TRIAL * odd.abs().amax():
+        difference = (odd - gain * x).abs().amax()
+        if difference <= TRIAL * odd.abs().amax():
             return gain
     return None
 
@@ -361,7 +386,7 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     """Make the section of the heads, and one of each other table with rows."""
     import numpy as np
 
-    facts = next(part.facts for part in parts if part.facts)
+    facts = next(part.facts for part in parts if part.facts)  # the first part has all rows
     blocks: list[Cells] = [dict(row) for row in facts[BLOCKS.name]]
     whole: Cells = {"module": "all blocks"}
     if all("log10_product" in row for row in blocks):
@@ -374,17 +399,15 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
         whole["log10_data"] = float(np.median(logs.sum(1)))
     if len(blocks) > 1:
         blocks.append(whole)
+    cells = {**facts, BLOCKS.name: blocks}
+    # The first section has the settings and notes of the run.
+    about: dict[str, Any] = {"settings": options.model_dump(), "notes": base.notes(parts)}
     sections = []
     for table in TABLES:
-        cells = blocks
-        if table is not BLOCKS:
-            cells = facts[table.name]
-        rows = tuple(table.row(**row) for row in cells)
-        about: dict[str, Any] = {}
-        if table is HEADS:
-            about = {"settings": options.model_dump(), "notes": base.notes(parts)}
+        rows = tuple(table.row(**row) for row in cells[table.name])
         if rows:
             sections.append(table.section(rows=rows, **about))
+        about = {}
     return sections
 
 

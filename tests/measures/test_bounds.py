@@ -6,7 +6,7 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
-from lipaudit.measures import bounds
+from lipaudit.measures import layer_bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
@@ -163,7 +163,7 @@ def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
     """By the entries of the map: many queries may meet few keys, or few many."""
     net = own_net(Pooled(), (8, 8), "float64", classifier=False)
     batch = own_batch(torch.randn(1, 8, 8, dtype=torch.float64))
-    monkeypatch.setattr(bounds, "POLICY", Policy(map_limit=entries))
+    monkeypatch.setattr(layer_bounds, "POLICY", Policy(map_limit=entries))
     section = measured(net, batch)[1][0]
     assert (section.rows[0].p_norm, section.rows[0].tokens) == (pytest.approx(2.0, rel=0.2), 2)
     assert sum(note.code == "long-maps" for note in section.notes) == said

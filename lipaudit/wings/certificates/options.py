@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import UsageError
-from lipaudit.measures.attack import AttackOptions, plan_attacks
+from lipaudit.measures.attack_options import AttackOptions, plan_attacks
 from lipaudit.measures.base import AuditRequest, MeasureOptions
 from lipaudit.settings.option import Need, Radii, Regions, TwoCounts, needs, option, repeat_option
 from lipaudit.tables.trials import COUNTED, WHOLE, Norm, Radius, parse_radius

@@ -1,0 +1,334 @@
+"""The options of the measure `attack`: which attacks run, in which balls, on which model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from lipaudit.attacks import kinds
+from lipaudit.attacks.kinds import CHUNK, Attack, Trial
+from lipaudit.errors import UsageError, few
+from lipaudit.measures.base import AuditRequest, MeasureOptions
+from lipaudit.settings.option import Need, Radii, option, require_distinct
+from lipaudit.tables.trials import COUNTED, WHOLE, Norm, parse_budget
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
+
+# Default attacks of images, texts, and embeddings of texts.
+IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", "words,characters", "fgsm,pgd"
+# The demos are of digits, which larger changes leave readable.
+DEMO_EPS, EPS = "0.1", "2/255"
+# Options that an audit also takes.
+OF_AUDIT = ("eps", "attack", "norm")
+# The attack of --transfer.
+TRANSFER = "transfer"
+# File ending for changed texts; any other example is a tensor.
+TABLE = ".jsonl"
+
+
+def _need_effort(*efforts: str) -> Need:
+    """Return the need of an option that applies to attacks of a certain effort."""
+
+    def holds(options: AttackOptions) -> bool:
+        if options.attack is None or not (options.eps or options.attack == "paper"):
+            return True  # the attacks are not known yet: `adapt` checks again
+        planned = (attack for trial in options.trials() for attack in trial.attacks)
+        return any(attack.kind.effort in efforts for attack in planned)
+
+    names = [name for name, kind in kinds.ATTACKS.items() if kind.effort in efforts]
+    return Need(f"an attack that takes it: {', '.join(names)}", holds)
+
+
+class AttackOptions(MeasureOptions):
+    """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
+
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. For texts,
+    --attack words or characters changes that many words or characters. Other attacks change the
+    token embeddings. For language models, they attack the scores of continuations, choices or
+    labels: --attack words, characters or suffix change the prompt itself, others its embeddings
+    (--score). --attack patch puts any values into that many patches of an image.
+
+    Examples:
+      lipaudit attack demo --eps 0.1
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1patch,2patches
+      lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2
+      lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1
+      lipaudit attack ./gpt2 --data questions.jsonl --attack suffix --eps 3,5
+    """
+
+    samples: ClassVar[int] = 128
+    labelled: ClassVar[bool] = True
+    deploys: ClassVar[bool] = True
+    scores = "always"
+
+    eps: Radii = option(
+        (),
+        "Attack radii for pixels in [0, 1]: 2/255, 1/255,0.03 or START:STOP:COUNT like 0:8/255:9; "
+        "for words, characters, tokens of a suffix, patches how many.",
+    )
+    attack: str | None = option(
+        None,
+        "Comma-separated attacks, or standard, quick, paper, custom:... "
+        f"Default {IMAGES}; texts {TEXTS}; embeddings {EMBEDDINGS}.",
+        values=lambda: ("autoattack", *kinds.PRESETS, *kinds.attack_kinds()),
+    )
+    norm: Norm | None = option(
+        None, "linf (default for images), l2, l1, or token-l2 (default for text)."
+    )
+    steps: int | None = option(
+        None,
+        "Number of iterations of every attack.",
+        usual=f"{kinds.Attack.steps}; pgd: {kinds.ATTACKS['pgd'].steps}; "
+        f"patch: {kinds.ATTACKS['patch'].steps}; suffix: {kinds.ATTACKS['suffix'].steps}",
+        need=_need_effort("steps", "swaps"),
+        gt=0,
+        rare=True,
+    )
+    restarts: int | None = option(
+        None,
+        "Random starts.",
+        usual=f"{kinds.Attack.restarts}; patch: {kinds.ATTACKS['patch'].restarts}",
+        need=_need_effort("steps", "queries"),
+        gt=0,
+        rare=True,
+    )
+    queries: int | None = option(
+        None,
+        "Largest number of queries: in all of square, for each change of a text, or for each step "
+        "of suffix. Smaller sets of changes are tried whole.",
+        usual=f"{kinds.Attack.queries}; words and characters: {kinds.SINGLE_CHANGES}; "
+        f"suffix: {kinds.ATTACKS['suffix'].queries}",
+        need=_need_effort("queries", "edits", "swaps"),
+        gt=0,
+        rare=True,
+    )
+    suffix_place: Literal["behind", "before"] = option(
+        "behind",
+        "Where suffix and random put their tokens: behind or before the text.",
+        need=_need_effort("swaps"),
+        kinds=("text",),
+        rare=True,
+    )
+    target: str | None = option(
+        None,
+        "Class (name, letter or number) that attacks on texts aim at: a sample is broken if the "
+        "model answers it. Of a continuation: continuation, to make it likelier.",
+        need=_need_effort("edits", "swaps"),
+        kinds=("text",),
+        rare=True,
+    )
+    patch_size: int | None = option(
+        None,
+        "Side of the patches in pixels.",
+        need=Need(
+            "--attack patch",
+            lambda options: not options.attack or any(t.norm == "patch" for t in options.trials()),
+        ),
+        kinds=("image",),
+        usual="of the model's own patches",
+        ge=1,
+        rare=True,
+    )
+    save_adv: Path | None = option(
+        None,
+        "Save the adversarial examples to FILE.safetensors (images, embeddings) or "
+        "FILE.jsonl (changed texts). --data reads both, except embeddings.",
+        exclude=True,
+        rare=True,
+    )
+    transfer: tuple[Path, ...] = option(
+        (),
+        "Also try the examples that --save-adv of another model wrote to FILE.safetensors: the "
+        "attack transfer, in every ball; repeatable.",
+        kinds=("image", "tokens"),
+        exclude=True,
+        rare=True,
+    )
+    # Default attacks of images.
+    usual: str = Field(IMAGES, exclude=True)
+    # Default radii of images.
+    usual_eps: Radii = Field((), exclude=True)
+    # Number of samples that share one random stream; a constant that reports record.
+    logical_chunk: Literal[64] = CHUNK
+    # Number of samples on the device at a time; no effect on results.
+    batch_size: int = Field(CHUNK, exclude=True)
+
+    @field_validator("save_adv")
+    @classmethod
+    def _require_ending(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix not in (".safetensors", TABLE):
+            raise ValueError(f"it must end in .safetensors, or in {TABLE} for changed texts")
+        return path
+
+    @field_validator("attack")
+    @classmethod
+    def _refuse_repeats(cls, attack: str | None) -> str | None:
+        # No name twice: neither in the whole list nor in that behind `custom:`.
+        text = attack or ""
+        for listed in (text, text.removeprefix("custom:")):
+            names = [name.strip() for name in listed.split(",")]
+            require_distinct([name for name in names if name])
+        return attack
+
+    @model_validator(mode="after")
+    def _require_plan(self) -> AttackOptions:
+        # Without attacks or radii, they are those of the model: `adapt` checks them.
+        if self.attack is not None and (self.eps or not self.usual_eps):
+            self.trials()
+        return self
+
+    def adapt_scores(self, changes: Sequence[Norm]) -> Self:
+        """Fill in the attacks for a language model that scores: by default on embeddings."""
+        has_units = any(radius.unit for radius in self.eps)
+        if self.attack is not None or has_units:
+            return self.adapt("text", changes, "this needs a fast tokenizer beside config.json")
+        return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
+
+    def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+        """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
+
+        Raises:
+            UsageError: an attack or a norm means nothing for it, or there is no radius.
+        """
+        is_text = kind == "text"
+        for radius in self.eps:
+            if radius.unit in COUNTED and not is_text:
+                samples = "images" if kind == "image" else "sequences of vectors"
+                raise UsageError(
+                    f"the radius {radius.text} counts changes of a text, but the model takes "
+                    f"{samples}",
+                    "Give a radius without a unit: --eps 2/255.",
+                )
+        attack = self.attack or self._choose_attacks(is_text, changes)
+        has_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
+        eps = self.eps
+        if not eps and not has_radii:
+            eps = self.usual_eps
+        chosen = self.model_copy(update={"attack": attack, "eps": eps})
+        chosen.require_needed()
+        trials = chosen.trials()
+        kinds.require_suitable(trials, kind, changes, why)
+        of_texts = [trial for trial in trials if trial.norm in COUNTED]
+        # A table holds changed texts, a file of tensors all else.
+        storable = 0 if self.saves_tensors else len(trials)
+        if self.save_adv is not None and len(of_texts) != storable:
+            raise UsageError(
+                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
+                f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
+            )
+        # Reports say how many changes of a text were tried at most.
+        queries = {attack.queries for trial in of_texts for attack in trial.attacks}
+        most_queries = queries.pop() if len(queries) == 1 else self.queries
+        # The norm is that of the balls, if there are any; a plan may bring its own radii.
+        counting = [trial for trial in trials if trial.norm in WHOLE]
+        norm = self.norm
+        if norm is None and len(counting) < len(trials):
+            norm = "token-l2" if is_text else "linf"
+        radii = eps or tuple(parse_budget(trial.key.typed) for trial in counting)
+        return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": most_queries})
+
+    def _choose_attacks(self, is_text: bool, changes: Sequence[Norm]) -> str:
+        """Return the default attacks: those of the radii's units, else those of the model."""
+        if is_text:
+            names = [radius.unit or EMBEDDINGS for radius in self.eps]
+            possible = [name for name in TEXTS.split(",") if name in changes]
+            names = names or possible or [EMBEDDINGS]
+        else:
+            names = [radius.unit or self.usual for radius in self.eps] or [self.usual]
+        return ",".join(dict.fromkeys(names))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the measure writes beside the report."""
+        return () if self.save_adv is None else (self.save_adv,)
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Say whether examples are saved as tensors, not as a table of texts."""
+        return self.save_adv is not None and self.save_adv.suffix != TABLE
+
+    def identify(self) -> dict[str, Any]:
+        """Return all that figures depend on among the options; of files, the contents."""
+        from lipaudit.attacks.transfer import hash_file
+
+        return dict(self) | {"transfer": [hash_file(path) for path in self.transfer]}
+
+    def choose_patch(self, net: Net) -> tuple[int, int] | None:
+        """Return height and width of the patches that attacks fill; None if unknown."""
+        return net.patch if self.patch_size is None else (self.patch_size, self.patch_size)
+
+    def find_target(self, net: Net) -> int | None:
+        """Return the class that attacks on texts aim at; None without `target`.
+
+        Raises:
+            UsageError: the model has no such class.
+        """
+        if self.target is None:
+            return None
+        numbers = [str(number) for number in range(net.classes or 0)]
+        names = list(net.labels or numbers)
+        if net.scored == "continuation":
+            names = names[:1]  # its rival differs from sample to sample
+        target = self.target.casefold()
+        by_name = [name.casefold() for name in names]
+        by_number = numbers[: len(names)]
+        for classes in (by_name, by_number):
+            if target in classes:
+                return classes.index(target)
+        raise UsageError(
+            f"--target {self.target} is not a class of this model",
+            f"Give one of its classes: {few(names)}.",
+        )
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return the trials: attacks one after the other, in each ball.
+
+        Raises:
+            UsageError: an attack is unknown, there is no radius, or --transfer has no file or
+                no ball.
+        """
+        plan = kinds.read_plan(
+            self.attack or self.usual,
+            norm=self.norm,
+            radii=self.eps,
+            steps=self.steps,
+            restarts=self.restarts,
+            queries=self.queries,
+        )
+        plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
+        balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
+        transfers = any(attack.name == TRANSFER for trial in plan for attack in trial.attacks)
+        missing = ""
+        if transfers and not self.transfer:
+            missing = "the examples of another model"
+        elif self.transfer and not balls:
+            missing = "a ball"
+        if missing:
+            raise UsageError(
+                f"the attack transfer needs {missing}",
+                "Use --attack pgd --eps 2/255 --transfer FILE.safetensors.",
+            )
+        if self.transfer and all(trial.label != TRANSFER for trial in plan):
+            attacks = (Attack(TRANSFER),)
+            plan += tuple(Trial(TRANSFER, norm, radius, attacks) for norm, radius in balls)
+        return plan
+
+
+def plan_attacks(request: AuditRequest) -> AttackOptions:
+    """Return the attacks of an audit.
+
+    Raises:
+        UsageError: for a bad radius, attack or norm.
+    """
+    ensemble = "quick" if request.size == "quick" else "autoattack"
+    given = {name: request.given[name] for name in OF_AUDIT if name in request.given}
+    given["usual"] = f"fgsm,pgd,{ensemble}"
+    given["usual_eps"] = DEMO_EPS if request.demo else EPS
+    return AttackOptions.parse(given)

@@ -1,0 +1,159 @@
+"""Norms and bounds of the heads of a layer, beside each other, for the measure `bounds`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipaudit.measures import base
+from lipaudit.measures.bounds import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
+from lipaudit.measures.layers import Facts, Reduced, per_sample, require_bounds_hold
+from lipaudit.models.attention.capture import APART, Layer, Site
+from lipaudit.models.attention.numeric import compute_numeric_norms
+from lipaudit.theory import POLICY, ascent, head_bounds, head_norms, matrix_norms
+from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.spectral import Norms
+
+if TYPE_CHECKING:
+    from lipaudit.measures.bounds import BoundsOptions
+
+
+def has_bounds(site: Site, options: BoundsOptions) -> bool:
+    """Say whether the closed form gives the norm that the options ask for."""
+    return site.closed_form and (options.input == "projections" or site.direct)
+
+
+def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
+    """Return what does not depend on the sample, as lists with an item per head or layer."""
+    names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
+    facts: Facts = {name: [] for name in names}
+    for site in sites:
+        closed = has_bounds(site, options)
+        kinds = site.kinds if closed else (NUMERICAL,)
+        if len(set(kinds)) == 1:
+            kind = kinds[0]
+        else:
+            kind = "/".join(kinds)
+        read = site.input if options.input == "projections" else site.module_input
+        facts["kinds"] += [kind] * site.heads
+        facts["inputs"] += [read] * site.heads
+        facts["module_inputs"] += [site.module_input] * site.heads
+        facts["reasons"] += [site.reason or ""] * site.heads
+        facts["layers"].append((site.index, site.module))
+        if closed and site.input == APART and not site.direct:
+            facts["apart"].append(site.index)
+    return facts
+
+
+def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, float]) -> Reduced:
+    """Return all figures of a layer, per (sample, head) or (sample, 1); NaN: not computed.
+
+    Args:
+        layer: the layer, on some samples.
+        options: the options.
+        out_norms: a cache of ||W_O|| by the index of the layer.
+    """
+    site = layer.site
+    ids = layer.batch.ids
+    seeds = [base.seed_of(sample, options.seed) for sample in ids]
+    closed = has_bounds(site, options)
+    if closed:
+        heads = layer.heads()
+        figures = _measure_heads(heads, seeds, options)
+        values = {name: per_sample(f.cpu(), heads.sample) for name, f in figures.items()}
+        if heads.out is not None:
+            if site.index not in out_norms:
+                out_norms[site.index] = float(
+                    matrix_norms.spectral_norm(heads.out.double().flatten(0, 1))
+                )
+            values |= _bound_layer(values, out_norms[site.index])
+    else:  # NaN if the survey found a closed form and the module cannot run on its own
+        heads = layer.attention
+        values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
+    queries = heads.q.shape[2]
+    keys = heads.k.shape[2]
+    per_head = torch.ones_like(values["exact"])  # (samples, heads)
+    values = {
+        **_list_missing(per_head, len(options.radius)),
+        **values,
+        "tokens": per_head * keys,
+        "limited": per_head * (closed and queries * keys > POLICY.map_limit),
+        "numerical": per_head * (not closed),
+        "forward_error": per_sample(head_norms.forward_error(heads).cpu(), heads.sample),
+    }
+    if closed:
+        in_balls = {}
+        if options.radius:
+            in_balls = {name: values[stored] for name, stored in IN_BALLS.items()}
+        require_bounds_hold(site, ids, values, heads, in_balls, options.radius)
+    return values
+
+
+def _list_missing(per_head: Tensor, radii: int) -> Reduced:
+    """Return NaN for every figure that may not be computed, shaped as figures of heads."""
+    nothing = torch.full_like(per_head, torch.nan)
+    missing = dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing)
+    missing |= dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1])
+    missing["layer_missed"] = torch.zeros_like(nothing[:, :1])
+    if radii:
+        of_radii = nothing.double()[..., None].expand(-1, -1, radii)
+        missing |= dict.fromkeys(IN_BALLS.values(), of_radii)
+    return missing
+
+
+def _bound_layer(values: Reduced, out_norm: float) -> Reduced:
+    """Return bounds of the whole layer (samples, 1), from those of its heads and ||W_O||.
+
+    ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side: at most the
+    root of the sum of their squares (rss), and that is at most the sum.
+    """
+    norm = torch.full_like(values["layer_exact_out"], out_norm)
+    rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
+    bounds = {"out_norm": norm, "layer_sharp_rss": norm * rss}
+    for name in ("sharp", "theorem3"):
+        bounds[f"layer_{name}_sum"] = norm * values[name].sum(1, keepdim=True)
+    return bounds
+
+
+def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+    """Return norms and bounds in closed form, per (batch row, head) or (batch row, 1)."""
+    exact = head_norms.head_norms(heads, seeds=seeds, **options.accuracy)
+    figures = head_bounds.head_bounds(heads) | _read_norms(exact)
+    if options.splitting and not heads.is_causal() and heads.sink is None:
+        figures["splitting_gain"] = head_norms.splitting_gain(heads, exact.norm, seeds=seeds)
+    accuracy = options.accuracy | {"within": options.layer_within}
+    together = head_norms.layer_norms(heads, seeds=seeds, concat=options.concat, **accuracy)
+    within = []
+    missed = []
+    for name, norms in (("layer_exact", together.concat), ("layer_exact_out", together.out)):
+        if norms is not None:
+            of_layer = _read_norms(norms)
+            figures[name] = of_layer["exact"][:, None]
+            within.append(of_layer["within"])
+            missed.append(of_layer["missed"])
+    figures["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
+    figures["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
+    balls = []
+    for radius in options.radius:
+        r = float(radius)
+        # X is in the ball: what the search finds is never below the norm there.
+        found = ascent.ball_norm(heads, r, seeds=seeds)
+        found = torch.where(found.isnan(), found, found.maximum(exact.norm.to(found)))
+        sharp = head_bounds.ball_sharp(heads, r, sharp=figures["sharp"])
+        balls.append(
+            head_bounds.ball_size_bounds(heads, r) | {"ball_norm": found, "ball_sharp": sharp}
+        )
+    if balls:
+        for name, stored in IN_BALLS.items():
+            figures[stored] = torch.stack([ball[name] for ball in balls], -1)
+    return figures
+
+
+def _read_norms(norms: Norms) -> Reduced:
+    """Return norms as columns; a norm that was not computed (NaN) is not missed."""
+    missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
+    return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}

@@ -1,0 +1,276 @@
+"""Norms, margins and directions of the Jacobians of some samples, for the measure `jacobian`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, few
+from lipaudit.measures import base, drawings
+from lipaudit.measures.base import Values
+from lipaudit.measures.layers import choose_layers
+from lipaudit.measures.shares import measure_shares
+from lipaudit.models.attention.numeric import (
+    Residual,
+    find_residuals,
+    record_outputs,
+    start_after,
+)
+from lipaudit.models.attention.survey import find_layers
+from lipaudit.models.endpoints import (
+    SampleFunction,
+    find_places,
+    make_sample_function,
+    resolve_target,
+)
+from lipaudit.models.linearize import Linearization, linearize
+from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, compute_margins
+from lipaudit.models.net import Net
+from lipaudit.tables import Note
+from lipaudit.tables.trials import Target, find_layer
+
+if TYPE_CHECKING:
+    from lipaudit.measures.jacobian import JacobianOptions
+
+# Columns of every norm, with their types.
+OF_NORMS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
+# Why a layer has no norm of its own.
+NO_BLOCK = "no block around {} has a residual connection"
+NO_ROWS = "the output of the block around {} has no row per sample"
+
+
+class Blocks(NamedTuple):
+    """Blocks that have norms of their own.
+
+    Attributes:
+        cuts: those whose output is an input of the Jacobian, by its name: `layer:5`.
+        inner: those that are differentiated themselves, from their input to their output.
+        notes: remarks on layers without a block.
+    """
+
+    cuts: dict[str, Residual]
+    inner: tuple[Residual, ...]
+    notes: tuple[Note, ...]
+
+
+def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
+    """Find the blocks that the options name, by the first sample of a batch."""
+    layer = find_layer(options.start)
+    from_layers = layer is not None or options.start == "layers"
+    if not (from_layers or options.per_layer):
+        return Blocks({}, (), ())
+    sites = find_layers(net, batch)
+    chosen = choose_layers(sites, None if layer is None else (layer,))
+    inside = find_residuals(net, batch, sites)
+    around = inside
+    if from_layers:
+        around = find_residuals(net, batch, sites, entire=True)
+    cuts: dict[str, Residual] = {}
+    without_block: dict[str, list[int]] = {}  # layers by the reason
+    for site in chosen:
+        block = around[site.index]
+        if block is None:
+            without_block.setdefault(NO_BLOCK, []).append(site.index)
+        elif not block.by_sample:
+            without_block.setdefault(NO_ROWS, []).append(site.index)
+        # Layers of one block share its output: the block has the number of the first.
+        elif from_layers and block not in cuts.values():
+            cuts[f"layer:{site.index}"] = block
+    reasons = []
+    for reason, layers in without_block.items():
+        plural = "s" * (len(layers) > 1)
+        reasons.append(reason.format(f"attention layer{plural} {few(layers)}"))
+    if from_layers and not cuts:
+        raise InputError(
+            f"{net.architecture}: {'; '.join(reasons)}", "Use another --from, such as embeddings."
+        )
+    inner: tuple[Residual, ...] = ()
+    if options.per_layer:
+        inner = tuple(dict.fromkeys(block for block in inside if block and block.by_sample))
+    return Blocks(cuts, inner, tuple(Note.info("no-block", reason) for reason in reasons))
+
+
+def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
+    """Return the column of each text's position, -1 if it has none; None without positions."""
+    # The loss of a text begins with its second token.
+    if end.what == "loss" and net.classes is None:
+        return find_places(batch, "1")
+    if end.where:
+        return find_places(batch, end.where)
+    return None
+
+
+class _CutGraph:
+    """The graph of one forward pass: it has the derivatives from its input and every block.
+
+    Attributes:
+        whole: the map from the input to the output.
+        bypassed: names of the blocks that other paths from the input go around.
+    """
+
+    def __init__(self, net: Net, at: SampleFunction, blocks: Mapping[str, Residual]) -> None:
+        self.net = net
+        self.at = at
+        self.blocks = blocks
+        f, self.outputs = record_outputs(net, tuple(blocks.values()), at.f)
+        self.whole = linearize(f, at.x)
+        self.bypassed: list[str] = []
+
+    def start_after(self, name: str) -> Linearization:
+        """Return the map from the output of a block to the output of the model.
+
+        Raises:
+            InputError: there is no path, or the block has no row per sample.
+        """
+        block = self.blocks[name]
+        inner = self.outputs[block]
+        through, beside = self.whole.find_paths(inner)
+        if not through:
+            text = f"the output {self.at.target} of {self.net.architecture} does not depend on "
+            raise InputError(f"{text}{name} ({block.module})", "Use another --to or --from.")
+        if len(inner) != len(self.at.x):
+            raise InputError(NO_ROWS.format(name), "Use another --from.")
+        if beside:
+            self.bypassed.append(name)
+        return self.whole.start_at(start_after(self.net, block, self.at.f, self.at.x), inner)
+
+
+class Sensitivity(NamedTuple):
+    """The figures of some samples.
+
+    Attributes:
+        values: norms and margins, (samples, ...).
+        facts: names of input and output, gradients by token, and more.
+        of_blocks: norms from the output of each block.
+    """
+
+    values: dict[str, Values]
+    facts: dict[str, Any]
+    of_blocks: list[JacobianNorms]
+
+
+def measure_batch(
+    net: Net,
+    batch: Batch,
+    options: JacobianOptions,
+    cuts: Mapping[str, Residual],
+    first: Batch,
+) -> Sensitivity:
+    """Return norms, margins and shares of some samples.
+
+    Args:
+        net: the model.
+        batch: the samples; positions of texts of one length are equal.
+        options: the options.
+        cuts: blocks whose output is an input of the Jacobian, by its name.
+        first: the first sample of the run, by which layers are found.
+    """
+    end = resolve_target(net, batch, options.target)
+    position = find_position(net, batch, end)
+    at = make_sample_function(net, batch, start=options.start, target=end.text, place=position)
+    accuracy: dict[str, Any] = {
+        **options.accuracy,
+        "norm": options.norm,
+        "seeds": [base.seed_of(i, options.seed) for i in batch.ids],
+    }
+    graph = _CutGraph(net, at, cuts)
+    linear = graph.whole
+    start = at.start
+    of_blocks: dict[str, JacobianNorms] = {}
+    if options.start in cuts:  # a single layer is the input
+        start = str(options.start)
+        linear = graph.start_after(start)
+    else:
+        for name in cuts:
+            of_blocks[name] = compute_jacobian_norms(graph.start_after(name), **accuracy)
+    has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
+    norms = compute_jacobian_norms(
+        linear,
+        # With margins, their gradients are shown in place of the steepest direction.
+        directions=net.kind != "image" and options.norm == "2" and not has_margins,
+        left=options.shares and options.direction != "margin",
+        **accuracy,
+    )
+    values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in OF_NORMS.items()}
+    facts: dict[str, Any] = {"from": start, "to": at.target, "method": norms.method}
+    facts["around"] = graph.bypassed
+    facts["ends"] = [
+        (name, at.target, cuts[name].module, of_block.method)
+        for name, of_block in of_blocks.items()
+    ]
+    labels = batch.y if net.classes is not None else None
+    if end.what == "loss":
+        values["loss"] = linear.output[:, 0].double().cpu().numpy()
+        # For these samples the loss is that of the predicted class.
+        facts["unlabelled"] = 0 if net.classes is None else _count_unlabelled(batch)
+    steepest = norms.vector
+    if has_margins:
+        margins, steepest = _measure_margins(linear, labels, norms.upper, options)
+        values |= margins
+    if steepest is not None and net.kind != "image":
+        gradient = steepest.view_as(linear.x)
+        of = "margin" if has_margins else "direction"
+        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
+    if options.shares:
+        left = norms.left
+        tied = norms.tied
+        if left is None or tied is None:
+            left, tied = _find_margin_directions(linear, labels)
+        else:
+            assert norms.gap is not None
+            values["gap"] = norms.gap.numpy()
+        # The shares have a graph of their own: this one would be in memory beside it.
+        graph.whole.release()
+        shares, facts_of_shares = measure_shares(net, batch, at, left, tied, first)
+        values |= shares
+        facts |= facts_of_shares
+    return Sensitivity(values, facts, list(of_blocks.values()))
+
+
+def _count_unlabelled(batch: Batch) -> int:
+    """Return the number of samples without a label."""
+    if batch.y is None:
+        return len(batch)
+    return int((batch.y < 0).sum())
+
+
+def _find_margin_directions(linear: Linearization, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the direction of each sample's margin, and that it counts.
+
+    The direction is u = e_y - e_j, (samples, 1, classes), of the class y and the next best j.
+    """
+    logits = linear.output
+    classes = logits.argmax(1)
+    if labels is not None:
+        classes = torch.where(labels < 0, classes, labels.to(classes))
+    rivals = logits.scatter(1, classes[:, None], -torch.inf).argmax(1)
+    count = logits.shape[1]
+    difference = F.one_hot(classes, count) - F.one_hot(rivals, count)
+    return difference[:, None].to(logits), torch.ones(len(logits), 1, dtype=torch.bool)
+
+
+def _measure_margins(
+    linear: Linearization, labels: Tensor | None, upper: Tensor, options: JacobianOptions
+) -> tuple[dict[str, Values], Tensor | None]:
+    """Return margins and radii per sample, and the directions in which the margins fall most.
+
+    Without labels, they are those of the predicted class.
+    """
+    predicted = linear.output.argmax(1)
+    y = predicted if labels is None else labels
+    margins = compute_margins(linear, y, rivals=options.rivals, norm=options.norm, upper=upper)
+    right = ((y < 0) | (predicted == y)).cpu()
+    values = {
+        "margin": margins.margin.numpy(),
+        "radius_first_order": margins.radius.masked_fill(~right, torch.nan).numpy(),
+        "rivals": margins.rivals.numpy(),
+        "complete": margins.complete.numpy(),
+    }
+    if labels is not None and bool((labels >= 0).any()):
+        values["correct"] = right.numpy()
+    return values, margins.direction

@@ -10,7 +10,7 @@ program computes them.
 """
 
 from lipaudit.tables.plugins import Wing
-from lipaudit.wings.certificates.measure import CERTIFY
+from lipaudit.wings.certificates.certify import CERTIFY
 from lipaudit.wings.certificates.smoothing import SMOOTHING
 
 VERDICTS = {

@@ -41,7 +41,6 @@ from torch import Tensor
 from lipaudit.wings.certificates import affine
 from lipaudit.wings.certificates.curves import RECIPROCAL, relax
 from lipaudit.wings.certificates.form import Form, NoRuleError
-from lipaudit.wings.certificates.lengths import bound_lengths
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
     ErrorBlock,
@@ -52,6 +51,7 @@ from lipaudit.wings.certificates.symbols import (
     round_up,
     tiny,
 )
+from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
 _WORTH = 0.02
 """Share of a product that its remainder must have to be bounded by polarisation, which takes as

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, combinations
-from operator import mul
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -96,14 +95,14 @@ class Certificate:
     """
 
     certified: bool
-    why: Why
+    why: Why = ""
     bound: float = -math.inf
     nodes: int = 0
     places: float = math.nan
     leaves: Nodes | None = None
 
 
-def certificate(
+def certify_ball(
     net: Net,
     sample: Batch,
     label: int,
@@ -132,14 +131,16 @@ def certificate(
         return _prove_places(net, sample, label, int(eps), proof)
     if texts is not None:
         return _prove_words(net, sample, label, int(eps), proof, texts)
-    free = net.free(sample)
+    moving = net.free(sample)
+    if moving is not None:
+        moving = moving[..., None]  # all entries of the embedding of a token that may change
     start = ball(
         net.point(sample),
         eps,
         norm=proof.norm,
         order=proof.order,
         box=net.box,
-        moving=None if free is None else free[..., None],
+        moving=moving,
         dtype=net.dtype,
     )
     return _prove_form(net, sample, label, start, proof)
@@ -148,53 +149,55 @@ def certificate(
 def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) -> Certificate:
     """Try to prove that every input of a form gets the label."""
     try:
-        gaps = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
-        verdict = decide(gaps, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
+        margins = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
+        decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
-    why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]
-    if why == "signs" and not verdict.relus:  # a model without ReLU has no signs to decide
+    why: Why = "" if decision.certified else decision.limit  # type: ignore[assignment]
+    if why == "signs" and not decision.relus:  # a model without ReLU has no signs to decide
         why = "bound"
-    leaves = verdict.leaves
-    return Certificate(verdict.certified, why, verdict.bound, verdict.nodes, leaves=leaves)
+    leaves = decision.leaves
+    return Certificate(decision.certified, why, decision.bound, decision.nodes, leaves=leaves)
 
 
 def _prove_words(
     net: Net, sample: Batch, label: int, k: int, proof: Proof, texts: Texts
 ) -> Certificate:
     """Try to prove the label for all replacements of k words by near ones, in one pass."""
-    found = list_substitutes(texts.reader, texts.drafts[0], k)
-    if found is None:
+    substitutes = list_substitutes(texts.reader, texts.drafts[0], k)
+    if substitutes is None:
         return Certificate(certified=False, why="tokens")
-    x = net.point(sample)
-    words = [word for word, _ in found]
-    every = sample.rows(torch.zeros(len(found) + 1, dtype=torch.long))
+    # The sample, then the texts with one word replaced.
+    variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
     place = find_tokens(sample)[0]
-    for row, (_, ids) in zip(every.x[1:], found, strict=True):
-        row[place] = torch.tensor(ids, device=x.device)
+    for row, (_, ids) in zip(variants.x[1:], substitutes, strict=True):
+        row[place] = torch.tensor(ids, device=row.device)
+    x = net.point(sample)
     moves = []
-    least = math.inf
-    for part in every.split(MOVES):
-        z = net.point(part)
-        logits = net.output(part)
+    margin = math.inf
+    for batch in variants.split(MOVES):
+        z = net.point(batch)
+        logits = net.output(batch)
         # The proof sees embeddings only: they must tell all that the model reads of the words.
-        same = net.forward(z, sample.rows(torch.zeros(len(part), dtype=torch.long)))
-        if not agree(logits, same):
+        logits_of_embeddings = net.forward(
+            z, sample.rows(torch.zeros(len(batch), dtype=torch.long))
+        )
+        if not agree(logits, logits_of_embeddings):
             raise InputError(
                 f"{net.architecture} reads token ids beside their embeddings",
                 "No certificate covers its words: use `lipaudit attack --attack words`.",
             )
-        wanted = torch.full((len(part),), label, device=x.device)
-        least = min(least, float(worst_margins(logits, wanted).min()))
+        labels = torch.full((len(batch),), label, device=x.device)
+        margin = min(margin, float(worst_margins(logits, labels).min()))
         moves.append(z.to(torch.float64) - x)
-    if least < 0:
-        return Certificate(certified=False, why="broken", bound=least)
-    if not least > 0:  # 0, or no number
-        return Certificate(certified=False, why="bound", bound=least)
-    if not found:
-        return Certificate(certified=True, why="", bound=least)
-    groups = [*Counter(words).values()]  # the words come in order
-    start = hull(x, torch.cat(moves)[1:, None], groups, k, dtype=net.dtype)
+    if margin < 0:
+        return Certificate(certified=False, why="broken", bound=margin)
+    if not margin > 0:  # 0, or no number
+        return Certificate(certified=False, why="bound", bound=margin)
+    if not substitutes:
+        return Certificate(certified=True, bound=margin)
+    counts = Counter(word for word, _ in substitutes)  # the words come in order
+    start = hull(x, torch.cat(moves)[1:, None], [*counts.values()], k, dtype=net.dtype)
     return _prove_form(net, sample, label, start, proof)
 
 
@@ -202,22 +205,27 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
     """Try to prove the label for any values in any k patches, one choice of places at a time."""
     assert proof.patch is not None
     x = net.point(sample)
-    low, high = net.box or (0.0, 1.0)
+    lowest, highest = net.box or (0.0, 1.0)
     places = x[0, 0].numel() // math.prod(proof.patch)
-    tried = []
-    for chosen in combinations(range(places), k):
-        inside = select_places(torch.tensor([chosen], device=x.device), x, proof.patch)
-        ends = torch.where(inside, low, x), torch.where(inside, high, x)
-        tried.append(_prove_box(net, sample, label, *ends, proof))
-        if tried[-1].why in ("broken", "seconds"):
+    certificates = []
+    for choice in combinations(range(places), k):
+        inside = select_places(torch.tensor([choice], device=x.device), x, proof.patch)
+        low = torch.where(inside, lowest, x)
+        high = torch.where(inside, highest, x)
+        certificate = _prove_box(net, sample, label, low, high, proof)
+        certificates.append(certificate)
+        if certificate.why in ("broken", "seconds"):
             break
-    failed = [each for each in tried if not each.certified]
+    failed = [certificate for certificate in certificates if not certificate.certified]
+    why: Why = ""
+    if failed:
+        why = failed[-1].why
     return Certificate(
-        not failed,
-        failed[-1].why if failed else "",
-        min(each.bound for each in tried),
-        sum(each.nodes for each in tried),
-        (len(tried) - len(failed)) / math.comb(places, k),
+        certified=not failed,
+        why=why,
+        bound=min(certificate.bound for certificate in certificates),
+        nodes=sum(certificate.nodes for certificate in certificates),
+        places=(len(certificates) - len(failed)) / math.comb(places, k),
     )
 
 
@@ -231,46 +239,51 @@ def _prove_box(
     """
     parts = [(low, high)]
     nodes = 0
-    least = math.inf
+    smallest = math.inf
+    limited = replace(proof, nodes=min(proof.nodes, SIGNS))
+    labels = torch.tensor([label], device=low.device)
     while parts:
-        if nodes >= proof.nodes or proof.seconds <= 0:
-            why: Why = "seconds" if proof.seconds <= 0 else "nodes"
-            return Certificate(False, why, least, nodes)
+        if proof.seconds <= 0:
+            return Certificate(False, "seconds", smallest, nodes)
+        if nodes >= proof.nodes:
+            return Certificate(False, "nodes", smallest, nodes)
         low, high = parts.pop()
         centre = (low + high) / 2
         nodes += 1
         # In double precision: a difference that was rounded down would miss an end.
         middle = centre.to(torch.float64)
-        below = middle - low.to(torch.float64)
-        above = high.to(torch.float64) - middle
-        radius = torch.maximum(below, above)
+        radius = torch.maximum(middle - low.to(torch.float64), high.to(torch.float64) - middle)
         start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
-        limited = replace(proof, nodes=min(proof.nodes, SIGNS))
-        part = _prove_form(net, sample, label, start, limited)
-        least = min(least, part.bound)
-        if part.certified:
+        certificate = _prove_form(net, sample, label, start, limited)
+        smallest = min(smallest, certificate.bound)
+        if certificate.certified:
             continue
         with torch.enable_grad():
             z = centre.clone().requires_grad_()
-            y = torch.tensor([label], device=centre.device)
-            margin = worst_margins(net.forward(z, sample), y)
-        slope = pull((z, margin), torch.ones_like(margin)).abs()
+            margin = worst_margins(net.forward(z, sample), labels)
+        gradient = pull((z, margin), torch.ones_like(margin)).abs()
         if float(margin.detach()) < 0:
             return Certificate(False, "broken", float(margin.detach()), nodes)
-        widest = (radius * (slope + slope.mean())).flatten().argmax()
-        first = high.clone()
-        second = low.clone()
-        first.view(-1)[widest] = second.view(-1)[widest] = centre.view(-1)[widest]
-        parts += [(low, first), (second, high)]
-    return Certificate(True, "", least, nodes)
+        pixel = (radius * (gradient + gradient.mean())).flatten().argmax()
+        cut = centre.view(-1)[pixel]
+        below = high.clone()
+        above = low.clone()
+        below.view(-1)[pixel] = cut
+        above.view(-1)[pixel] = cut
+        parts += [(low, below), (above, high)]
+    return Certificate(True, "", smallest, nodes)
 
 
-def choose_order(net: Net, sample: Batch, asked: str = "auto", inputs: int = 0) -> int:
-    """Return the order of forms: the requested one, or the default for this number of inputs."""
-    if asked != "auto":
-        return int(asked)
+def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) -> int:
+    """Return the order of forms: the given one, or for auto 2 if there are few inputs.
+
+    `inputs` may state how many entries of the sample change at once.
+    """
+    if order != "auto":
+        return int(order)
     inputs = inputs or _count_inputs(net, sample)
-    return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
+    pairs = inputs * (inputs + 1) // 2
+    return 2 if pairs <= MOST_PAIRS else 1
 
 
 def _count_inputs(net: Net, sample: Batch) -> int:
@@ -285,18 +298,18 @@ def _count_inputs(net: Net, sample: Batch) -> int:
 def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
-    A tensor has a row for every symbol born before it, and several tensors exist at once. There
-    is one row per input (at order 2 also per pair of inputs), and about one per number that an
+    A tensor has a row for every symbol that is older, and several tensors exist at once. There is
+    one row per input (at order 2 also per pair of inputs), and at most one per number that an
     innermost module returns. `inputs` may state how many entries change at once.
 
     Raises:
         InputError: the message states the memory needed.
     """
-    counts: list[int] = []
+    numbers: list[int] = []  # that each innermost module returns
 
     def count(_name: str, _args: object, out: object) -> None:
         if isinstance(out, Tensor):
-            counts.append(out.numel())
+            numbers.append(out.numel())
 
     innermost = (part for part in net.module.named_modules() if not any(part[1].children()))
     with watch_modules(innermost, count), torch.no_grad():
@@ -305,22 +318,25 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     rows = inputs
     if order == 2:
         rows += inputs * (inputs + 1) // 2
-    # Upper estimate: every number that an innermost module returns may add a symbol of its own.
-    born = accumulate([rows, *counts])
-    widths = [net.point(sample).numel(), *counts]
-    needed = TENSORS * torch.finfo(net.dtype).bits // 8 * max(map(mul, born, widths))
+    largest = rows * net.point(sample).numel()  # numbers of the largest form
+    for number in numbers:
+        rows += number
+        largest = max(largest, rows * number)
+    needed = TENSORS * torch.finfo(net.dtype).bits // 8 * largest
     if net.device.type == "cpu":
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        there = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
-    if needed > there:
-        raise InputError(
-            f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at order "
-            f"{order}, and {net.device.type} has {there / 2**30:,.0f}",
-            "Use a smaller model or input, or `lipaudit attack`, which works on any model."
-            if order == 1
-            else "Try --order 1.",
-        )
+        memory = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
+    if needed <= memory:
+        return
+    advice = "Try --order 1."
+    if order == 1:
+        advice = "Use a smaller model or input, or `lipaudit attack`, which works on any model."
+    raise InputError(
+        f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at order "
+        f"{order}, and {net.device.type} has {memory / 2**30:,.0f}",
+        advice,
+    )
 
 
 def require_rules(net: Net, sample: Batch) -> None:
@@ -374,12 +390,12 @@ class Bracket:
         predicted: the class that the model predicts.
         clean: the outcome without an attack.
         correct: whether the prediction is right; without a label it counts as right.
-        stood: largest radius at which attacks found nothing.
-        nearest: distance of the nearest adversarial example found.
+        unbroken_radius: largest radius at which attacks found nothing.
+        adversarial_radius: distance of the nearest adversarial example found.
         example: the last adversarial example that an attack found. A proof that finds one, of
-            patches or words, moves `nearest` alone: nobody reads its example.
-        certified: largest certified radius; -1 for none.
-        tried: the certificate of each radius.
+            patches or words, changes `adversarial_radius` alone: nobody reads its example.
+        certified_radius: largest certified radius; -1 for none.
+        certificates: the certificate of each radius that was tried.
         seconds: wall time.
         notes: notes of the attacks.
     """
@@ -403,10 +419,10 @@ class Bracket:
         with torch.no_grad():
             self.predicted = int(net.output(sample).argmax())
         self.label = -1 if sample.y is None else int(sample.y)
-        self.stood = 0.0
-        self.nearest = math.inf
-        self.certified = -1.0
-        self.tried: dict[float, Certificate] = {}
+        self.unbroken_radius = 0.0
+        self.adversarial_radius = math.inf
+        self.certified_radius = -1.0
+        self.certificates: dict[float, Certificate] = {}
         self.seconds: dict[float, float] = {}
         self.notes: list[Note] = []
         self.clean = next(self._run_attacks(()))
@@ -414,7 +430,7 @@ class Bracket:
         self.correct = bool(self.clean.robust)
 
     @property
-    def wanted(self) -> int:
+    def label_to_prove(self) -> int:
         """Return the class to prove: the label, or without one the prediction."""
         return self.label if self.label >= 0 else self.predicted
 
@@ -426,11 +442,11 @@ class Bracket:
         """
         ordered = sorted(radii, key=float)
         for radius in ordered:
-            if self.correct and self.nearest > float(radius):
+            if self.correct and self.adversarial_radius > float(radius):
                 self.attack(radius)
         yield
         for radius in reversed(ordered):
-            if self.correct and self.nearest > float(radius) > self.certified:
+            if self.correct and self.adversarial_radius > float(radius) > self.certified_radius:
                 self.prove(float(radius))
             yield
 
@@ -438,43 +454,49 @@ class Bracket:
         """Search the smallest adversarial radius, then the largest certified one."""
         if not self.correct:
             return
+        most = self._find_largest_radius()
+
+        def read_attacks() -> tuple[float, float]:
+            return self.unbroken_radius, self.adversarial_radius
+
+        def read_proofs() -> tuple[float, float]:
+            unproven = [eps for eps, each in self.certificates.items() if not each.certified]
+            return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
+
+        _search_radius(self._attack_closely, read_attacks, START * most, most, tol)
+        most = min(self.adversarial_radius, most)
+        _search_radius(self.prove, read_proofs, SHARE * most, most, tol)
+
+    def _find_largest_radius(self) -> float:
+        """Return the largest radius to search: the size of the box, or else of the sample."""
         x = self.net.point(self.sample)
-        linf = self.proof.norm == "linf"
-        # The largest radius to search: the width of the box, or the size of the sample.
+        is_linf = self.proof.norm == "linf"
         if self.net.box is not None:
             low, high = self.net.box
-            most = high - low
-            if not linf:
-                most = most * math.sqrt(x.numel())
-        elif linf:
-            most = float(x.abs().max())
-        else:
-            most = float(torch.linalg.vector_norm(x))
+            width = high - low
+            return width if is_linf else width * math.sqrt(x.numel())
+        size = x.abs().max() if is_linf else torch.linalg.vector_norm(x)
+        return float(size)
 
-        def attack(eps: float) -> None:
-            known = self.nearest
-            self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
-            if self.nearest == known:
-                return
-            # Move the example towards the sample while it stays broken.
-            low = 0.0
-            high = 1.0
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                with torch.no_grad():
-                    logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
-                broken = int(logits.argmax()) != self.wanted
-                low, high = (low, middle) if broken else (middle, high)
-            moved = distance(torch.lerp(x, self.example, high), x, self.proof.norm)
-            self.nearest = min(self.nearest, float(moved))
-
-        def bracket_proofs() -> tuple[float, float]:
-            refused = (eps for eps, each in self.tried.items() if not each.certified)
-            return max(self.certified, 0.0), min([self.nearest, *refused])
-
-        _search(attack, lambda: (self.stood, self.nearest), (START * most, most), tol)
-        reach = min(self.nearest, most)
-        _search(self.prove, bracket_proofs, (SHARE * reach, reach), tol)
+    def _attack_closely(self, eps: float) -> None:
+        """Attack one ball, and move an adversarial example towards the sample."""
+        before = self.adversarial_radius
+        self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
+        if self.adversarial_radius == before:
+            return
+        x = self.net.point(self.sample)
+        low = 0.0
+        high = 1.0  # share of the way to the example at which the sample is broken
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            with torch.no_grad():
+                logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
+            if int(logits.argmax()) != self.label_to_prove:
+                high = middle
+            else:
+                low = middle
+        moved = distance(torch.lerp(x, self.example, high), x, self.proof.norm)
+        self.adversarial_radius = min(self.adversarial_radius, float(moved))
 
     def attack(self, radius: Radius) -> None:
         """Attack one ball until an attack succeeds."""
@@ -482,26 +504,29 @@ class Bracket:
         for outcome in outcomes:
             self.notes += outcome.notes
             if not outcome.robust:
-                self.nearest = min(self.nearest, float(radius), float(outcome.distance))
+                self.adversarial_radius = min(
+                    self.adversarial_radius, float(radius), float(outcome.distance)
+                )
                 self.example = outcome.x_adv
                 return
-        self.stood = max(self.stood, float(radius))
+        self.unbroken_radius = max(self.unbroken_radius, float(radius))
 
     def prove(self, eps: float) -> None:
         """Try to certify one ball."""
         began = time.perf_counter()
-        self.tried[eps] = certificate(
-            self.net, self.sample, self.wanted, eps, self.proof, self.texts
+        certificate = certify_ball(
+            self.net, self.sample, self.label_to_prove, eps, self.proof, self.texts
         )
+        self.certificates[eps] = certificate
         self.seconds[eps] = time.perf_counter() - began
-        if self.tried[eps].certified:
-            self.certified = max(self.certified, eps)
-        elif self.tried[eps].why == "broken":
-            self.nearest = min(self.nearest, eps)
+        if certificate.certified:
+            self.certified_radius = max(self.certified_radius, eps)
+        elif certificate.why == "broken":
+            self.adversarial_radius = min(self.adversarial_radius, eps)
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, first the sample without attack; each sample has its own random stream."""
-        y = torch.tensor([self.wanted], device=self.sample.x.device)
+        y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
         point = self.net.point(self.sample)
         free = self.net.free(self.sample)
         chunk = Chunk(0, point, y, free, self.texts)
@@ -511,26 +536,27 @@ class Bracket:
         return evaluate_chunk(model, chunk, trials, box=box, seed=self.seed, patch=patch)
 
 
-def _search(
-    look: Callable[[float], None],
-    known: Callable[[], tuple[float, float]],
-    reach: tuple[float, float],
+def _search_radius(
+    examine: Callable[[float], None],
+    read_limits: Callable[[], tuple[float, float]],
+    first: float,
+    most: float,
     tol: float,
 ) -> None:
     """Search the radius up to which a property holds: doubling or halving, then bisection.
 
     Args:
-        look: examines a radius.
-        known: returns the largest radius at which the property is known to hold, or 0, and the
-            smallest radius at which it is known not to hold.
-        reach: the first and the largest radius to examine.
+        examine: finds out whether the property holds at a radius.
+        read_limits: returns the largest radius at which the property is known to hold, or 0, and
+            the smallest radius at which it is known not to hold.
+        first: the first radius to examine.
+        most: the largest radius to examine.
         tol: relative width at which the search ends.
     """
-    first, most = reach
-    low, high = known()
+    low, high = read_limits()
     while low < most and high > max(low * (1 + tol), LEAST * most):
         if low:
-            look(min(2 * low, math.sqrt(low * high), most))
+            examine(min(2 * low, math.sqrt(low * high), most))
         else:
-            look(min(first, high / 2))
-        low, high = known()
+            examine(min(first, high / 2))
+        low, high = read_limits()

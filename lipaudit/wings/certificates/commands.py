@@ -24,12 +24,15 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         UsageError: an option without an effect, or a file that cannot be written.
         InputError: the list, a network or a property cannot be read.
     """
-    odd = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
-    odd += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
-    if odd or output.format not in (None, "csv"):
-        odd.append(f"-f {output.format}")
-        text = f"{odd[0]} has no effect with --instances"
-        raise UsageError(text, "Results are CSV: -o FILE.csv.")
+    without_effect = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
+    without_effect += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
+    if output.format not in (None, "csv"):
+        without_effect.append(f"-f {output.format}")
+    if without_effect:
+        raise UsageError(
+            f"{without_effect[0]} has no effect with --instances",
+            "Results are CSV: -o FILE.csv.",
+        )
     for path in output.output:
         files.require_writable(path)
     text = ""
@@ -37,12 +40,13 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         line = ",".join(row) + "\n"
         text += line
         typer.echo(line, nl=False)
+        _, model, name, *_ = row
+        example_name = f"{Path(model).stem}_{Path(name).stem}.counterexample.gz"
         for path in output.output:
-            # Every line: nothing is lost if a later instance cannot be read.
+            # After every line: nothing is lost if a later instance cannot be read.
             files.write(path, text.encode())
-            name = f"{Path(row[1]).stem}_{Path(row[2]).stem}.counterexample.gz"
             if example:
-                files.write(path.parent / name, gzip.compress(example.encode()))
+                files.write(path.parent / example_name, gzip.compress(example.encode()))
 
 
 def verify_report(options: Any, run: RunOptions, output: Output) -> None:
@@ -51,14 +55,14 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
-    given = run.model_fields_set - run._configured
-    if given or output.model_fields_set:
-        text = f"{flag(min(given or output.model_fields_set))} has no effect with --verify"
+    given = run.model_fields_set - run._configured or output.model_fields_set
+    if given:
+        text = f"{flag(min(given))} has no effect with --verify"
         raise UsageError(text, "Leave it out: the report has the run.")
     failed = 0
-    for sample, radius, proven in verify_proofs(schema.load(options.verify), options.proofs):
+    for sample, radius, is_proven in verify_proofs(schema.load(options.verify), options.proofs):
         verdict = "proven"
-        if not proven:
+        if not is_proven:
             verdict = "NOT PROVEN"
             failed += 1
         typer.echo(f"{sample} {radius} {verdict}")

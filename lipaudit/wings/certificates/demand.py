@@ -97,7 +97,7 @@ class TrialRun:
         return form
 
     def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call on numbers."""
+        """Run a call on the centres of its forms, and record it with their nodes."""
         numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
         result = func(*numbers, **options)
         if result is None:  # a write into the first argument
@@ -132,37 +132,44 @@ class Plan:
             raise DeviationError
         if cut is None:
             return rule(*args, **kwargs)
+        # Later calls read one place of this axis: compute that one, and repeat it to full width.
+        # In calls that mix rows only the first argument has the axis.
         axis, _ = cut
-        along_axis = 1  # number of leading arguments that have the axis
+        along_axis = 1
         if name in ENTRIES:
             along_axis = len(args)
-        # Later calls read one place of this axis: compute that one, and repeat it to full width.
-        # Arguments of size 1 are broadcast along the axis, so they stay.
-        size = max(_size(value, axis) for value in args[:along_axis])
+        size = max(_get_size(value, axis) for value in args[:along_axis])
         parts = list(args)
         for i, value in enumerate(args[:along_axis]):
-            if _size(value, axis) == size:
+            # Arguments of size 1 are broadcast along the axis: they stay.
+            if _get_size(value, axis) == size:
                 parts[i] = _narrow(value, cut)
         return _repeat_form(rule(*parts, **kwargs), cut, size)
 
 
 def _narrow(value: Tensor, cut: Cut) -> Tensor:
-    """Return the only used place; all readers share that of a form, and so its symbols."""
+    """Return the only place that is used; of a form, the same part for all readers.
+
+    So they share its symbols, too.
+    """
     axis, place = cut
     if not isinstance(value, Form):
         return value.narrow(axis, place, 1)
-    known: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
-    if cut not in known:
+    parts: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
+    if cut not in parts:
         part = cast("Form", value.narrow(axis, place, 1))
         if value.weights and axis != -1:
             low, high = value.weights
             part.weights = (low.narrow(axis, place, 1), high.narrow(axis, place, 1))
-        known[cut] = part
-    return known[cut]
+        parts[cut] = part
+    return parts[cut]
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on numbers; None if that fails, or if its result contains no form."""
+    """Run the model on numbers, and return the part of every call that its results need.
+
+    None if the run fails, or if its result contains no form.
+    """
     trial = TrialRun(x.symbols)
     try:
         start = trial.start(x.centre.clone())
@@ -170,7 +177,7 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
         for form in results:
             form.node.read[...] = True
         # From the results backwards: a call is read where later ones read its results.
-        cuts = [(call.name, _demand(call)) for call in reversed(trial.calls)]
+        cuts = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
         if of_machine(error):
             raise
@@ -180,20 +187,20 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     return Plan(cuts[::-1])
 
 
-def _demand(call: Call) -> Cut | None:
-    """Record which entries a call reads; return the axis along which it can be reduced."""
+def _mark_read(call: Call) -> Cut | None:
+    """Mark the entries that a call reads; return the axis along which one place suffices."""
     if call.name in PLACES and isinstance(call.args[0], Node):
-        _demand_places(call, call.args[0])
+        _mark_rearranged(call, call.args[0])
         return None
-    cut = _cut(call)
+    cut = _find_cut(call)
     if cut is None:
-        _demand_all((call.args, call.kwargs))
+        _mark_all((call.args, call.kwargs))
         return None
-    reach = 1
+    along_axis = 1  # number of leading arguments that have the axis
     if call.name in ENTRIES:
-        reach = len(call.args)
+        along_axis = len(call.args)
     axis, place = cut
-    for node in call.args[:reach]:
+    for node in call.args[:along_axis]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
             # An argument of size 1 along the axis is broadcast: all of it is read.
             read_place = place
@@ -201,13 +208,16 @@ def _demand(call: Call) -> Cut | None:
                 read_place = 0
             node.read.narrow(axis, read_place, 1)[...] = True
         else:
-            _demand_all(node)
-    _demand_all((call.args[reach:], call.kwargs))
+            _mark_all(node)
+    _mark_all((call.args[along_axis:], call.kwargs))
     return cut
 
 
-def _demand_places(call: Call, node: Node) -> None:
-    """Record what a rearrangement reads: that of the entries' indices tells which of them."""
+def _mark_rearranged(call: Call, node: Node) -> None:
+    """Mark the entries of a call's first argument that end up where its results are read.
+
+    The call runs on the indices of the entries.
+    """
     indices = torch.arange(node.read.numel(), device=node.read.device)
     indices = indices.view(node.read.shape)
     args = tree_map_only(Node, lambda other: other.read, call.args[1:])
@@ -215,25 +225,26 @@ def _demand_places(call: Call, node: Node) -> None:
     if len(call.results) == 1:
         moved = [moved]
     entries = node.read.view(-1)
-    for result, places in zip(call.results, moved, strict=True):
-        entries[places[result.read]] = True
+    for result, result_indices in zip(call.results, moved, strict=True):
+        entries[result_indices[result.read]] = True
 
 
-def _demand_all(values: Any) -> None:
-    for node in _nodes(values):
+def _mark_all(values: Any) -> None:
+    """Mark all entries of the nodes among some values as read."""
+    for node in _list_nodes(values):
         node.read[...] = True
 
 
-def _cut(call: Call) -> Cut | None:
-    """Return the axis along which only one place of a row-wise call is read."""
-    if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
+def _find_cut(call: Call) -> Cut | None:
+    """Return the axis along which only one place of a row-wise call is read, and the place."""
+    if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _list_nodes(call.kwargs):
         return None
     if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
         return None
     read = call.results[0].read
     if not read.numel():
         return None
-    for axis in _axes(call, read):
+    for axis in _list_axes(call, read):
         if read.ndim > 1:
             by_place = read.movedim(axis, 0).flatten(1)
         else:
@@ -244,18 +255,18 @@ def _cut(call: Call) -> Cut | None:
     return None
 
 
-def _axes(call: Call, read: Tensor) -> list[int]:
-    """Return the axes along which the results of a call are independent."""
+def _list_axes(call: Call, read: Tensor) -> list[int]:
+    """Return the axes along which the results of a call are independent, counted from the last."""
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ENTRIES:
         return axes
     first = call.args[0]
     if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
         return []
-    if call.name == "softmax" and _argument(call, "dim") not in (-1, read.ndim - 1):
+    if call.name == "softmax" and _read_argument(call, "dim") not in (-1, read.ndim - 1):
         return []
     if call.name == "layer_norm":
-        shape = _argument(call, "normalized_shape")
+        shape = _read_argument(call, "normalized_shape")
         return axes[1 if isinstance(shape, int) else len(shape) :]
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
@@ -268,13 +279,15 @@ def _axes(call: Call, read: Tensor) -> list[int]:
     return axes[1:]
 
 
-def _argument(call: Call, name: str) -> Any:
+def _read_argument(call: Call, name: str) -> Any:
+    """Return an argument by name, or the second of those by position."""
     if name in call.kwargs:
         return call.kwargs[name]
     return call.args[1]
 
 
-def _size(value: Any, axis: int) -> int:
+def _get_size(value: Any, axis: int) -> int:
+    """Return the size of a tensor along an axis; 0 without one."""
     if not isinstance(value, Tensor) or value.ndim < -axis:
         return 0
     return value.shape[axis]
@@ -301,5 +314,6 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     return wide
 
 
-def _nodes(values: Any) -> list[Node]:
+def _list_nodes(values: Any) -> list[Node]:
+    """Return the nodes among some values, such as arguments."""
     return [value for value in tree_leaves(values) if isinstance(value, Node)]

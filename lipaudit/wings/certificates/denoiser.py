@@ -40,7 +40,7 @@ def load_denoiser(reference: str) -> nn.Module:
 def hash_denoiser(reference: str) -> str:
     """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
     weights = hash_weights(load_denoiser(reference), reference, bare=True)
-    place = reference.removeprefix("py:").rpartition(":")[0]
+    place = reference.removeprefix("py:").rpartition(":")[0]  # a file, or a module by name
     if place.endswith(".py"):
         path = place
     else:
@@ -62,11 +62,19 @@ def add_denoiser(net: Net, reference: str) -> Net:
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
-        form, wanted = ((*getattr(v, "shape", ()), getattr(v, "dtype", type(v))) for v in (z, x))
-        if form != wanted:
+        returned = _describe(z)
+        expected = _describe(x)
+        if returned != expected:
             raise InputError(
-                f"the denoiser {reference} returned {form} for samples of {wanted}", advice
+                f"the denoiser {reference} returned {returned} for samples of {expected}", advice
             )
         return net.call(z, mask)
 
     return replace(net, call=call)
+
+
+def _describe(value: Any) -> tuple[Any, ...]:
+    """Return the shape and the dtype of a tensor; the type of anything else."""
+    if isinstance(value, Tensor):
+        return (*value.shape, value.dtype)
+    return (type(value),)

@@ -24,16 +24,14 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Report, Run, Section
-from lipaudit.tables.trials import is_repeat, parse_radius
+from lipaudit.tables.trials import Radius, is_repeat, parse_radius
 from lipaudit.wings.certificates.branch import Nodes
-from lipaudit.wings.certificates.certificate import Bracket, certificate
-from lipaudit.wings.certificates.measure import check, make_proof, name_proof
+from lipaudit.wings.certificates.certificate import Bracket, certify_ball
+from lipaudit.wings.certificates.certify import check, make_proof
+from lipaudit.wings.certificates.exports import name_proof
 from lipaudit.wings.certificates.onnx_graph import Graph, Query
 from lipaudit.wings.certificates.options import CertifyOptions
 from lipaudit.wings.certificates.vnnlib import read_property
-
-# A zip file without entries.
-EMPTY = b"PK\x05\x06" + bytes(18)
 
 
 def decide_instances(
@@ -57,18 +55,20 @@ def decide_instances(
     advice = "Give lines MODEL.onnx,PROPERTY.vnnlib,SECONDS in a .csv file."
     with explain_failure(f"{path} is no list of instances", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [(model, asked, float(limit)) for model, asked, limit in csv.reader(lines)]
-    for model, asked, limit in rows:
+        rows = [(model, name, float(limit)) for model, name, limit in csv.reader(lines)]
+    folder = path.resolve().parent.name
+    for model, name, limit in rows:
         began = time.monotonic()
         graph = Graph(path.parent / model)
-        wanted = read_property(path.parent / asked)
-        with explain_failure(f"{asked} does not fit {model}", advice):
-            query = Query(graph, wanted)
+        query_property = read_property(path.parent / name)
+        with explain_failure(f"{name} does not fit {model}", advice):
+            query = Query(graph, query_property)
             query(torch.zeros_like(query.centre)[None])
+        # A network on the box [-1, 1]: the ball of radius 1 around 0.
         spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
         how = LoadOptions(device="cpu", dtype=query.dtype)
         with exact_arithmetic(torch.device("cpu")):
-            net = assemble(spec, how, name=asked, source="file")
+            net = assemble(spec, how, name=name, source="file")
             x = torch.zeros(1, *spec.input_shape, dtype=net.dtype)
             sample = Batch(x, torch.tensor([0]), ("0",))
             check(net, sample, options)
@@ -78,23 +78,22 @@ def decide_instances(
             for _ in bracket.decide_balls(options.eps):
                 pass
             example = None
-            if bracket.nearest <= 1 or not bracket.correct:
+            if bracket.adversarial_radius <= 1 or not bracket.correct:
                 example = query.find_example(bracket.example)
         ended = time.monotonic()
         result = _name_result(bracket)
         if example:
             result = "sat"
-        folder = path.resolve().parent.name
         seconds_to_load = f"{loaded - began:.3f}"
-        row = (folder, model, asked, seconds_to_load, result, f"{ended - loaded:.3f}")
+        row = (folder, model, name, seconds_to_load, result, f"{ended - loaded:.3f}")
         yield row, _write_example(example or ())
 
 
 def _name_result(bracket: Bracket) -> str:
     """Return the competition's word for an instance without a counterexample."""
-    if bracket.certified >= 1:
+    if bracket.certified_radius >= 1:
         return "unsat"
-    if any(tried.why == "seconds" for tried in bracket.tried.values()):
+    if any(certificate.why == "seconds" for certificate in bracket.certificates.values()):
         return "timeout"
     return "unknown"
 
@@ -140,7 +139,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     plan = {"certify": options}
     count = {"certify": len(section.ids)}
     job = prepare(Request(before.model.spec, plan, RunOptions.parse(run), count))
-    if not _is_of(section, options, before, job):
+    if not _is_report_of(job, section, options, before):
         raise InputError(
             "the report does not fit its model, its samples or its own verdicts",
             "Verify the report as it was written, where its model and data are.",
@@ -149,62 +148,74 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
         raise InputError(
             f"{proofs} is no file of --proofs", "Write one: certify --proofs FILE.npz."
         )
-    told: Mapping[str, Any] = section.samples
-    flags = [told[row.trial.column("certified")] for row in section.rows]
+    radii = _list_certified(section, options)
+    columns: Mapping[str, Any] = section.samples
+    net = job.net
     _, batches = job.batches("certify")
     for batch in batches:
-        for sample in batch.to(job.net.device, job.net.dtype).split(1):
+        for sample in batch.to(net.device, net.dtype).split(1):
             (name,) = sample.ids
-            at = section.ids.index(name)
-            proven = [r for r, flag in zip(options.eps, flags, strict=True) if flag[at]]
-            if not proven:
+            i = section.ids.index(name)
+            radius = radii[i]
+            if radius is None:
                 continue
-            radius = max(proven, key=float)
-            size = float(radius)
-            label = told["predicted"][at]
+            label = columns["predicted"][i]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)
-            leaves = _read_leaves(proofs, name_proof(name, size), job.net.device)
-            with exact_arithmetic(job.net.device):
-                proof = replace(make_proof(job.net, sample, options, math.inf), leaves=leaves)
-                result = certificate(job.net, sample, label, size, proof)
+            leaves = _read_leaves(proofs, name_proof(name, float(radius)), net.device)
+            with exact_arithmetic(net.device):
+                proof = replace(make_proof(net, sample, options, math.inf), leaves=leaves)
+                result = certify_ball(net, sample, label, float(radius), proof)
             yield name, radius.text, result.certified
 
 
-def _is_of(section: Section, options: CertifyOptions, before: Run, job: Job) -> bool:
-    """Say whether certificates are of the model and the samples of a job, and add up."""
+def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | None]:
+    """Return the largest certified radius of each sample of a report; None without one."""
+    columns: Mapping[str, Any] = section.samples
+    largest: list[Radius | None] = [None] * len(section.ids)
+    pairs = zip(options.eps, section.rows, strict=True)
+    for radius, row in sorted(pairs, key=lambda pair: float(pair[0])):
+        for i, certified in enumerate(columns[row.trial.column("certified")]):
+            if certified:
+                largest[i] = radius
+    return largest
+
+
+def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: Run) -> bool:
+    """Return whether certificates are of a job's model and samples, and shares of their flags."""
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
+    columns: Mapping[str, Any] = section.samples
     batch = job.samples.batch
     labels = [-1] * len(batch)
     if batch.y is not None:
         labels = batch.y.tolist()
-    told: Mapping[str, Any] = section.samples
-    stored = []
-    for y in told["label"]:
-        stored.append(-1 if y is None else y)
-    read = dict(zip(batch.ids, labels, strict=True))
-    if read != dict(zip(section.ids, stored, strict=True)):
+    stored_labels = [-1 if label is None else label for label in columns["label"]]
+    label_of_sample = dict(zip(batch.ids, labels, strict=True))
+    if label_of_sample != dict(zip(section.ids, stored_labels, strict=True)):
         return False
     norm = options.norm or "linf"
-    claimed = [(row.norm, row.eps_text, row.eps) for row in section.rows]
-    if claimed != [(norm, radius.text, float(radius)) for radius in options.eps]:
+    balls = [(row.norm, row.eps_text, row.eps) for row in section.rows]
+    if balls != [(norm, radius.text, float(radius)) for radius in options.eps]:
         return False
-    once = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
+    # A repeated sample counts once.
+    unique = [i for i, name in enumerate(section.ids) if not is_repeat(name)]
     for row in section.rows:
-        flags = told[row.trial.column("certified")]
-        if sum(flags[i] for i in once) / len(once) != row.certified:
+        certified = columns[row.trial.column("certified")]
+        if sum(certified[i] for i in unique) / len(unique) != row.certified:
             return False
     return True
 
 
 def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
-    """Return the parts of a ball; none where nothing is stored."""
+    """Return the parts of a ball in the file of `--proofs`; none where it has no such ball."""
+    content = b""
     damaged = explain_failure(f"{proofs} is damaged", "Copy the file again.", Exception)
-    with damaged, zipfile.ZipFile(proofs or io.BytesIO(EMPTY)) as archive:
-        content = b""
-        if name in archive.namelist():
-            content = archive.read(name)
+    with damaged:
+        if proofs is not None:
+            with zipfile.ZipFile(proofs) as archive:
+                if name in archive.namelist():
+                    content = archive.read(name)
         if not content:
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())

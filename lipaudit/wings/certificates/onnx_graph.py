@@ -25,29 +25,32 @@ from lipaudit.wings.certificates.vnnlib import Property
 
 
 def _integers(values: Any) -> list[int]:
-    return [*map(int, values)]
+    """Return a tensor or a sequence of sizes or axes as integers."""
+    return [int(value) for value in values]
 
 
 def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    """Return x[start:end:step] along each of the axes."""
     if axes is None:
         axes = range(len(starts))
     if steps is None:
         steps = [1] * len(starts)
     for start, end, step, axis in zip(starts, ends, steps, _integers(axes), strict=False):
-        at: Any = slice(int(start), int(end), int(step))
-        if at.step < 0:  # torch has no steps back
-            at = [*range(x.shape[axis])[at]]
-        x = _take(x, at, axis)
+        index: Any = slice(int(start), int(end), int(step))
+        if index.step < 0:  # torch has no steps back
+            index = [*range(x.shape[axis])[index]]
+        x = _take(x, index, axis)
     return x
 
 
-def _take(x: Any, at: Any, axis: int) -> Any:
-    """Index one axis."""
+def _take(x: Any, index: Any, axis: int) -> Any:
+    """Return x[..., index, ...], with the index on one axis."""
     before = [slice(None)] * (axis % x.ndim)
-    return x[*before, at]
+    return x[*before, index]
 
 
 def _gather(x: Any, at: Any, axis: int = 0) -> Any:
+    """Return the entries `at` of an axis; a single one takes the axis away."""
     if not at.ndim:
         at = int(at)
     return _take(x, at, axis)
@@ -61,6 +64,7 @@ def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> An
 
 
 def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
+    """Return x in another shape, in which 0 keeps the size of an axis."""
     sizes = _integers(shape)
     for i, size in enumerate(sizes):
         if size == 0:
@@ -75,8 +79,9 @@ def _squeeze(x: Any, axes: Any = None) -> Any:
 
 
 def _unsqueeze(x: Any, axes: Any) -> Any:
-    wide = x.ndim + len(axes)
-    for axis in sorted(axis % wide for axis in _integers(axes)):
+    """Insert axes of size 1, numbered as in the result."""
+    ndim = x.ndim + len(axes)
+    for axis in sorted(axis % ndim for axis in _integers(axes)):
         x = torch.unsqueeze(x, axis)
     return x
 
@@ -100,50 +105,56 @@ def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
     return F.pad(x, pairs, mode, float(value))
 
 
-def _place_windows(x: Any, size: Sequence[int], how: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return steps, gaps, and padding of windows of a size, for the axes behind the first two."""
+def _place_windows(
+    x: Any, size: Sequence[int], attributes: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Return strides, dilations and padding of windows of a size, over the axes behind two."""
     n = len(size)
-    if how.get("ceil_mode") or n > 2:
+    if attributes.get("ceil_mode") or n > 2:
         raise InputError(
             "ceil_mode and windows over 3 axes are not read",
             "Export the network with other operators.",
         )
-    strides = how.get("strides", [1] * n)
-    gaps = how.get("dilations", [1] * n)
-    kind = how.get("auto_pad", "")
+    strides = attributes.get("strides", [1] * n)
+    dilations = attributes.get("dilations", [1] * n)
+    kind = attributes.get("auto_pad", "")
     if not kind.startswith("SAME"):
-        return strides, gaps, how.get("pads", [0] * 2 * n)
+        return strides, dilations, attributes.get("pads", [0] * 2 * n)
+    # SAME: as many windows as the size over the stride, rounded up.
     first = []
     last = []
     for i in range(n):
-        reach = gaps[i] * (size[i] - 1)
+        reach = dilations[i] * (size[i] - 1)
         over = (x.shape[2 + i] - 1) % strides[i]
-        room = max(reach - over, 0)
-        less = room // 2
-        more = room - less
+        padding = max(reach - over, 0)
+        smaller = padding // 2
+        larger = padding - smaller
         if kind == "SAME_LOWER":
-            first.append(more)
-            last.append(less)
+            first.append(larger)
+            last.append(smaller)
         else:
-            first.append(less)
-            last.append(more)
-    return strides, gaps, first + last
+            first.append(smaller)
+            last.append(larger)
+    return strides, dilations, first + last
 
 
 def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
-    strides, gaps, pads = _place_windows(x, w.shape[2:], how)
+    """Return a convolution over one or two axes; `how` are the attributes of windows."""
+    strides, dilations, pads = _place_windows(x, w.shape[2:], how)
     convolve: Any = F.conv1d if w.ndim == 3 else F.conv2d
-    return convolve(_pad(x, pads), w, b, strides, 0, gaps, group)
+    return convolve(_pad(x, pads), w, b, strides, 0, dilations, group)
 
 
 def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
-    strides, gaps, pads = _place_windows(x, kernel_shape, how)
-    wide = _pad(x, pads, -math.inf)
+    """Return the largest value of every window; `how` are the attributes of windows."""
+    strides, dilations, pads = _place_windows(x, kernel_shape, how)
+    padded = _pad(x, pads, -math.inf)
     pool: Any = F.max_pool1d if x.ndim == 3 else F.max_pool2d
-    return pool(wide, kernel_shape, strides, 0, gaps)
+    return pool(padded, kernel_shape, strides, 0, dilations)
 
 
 def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
+    """Return the mean of every window, as a convolution with ones over a count of entries."""
     w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
     channels = len(w)
     sums = _convolve(x, w, None, channels, **how)
@@ -163,6 +174,7 @@ def _multiply(
     transA: int = 0,  # noqa: N803  (the attribute's name)
     transB: int = 0,  # noqa: N803
 ) -> Any:
+    """Return alpha a @ b + beta c, the operator Gemm."""
     if transA:
         a = a.mT
     if transB:
@@ -205,6 +217,7 @@ def _cast(x: Any, to: int) -> Any:
 
 
 def _rectify(x: Any, slope: Any) -> Any:
+    """Return x where x > 0, else slope x: the operator PRelu."""
     positive = x.relu()
     return positive + (x - positive) * slope  # 1 - slope would be rounded
 
@@ -216,6 +229,8 @@ def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any
 
 
 def _reduce(name: str, *order: int) -> Any:
+    """Return the operator that reduces axes by a method of tensors, such as "sum"."""
+
     def compute(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
         if axes is None:
             axes = range(x.ndim)
@@ -226,6 +241,8 @@ def _reduce(name: str, *order: int) -> Any:
 
 
 def _rename(name: str) -> Any:
+    """Return the operator that is torch's function of this name."""
+
     def compute(*x: Any) -> Any:
         function = getattr(torch, name, None) or getattr(F, name)
         return function(*x)
@@ -342,35 +359,36 @@ class Graph:
         advice = f"Export the network with other operators, in version 17 (not {version})."
         self.steps = []
         # A value is dropped after its last use: forms are large.
-        self.last: dict[str, int] = {}
+        self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
-            given = _read_attributes(node)
-            odd = _find_unread(node, given, version)
-            if odd:
-                raise InputError(f"{path}: the operator {odd} is not read", advice)
-            self.steps.append((OPERATORS[node.op_type], node.input, node.output, given))
+            attributes = _read_attributes(node)
+            unread = _find_unread(node, attributes, version)
+            if unread:
+                raise InputError(f"{path}: the operator {unread} is not read", advice)
+            self.steps.append((OPERATORS[node.op_type], node.input, node.output, attributes))
             for name in node.input:
-                self.last[name] = i
+                self.last_step[name] = i
 
     def __call__(self, x: Any) -> Any:
         """Run the network; row by row, because the shapes in the file may be those of one."""
         if len(x) > 1:
             return torch.cat([self(row[None]) for row in x])
-        values = {**self.weights, self.ends[0]: x.reshape(self.shape)}
-        for i, (operator, inputs, outputs, given) in enumerate(self.steps):
-            results = operator(*(values[name] for name in inputs), **given)
+        start, end = self.ends
+        values = {**self.weights, start: x.reshape(self.shape)}
+        for i, (operator, inputs, outputs, attributes) in enumerate(self.steps):
+            results = operator(*(values[name] for name in inputs), **attributes)
             if not isinstance(results, tuple | list):
                 results = (results,)
             values.update(zip(outputs, results, strict=False))
             values[""] = None  # outputs that nobody reads have the name of absent inputs
             for name in {*inputs} - {""}:
-                if self.last[name] == i:
+                if self.last_step[name] == i:
                     del values[name]
-        return values[self.ends[1]].reshape(1, -1)
+        return values[end].reshape(1, -1)
 
 
 def _read_value(value: Any) -> Any:
-    """Return a tensor or another value of a file."""
+    """Return a tensor of a file for torch, bytes as text, and any other value as it is."""
     import onnx
 
     if isinstance(value, onnx.TensorProto):
@@ -384,25 +402,25 @@ def _read_attributes(node: Any) -> dict[str, Any]:
     """Return the attributes of an operator by name."""
     import onnx
 
-    given = {}
+    attributes = {}
     for attribute in node.attribute:
-        given[attribute.name] = _read_value(onnx.helper.get_attribute_value(attribute))
+        attributes[attribute.name] = _read_value(onnx.helper.get_attribute_value(attribute))
     if node.op_type == "Split":
-        given["num_outputs"] = len(node.output)
-    return given
+        attributes["num_outputs"] = len(node.output)
+    return attributes
 
 
-def _find_unread(node: Any, given: Mapping[str, Any], version: int) -> str:
+def _find_unread(node: Any, attributes: Mapping[str, Any], version: int) -> str:
     """Name the operator, and the attribute, that is not read; empty if all is read."""
     name = node.op_type
-    if "Softmax" in name and version < OLDEST and given.get("axis") != -1:
+    if "Softmax" in name and version < OLDEST and attributes.get("axis") != -1:
         return f"{name} with axis"
     if node.domain or name not in OPERATORS:
         return str(name)
     known = set(inspect.signature(OPERATORS[name]).parameters)
     if "how" in known:
         known.update(WINDOWS)
-    for attribute in given:
+    for attribute in attributes:
         if attribute not in known:
             return f"{name} with {attribute}"
     return ""
@@ -411,29 +429,29 @@ def _find_unread(node: Any, given: Mapping[str, Any], version: int) -> str:
 class Query(nn.Module):
     """A property as a classifier of u in [-1, 1]: class 0 wins where it holds.
 
-    Every other class is a clause of what must not happen: the least of limits - rows @ y, which is
-    negative where a condition fails.
+    Every other class is a clause of what must not happen. Its logit is the least of
+    limits - rows @ y, which is negative where a condition fails; that of class 0 is 0.
 
     Args:
         graph: the network.
-        asked: the property.
+        goal: the property.
     """
 
-    def __init__(self, graph: Graph, asked: Property) -> None:
+    def __init__(self, graph: Graph, goal: Property) -> None:
         super().__init__()
         self.graph = graph
-        self.asked = asked
-        _, self.size, outputs = asked.rows.shape
-        centre = ((asked.low + asked.high) / 2).to(graph.dtype)
+        self.goal = goal
+        _, self.conditions, outputs = goal.rows.shape
+        centre = ((goal.low + goal.high) / 2).to(graph.dtype)
         # Rounding moves the centre: the radius covers it.
-        radius = round_up(torch.maximum(asked.high - centre, centre - asked.low))
-        first = torch.zeros(self.size, outputs, dtype=graph.dtype)
-        limits = cast_up(asked.limits, graph.dtype).flatten()
+        radius = round_up(torch.maximum(goal.high - centre, centre - goal.low))
+        zeros = torch.zeros(self.conditions, outputs, dtype=graph.dtype)  # of class 0
+        limits = cast_up(goal.limits, graph.dtype).flatten()
         self.centre = nn.Parameter(centre)
         self.radius = nn.Parameter(cast_up(radius, graph.dtype))
-        rows = asked.rows.to(first).flatten(0, 1)
-        self.rows = nn.Parameter(torch.cat([first, -rows]))
-        self.limits = nn.Parameter(torch.cat([first[:, 0], limits]))
+        rows = goal.rows.to(zeros).flatten(0, 1)
+        self.rows = nn.Parameter(torch.cat([zeros, -rows]))
+        self.limits = nn.Parameter(torch.cat([zeros[:, 0], limits]))
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
@@ -444,18 +462,18 @@ class Query(nn.Module):
         """Return the logits of (batch, inputs)."""
         x = self.centre + u * self.radius
         y = F.linear(self.graph(x), self.rows, self.limits)
-        if self.size == 1:
+        if self.conditions == 1:
             return y
-        return y.reshape(len(y), -1, self.size).amin(2)
+        return y.reshape(len(y), -1, self.conditions).amin(2)
 
     def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the input in the box and its outputs, if the network breaks the property."""
-        low = cast_up(self.asked.low, self.graph.dtype)
-        high = -cast_up(-self.asked.high, self.graph.dtype)
+        low = cast_up(self.goal.low, self.graph.dtype)
+        high = -cast_up(-self.goal.high, self.graph.dtype)
         with torch.no_grad():
             x = (self.centre + u * self.radius).maximum(low).minimum(high)
             y = self.graph(x)
-        if not self.asked.is_broken_by(y[0]):
+        if not self.goal.is_broken_by(y[0]):
             return None
         return x[0], y[0]
 
@@ -486,6 +504,21 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
     with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
         import onnx
 
+    text = f"{net.architecture} cannot be written as ONNX"
+    advice = "Leave --export out."
+    content = b""
+    for version in (OPSET, GELU_OPSET):
+        with explain_failure(text, advice):
+            content = _export_version(net, sample, version)
+        nodes = onnx.load_from_string(content).graph.node
+        if SPELLINGS.isdisjoint(node.op_type for node in nodes):
+            break
+    return content
+
+
+def _export_version(net: Net, sample: Batch, version: int) -> bytes:
+    """Return `Net.forward` around a sample as ONNX of a version of its operators."""
+
     class Forward(nn.Module):
         """`Net.forward` with the parameters of the model."""
 
@@ -497,26 +530,20 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
             """Return logits."""
             return net.forward(z, sample)
 
-    text = f"{net.architecture} cannot be written as ONNX"
-    advice = "Leave --export out."
-    for version in (OPSET, GELU_OPSET):
-        file: Any = io.BytesIO()
-        # Where it fails, it prints the graph.
-        quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
-        with explain_failure(text, advice), warnings.catch_warnings(action="ignore"), quiet:
-            # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
-            torch.onnx.export(
-                Forward(),
-                (net.point(sample),),
-                file,
-                dynamo=False,
-                opset_version=version,
-                input_names=["X"],
-                output_names=["Y"],
-                # In eval mode it would merge normalisations into weights, and round them.
-                training=torch.onnx.TrainingMode.PRESERVE,
-            )
-        nodes = onnx.load_from_string(file.getvalue()).graph.node
-        if SPELLINGS.isdisjoint(node.op_type for node in nodes):
-            break
-    return file.getvalue()
+    file: Any = io.BytesIO()
+    # Where it fails, it prints the graph.
+    quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
+    with warnings.catch_warnings(action="ignore"), quiet:
+        # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
+        torch.onnx.export(
+            Forward(),
+            (net.point(sample),),
+            file,
+            dynamo=False,
+            opset_version=version,
+            input_names=["X"],
+            output_names=["Y"],
+            # In eval mode it would merge normalisations into weights, and round them.
+            training=torch.onnx.TrainingMode.PRESERVE,
+        )
+    return bytes(file.getvalue())

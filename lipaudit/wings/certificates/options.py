@@ -160,13 +160,14 @@ class CertifyOptions(MeasureOptions):
     usual_eps: Radii = Field((), exclude=True)
 
     @model_validator(mode="after")
-    def _possible(self) -> CertifyOptions:
-        instead = "verify" if self.verify else "instances" if self.instances else ""
-        given = [known for known in self.options().values() if instead and self._differs(known)]
-        for known in given:
-            if known.name not in OF_OTHERS[instead]:
-                text = f"{known.flags[0]} has no meaning with --{instead}"
-                raise UsageError(text, "Leave one of the two out.")
+    def _require_possible(self) -> CertifyOptions:
+        """Refuse options that have no meaning together."""
+        instead = "verify" if self.verify else "instances"
+        if self.verify or self.instances:
+            for known in self.options().values():
+                if self._differs(known) and known.name not in OF_OTHERS[instead]:
+                    text = f"{known.flags[0]} has no meaning with --{instead}"
+                    raise UsageError(text, "Leave one of the two out.")
         self.trials(self.eps or (ONE if self.counted else SOME,))
         return self
 
@@ -181,8 +182,10 @@ class CertifyOptions(MeasureOptions):
         if len(units) > 1:
             text = "a run certifies one kind of change, but the units of --eps differ"
             raise UsageError(text, "Run it once for each: --eps 1patch, then --eps 2/255.")
-        counted: Any = "".join(units) or (self.norm if self.norm in WHOLE else None)
-        return counted
+        unit: Any = "".join(units)
+        if not unit and self.norm in WHOLE:
+            unit = self.norm
+        return unit or None
 
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
         """Return the measure of the smoothed classifier for `--smooth`, else this one.
@@ -220,11 +223,13 @@ class CertifyOptions(MeasureOptions):
             raise UsageError(text, "Add --norm linf.")
         if norm == "words" and self.order == "2":
             raise UsageError("--order 2 has no rule for words", "Leave it out.")
-        known: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
-        known |= {"order": "1"} if norm == "words" else {}
-        filled = self.model_copy(update=known | {"attack": self.attack or self.counted or "pgd"})
-        require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
-        return filled
+        filled: dict[str, Any] = {"norm": norm, "eps": eps, "nodes": self.most_nodes}
+        filled["attack"] = self.attack or self.counted or "pgd"
+        if norm == "words":
+            filled["order"] = "1"
+        options = self.model_copy(update=filled)
+        require_suitable(options.trials(eps or (SOME,)), kind, changes, why)
+        return options
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -237,16 +242,17 @@ class CertifyOptions(MeasureOptions):
     @property
     def most_nodes(self) -> int | None:
         """Return the largest number of parts of a ball; None if --seconds is the only limit."""
-        usual = PARTS if self.counted == "patch" else NODES
-        return usual if self.nodes is None and self.seconds is None else self.nodes
+        if self.nodes is not None or self.seconds is not None:
+            return self.nodes
+        return PARTS if self.counted == "patch" else NODES
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
         """Return height and width of a patch; None for balls, or if unknown."""
+        if self.counted != "patch":
+            return None
         if self.patch_size is None:
-            own = net.patch
-        else:
-            own = (self.patch_size, self.patch_size)
-        return own if self.counted == "patch" else None
+            return net.patch
+        return (self.patch_size, self.patch_size)
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
         """Return the number of pixels that change at once, or of near words; 0 for balls."""
@@ -255,10 +261,10 @@ class CertifyOptions(MeasureOptions):
         if self.counted == "words":
             return NEIGHBOURS * sample.x.shape[1]
         patch = self.choose_patch(net)
+        if patch is None:
+            return 0
         most = max(map(float, self.eps), default=0)
-        if patch:
-            return int(most) * net.input_shape[0] * math.prod(patch)
-        return 0
+        return int(most) * net.input_shape[0] * math.prod(patch)
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return the attacks on these balls, the smallest ball first.

@@ -30,7 +30,7 @@ FEW = 256
 """Smallest number of columns that a face keeps."""
 
 
-class AffineRows(NamedTuple):
+class SymbolRows(NamedTuple):
     """Affine functions of the symbols, one a row: centre + slopes @ e +- spread.
 
     Attributes:
@@ -63,8 +63,8 @@ class Problem:
         symbols: the symbols of the pass, for the norm of the ball.
     """
 
-    margins: AffineRows
-    relus: AffineRows
+    margins: SymbolRows
+    relus: SymbolRows
     slope: Tensor
     offset: Tensor
     columns: Tensor
@@ -92,8 +92,8 @@ class Problem:
         """Return the problem in another precision, for the search only."""
         return replace(
             self,
-            margins=AffineRows(*(part.to(dtype) for part in self.margins)),
-            relus=AffineRows(*(part.to(dtype) for part in self.relus)),
+            margins=SymbolRows(*(part.to(dtype) for part in self.margins)),
+            relus=SymbolRows(*(part.to(dtype) for part in self.relus)),
             slope=self.slope.to(dtype),
             offset=self.offset.to(dtype),
         )
@@ -131,11 +131,11 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
         low, high = symbols.quadratic_range(generators)
         errors = symbols.bound_parts(generators * ~present[:, None]).errors
         spread = round_up(errors + torch.maximum(-low, high) + slack)
-        parts.append(AffineRows(centre, slopes, spread))
+        parts.append(SymbolRows(centre, slopes, spread))
     column_of_symbol = has_column.cumsum(0) - 1
     return Problem(
         margins=parts[0],
-        relus=AffineRows(*(torch.cat(values) for values in zip(*parts[1:], strict=True))),
+        relus=SymbolRows(*(torch.cat(values) for values in zip(*parts[1:], strict=True))),
         slope=torch.cat([call.slope for call in calls]),
         offset=torch.cat([call.offset for call in calls]),
         columns=column_of_symbol[reading.symbols],
@@ -253,6 +253,6 @@ def restrict_to_face(
     )
 
 
-def _fix_columns(rows: AffineRows, end: Tensor, stays: Tensor) -> AffineRows:
+def _fix_columns(rows: SymbolRows, end: Tensor, stays: Tensor) -> SymbolRows:
     """Return rows over the columns that stay; the symbols of the others are fixed at -end."""
-    return AffineRows(rows.centre - rows.slopes @ end, rows.slopes[:, stays], rows.spread)
+    return SymbolRows(rows.centre - rows.slopes @ end, rows.slopes[:, stays], rows.spread)

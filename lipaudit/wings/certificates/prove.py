@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
-from lipaudit.wings.certificates import affine, bilinear, curves, mixing
+from lipaudit.wings.certificates import affine, bilinear, curves, mixing, normalisations
 from lipaudit.wings.certificates.affine import (
     add,
     broadcast,
@@ -46,8 +46,13 @@ OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
     *(affine.unfold, bilinear.einsum, bilinear.addmm),
     *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
     *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
-    *(mixing.layer_norm, mixing.rms_norm, mixing.batch_norm, mixing.group_norm),
-    *(mixing.vector_norm, mixing.normalize),
+    *(
+        normalisations.layer_norm,
+        normalisations.rms_norm,
+        normalisations.batch_norm,
+        normalisations.group_norm,
+    ),
+    *(normalisations.vector_norm, normalisations.normalize),
     *(curves.relu, curves.leaky_relu, curves.prelu, curves.hardsigmoid, curves.hardswish),
     *(curves.maximum, curves.minimum, curves.clamp, curves.amax, curves.amin),
     curves.max_pool2d,
@@ -97,12 +102,12 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("divide", "true_divide", "truediv"), bilinear.div),
     "rdiv": lambda x, other: bilinear.div(other, x),
     # Norms and moments.
-    "linalg_vector_norm": mixing.vector_norm,
+    "linalg_vector_norm": normalisations.vector_norm,
     "var": affine.variance,
     "std": lambda *args, **how: curves.relax(
         affine.variance(*args, **how), curves.SQRT, positive=True
     ),
-    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: mixing.vector_norm(
+    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: normalisations.vector_norm(
         input, p, dim, keepdim
     ),
     # Functions of each entry, and extremes.
@@ -225,8 +230,8 @@ def hull(
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
     # What the differences and the coefficients were rounded by, of `most` moves at once.
-    lost = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
-    return Form(x, rows, round_up(most * lost.amax(0)), symbols)
+    rounding = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
+    return Form(x, rows, round_up(most * rounding.amax(0)), symbols)
 
 
 @torch.no_grad()
@@ -241,16 +246,18 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     Raises:
         NoRuleError: the model uses an operation that is not on the list.
     """
-    whole = model if module is None else module
+    root = model if module is None else module
     try:
-        with name_paths(whole):
+        # A trial on numbers finds out which tokens are read; others are left out of the pass.
+        with name_paths(root):
             x.symbols.intercept = plan(model, x)
         try:
-            with name_paths(whole):
+            with name_paths(root):
                 result = model(x.copy())
         except DeviationError:
+            # The model calls other functions than in the trial: run all of it.
             x.symbols.intercept = None
-            with name_paths(whole):
+            with name_paths(root):
                 result = model(x)
     finally:
         x.symbols.intercept = None
@@ -262,9 +269,9 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
 def bound_margins(
     model: Callable[[Any], Any], x: Form, label: int, *, module: nn.Module | None = None
 ) -> Form:
-    """Return the margins after a pass with few symbols or, if they stay open, after a rich one.
+    """Return the margins after a pass with few symbols or, if they stay open, after one with many.
 
-    Where the first pass had nothing to spare, a second would be the same. Proofs that are stored
+    Where the first pass skipped no symbols, a second would be the same. Proofs that are stored
     refer to the symbols of the last pass, so which passes are run depends on the ball alone.
 
     Args:
@@ -274,33 +281,33 @@ def bound_margins(
         module: as for `run`.
     """
     x.symbols.restart(many_symbols=False)
-    found = margins(run(model, x.copy(), module=module), label)
-    if x.symbols.skipped_symbols and not found.range()[0].min() > 0:
+    bounds = margins(run(model, x.copy(), module=module), label)
+    if x.symbols.skipped_symbols and not bounds.range()[0].min() > 0:
         x.symbols.restart(many_symbols=True)
-        found = margins(run(model, x, module=module), label)
-    return found
+        bounds = margins(run(model, x, module=module), label)
+    return bounds
 
 
 @contextmanager
-def name_paths(whole: Any) -> Iterator[None]:
-    """Add the path of the module to a `NoRuleError`."""
-    paths: list[str] = []  # of the modules that run now
+def name_paths(root: Any) -> Iterator[None]:
+    """Add the path of the module that runs to a `NoRuleError`."""
+    running: list[str] = []  # paths of modules, innermost last
     hooks = []
 
     def leave(*_: Any) -> None:
-        paths.pop()
+        running.pop()
 
-    parts = whole.named_modules() if isinstance(whole, nn.Module) else ()
-    for path, part in parts:
-        name = path or type(whole).__name__
-        hooks.append(part.register_forward_pre_hook(lambda *_, name=name: paths.append(name)))
-        hooks.append(part.register_forward_hook(leave))
+    modules = root.named_modules() if isinstance(root, nn.Module) else ()
+    for path, module in modules:
+        name = path or type(root).__name__
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(module.register_forward_hook(leave))
     try:
         yield
     except NoRuleError as error:
         innermost = ""
-        if paths:
-            innermost = paths[-1]
+        if running:
+            innermost = running[-1]
         raise NoRuleError(error.operation, innermost) from error
     finally:
         for hook in hooks:
@@ -314,7 +321,7 @@ def margins(logits: Form, label: int) -> Form:
     tighter, the result is root (n / root + constant): it has the same signs, without the quotient.
     """
     flat: Any = logits.reshape(-1)
-    plain = _differences(flat, label)
+    plain = _subtract_logits(flat, label)
     if logits.quotient is None:
         return plain
     shape = logits.shape
@@ -322,24 +329,25 @@ def margins(logits: Form, label: int) -> Form:
     if not is_row(parts.square):
         return plain
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
-    constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
-    times_root = add(_differences(parts.numerator, label), constant)
+    constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))
+    times_root = add(_subtract_logits(parts.numerator, label), constant)
     # Both forms have the signs of the margins; the one that proves the larger share is taken.
-    if _proven_share(times_root) > _proven_share(plain):
+    if _find_proven_share(times_root) > _find_proven_share(plain):
         return times_root
     return plain
 
 
-def _differences(logits: Form, label: int) -> Form:
+def _subtract_logits(logits: Form, label: int) -> Form:
+    """Return logit_label - logit_j for every other class j, (classes - 1,)."""
     classes = logits.shape[-1]
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
-    others = torch.arange(classes, device=logits.device) != label
-    differences = (identity[label] - identity)[others]
+    is_other = torch.arange(classes, device=logits.device) != label
+    differences = (identity[label] - identity)[is_other]
     return linear_map(logits, lambda t, w: t @ w.mT, differences, roundings=2)
 
 
-def _proven_share(margins: Form) -> float:
-    """Return the least proven share of a margin at the centre."""
+def _find_proven_share(margins: Form) -> float:
+    """Return the smallest ratio of a margin's proven minimum to its value at the centre."""
     low, _ = margins.range()
     shares = low / margins.centre.abs()
     return float(shares.nan_to_num(nan=-torch.inf).amin())

@@ -90,11 +90,13 @@ class SmoothingOptions(MeasureOptions):
 
         if self.smooth is None:
             raise UsageError("smoothing needs noise", "Use lipaudit certify --smooth 0.25.")
-        # Without --eps, radii in units of the noise.
-        eps = self.eps or tuple(
-            parse_radius(f"{share * self.smooth:.4g}") for share in (0.5, 1, 2)
-        )
-        digest = self.denoiser and hash_denoiser(self.denoiser)
+        eps = self.eps
+        if not eps:  # in units of the noise
+            radii = (share * self.smooth for share in (0.5, 1, 2))
+            eps = tuple(parse_radius(f"{radius:.4g}") for radius in radii)
+        digest = None
+        if self.denoiser:
+            digest = hash_denoiser(self.denoiser)
         return self.model_copy(update={"eps": eps, "denoiser_sha256": digest})
 
 
@@ -181,8 +183,9 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
         denoised = add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
     size = 1 if net.kind == "text" else CHUNK
-    for number, batch in enumerate(piece for whole in batches for piece in whole.split(size)):
-        if not number:
+    pieces = (piece for batch in batches for piece in batch.split(size))
+    for number, batch in enumerate(pieces):
+        if number == 0:
             seconds = _time_copy(denoised, batch, options)
             base.report_cost(sum(options.copies), seconds, "noisy copies")
         labels = base.require_labels(batch, "certify --smooth")
@@ -190,12 +193,15 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             clean = net.output(batch).argmax(1) == labels
         start = time.perf_counter()
         for i, votes in enumerate(count_votes(denoised, batch, options)):
-            one = slice(i, i + 1)
             seconds = time.perf_counter() - start
-            arrays = {"label": labels[one].cpu().numpy(), "clean": clean[one].cpu().numpy()}
-            arrays |= {"votes": votes[None].numpy(), "seconds": np.array([seconds])}
+            arrays = {
+                "label": labels[i : i + 1].cpu().numpy(),
+                "clean": clean[i : i + 1].cpu().numpy(),
+                "votes": votes[None].numpy(),
+                "seconds": np.array([seconds]),
+            }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
-            yield Part(batch.ids[one], arrays, {"classes": names})
+            yield Part((batch.ids[i],), arrays, {"classes": names})
             start += seconds
 
 
@@ -214,27 +220,35 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     """
     import torch
 
-    point, free, (first, second) = net.point(batch), net.free(batch), options.copies
-    each = first + second
-    finished = 0
-    rngs = [torch.Generator().manual_seed(base.seed_of(i, options.seed)) for i in batch.ids]
+    point = net.point(batch)
+    free = net.free(batch)
+    selecting, estimating = options.copies
+    copies_per_sample = selecting + estimating
+    seeds = [base.seed_of(name, options.seed) for name in batch.ids]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
-    for start in range(0, len(batch) * each, options.batch_size):
-        copies = torch.arange(start, min(start + options.batch_size, len(batch) * each))
-        index = copies // each
-        owners = (rngs[i] for i in index.tolist())
-        draws = [torch.randn(point.shape[1:], generator=r, dtype=torch.float32) for r in owners]
-        rows = index.to(point.device)
-        noise = torch.stack(draws).to(point) * (1 if free is None else free[rows, :, None])
+    finished = 0
+    total = len(batch) * copies_per_sample
+    for start in range(0, total, options.batch_size):
+        copies = torch.arange(start, min(start + options.batch_size, total))
+        sample = copies // copies_per_sample
+        draws = []
+        for i in sample.tolist():
+            draw = torch.randn(point.shape[1:], generator=generators[i], dtype=torch.float32)
+            draws.append(draw)
+        noise = torch.stack(draws).to(point)
+        rows = sample.to(point.device)
+        if free is not None:
+            noise = noise * free[rows, :, None]
         with torch.no_grad():
             z = point[rows] + (options.smooth or 0.0) * noise
             logits = net.forward(z, batch.without_ids(rows)).cpu()
         if not bool(logits.isfinite().all()):
             text = f"the model's output is not finite under noise of {options.smooth}"
             raise EvaluationError(text, "Try --dtype float64, or less noise.")
-        stage = (copies % each >= first).long()
-        counts.index_put_((index, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
-        done = (int(copies[-1]) + 1) / each
+        stage = (copies % copies_per_sample >= selecting).long()
+        counts.index_put_((sample, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
+        done = (int(copies[-1]) + 1) / copies_per_sample
         base.report_progress(done - finished)
         yield from counts[finished : int(done)]
         finished = int(done)
@@ -308,34 +322,38 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     import numpy as np
 
     arrays = base.join_arrays(parts)
-    once = base.mark_unique(parts)
-    sigma, (_, copies), eps = options.smooth or 0.0, options.copies, options.eps
-    label, selection, estimation = arrays["label"], *arrays["votes"].swapaxes(0, 1)
+    unique = base.mark_unique(parts)
+    sigma = options.smooth or 0.0
+    _, copies = options.copies
+    label = arrays["label"]
+    selection = arrays["votes"][:, 0]  # (samples, classes), votes that choose the class
+    estimation = arrays["votes"][:, 1]  # votes that certify it
     chosen = selection.argmax(1)
-    row = np.arange(len(label))
-    votes = estimation[row, chosen]
+    sample = np.arange(len(label))
+    votes = estimation[sample, chosen]
     share = limit_share(votes, copies, options.alpha)
     radius = certify_radius(share, sigma)
     correct = (chosen == label) & (radius > 0)
     # The theorem is about inputs nearer than the radius: the closed ball must be smaller.
-    certified = correct[:, None] & (radius[:, None] > [float(each) for each in eps])
+    eps = [float(ball) for ball in options.eps]
+    certified = correct[:, None] & (radius[:, None] > eps)
     rows = base.make_rows(  # a repeated sample counts once, as in every comparison
         SMOOTHING_TABLE,
         norm="l2",
-        eps=[float(each) for each in eps],
-        eps_text=[each.text for each in eps],
-        samples=int(once.sum()),
-        clean=arrays["clean"][once].mean(),
-        noisy=estimation[row, label][once].mean() / copies,
-        smoothed=correct[once].mean(),
-        **base.share_columns("certified", certified[once]),
-        abstained=int((radius[once] == 0).sum()),
-        seconds=arrays["seconds"][once].sum().round(3),
+        eps=eps,
+        eps_text=[ball.text for ball in options.eps],
+        samples=int(unique.sum()),
+        clean=arrays["clean"][unique].mean(),
+        noisy=estimation[sample, label][unique].mean() / copies,
+        smoothed=correct[unique].mean(),
+        **base.share_columns("certified", certified[unique]),
+        abstained=int((radius[unique] == 0).sum()),
+        seconds=arrays["seconds"][unique].sum().round(3),
     )
     columns = {"label": label, "correct": correct, "votes": votes, "share": share}
     columns["radius"] = radius
-    for each, flags in zip(rows, certified.T, strict=True):
-        columns[each.trial.column("certified")] = flags
+    for row, flags in zip(rows, certified.T, strict=True):
+        columns[row.trial.column("certified")] = flags
     columns["predicted"] = np.where(radius > 0, chosen, np.nan)
     # With every vote for one class, the limit p has p^N = alpha.
     (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
@@ -345,13 +363,22 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
 
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
     """Note what the certificates are of, what limits them, and a model that noise breaks."""
-    text = "certificates are of the smoothed classifier, not of the model: use the same vote"
-    yield Note.info("smoothed", f"{text}. Each fails with probability at most {options.alpha:g}")
-    text = f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}"
-    yield Note.info("largest-radius", f"{text}: for larger ones, raise N of --noise-samples")
+    yield Note.info(
+        "smoothed",
+        "certificates are of the smoothed classifier, not of the model: use the same vote. Each "
+        f"fails with probability at most {options.alpha:g}",
+    )
+    yield Note.info(
+        "largest-radius",
+        f"{options.copies[1]:,} noisy copies certify no radius above {largest:.3g}: for larger "
+        "ones, raise N of --noise-samples",
+    )
     if row.noisy < 1 / 2:  # most samples then have no majority for their class
-        text = f"the model is right on {row.noisy:.1%} of noisy copies: its vote certifies little"
-        yield Note.warn("noise-untrained", f"{text}. Use lipaudit train --noise, or --denoiser")
+        yield Note.warn(
+            "noise-untrained",
+            f"the model is right on {row.noisy:.1%} of noisy copies: its vote certifies little. "
+            "Use lipaudit train --noise, or --denoiser",
+        )
 
 
 SMOOTHING = Measure(

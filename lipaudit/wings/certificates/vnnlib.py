@@ -72,7 +72,7 @@ class Property:
     limits: Tensor
 
     def is_broken_by(self, y: Tensor) -> bool:
-        """Say whether outputs (outputs,) are what must not happen."""
+        """Return whether outputs (outputs,) meet all conditions of one of the clauses."""
         return bool((self.rows @ y.double() <= self.limits).all(-1).any())
 
 
@@ -89,18 +89,24 @@ def read_property(path: Path) -> Property:
     """
     with explain_failure(f"cannot read {path}", "Check the path; unzip a .gz.", OSError):
         text = path.read_text(encoding="utf-8", errors="replace")
-    reading = _Reading()
+    reader = _PropertyReader()
     line = 0
     try:
         for line, command in _list_commands(text):  # noqa: B007
-            reading.add(command)
-        return reading.finish()
+            reader.add(command)
+        return reader.finish()
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{path}: line {line} is not read: {error}", READ) from error
 
 
-class _Reading:
-    """What the commands of a file said so far."""
+class _PropertyReader:
+    """Collects the commands of a file.
+
+    Attributes:
+        names: declared variables.
+        clauses: what must not happen: all conditions of one of the clauses.
+        least, most: the range of each input so far.
+    """
 
     def __init__(self) -> None:
         self.names = set[str]()
@@ -117,12 +123,15 @@ class _Reading:
         if command[0] == "declare-const" and command[2:] == ["Real"]:
             self.names.add(command[1])
             return
-        added = _list_clauses(command)
-        if any(map(_has_output, added)):
-            self.clauses = [[*one, *other] for one in self.clauses for other in added]
+        alternatives = _list_clauses(command)
+        if any(map(_has_output, alternatives)):
+            # Both the earlier assertions and this one: every pair of alternatives is a clause.
+            pairs = product(self.clauses, alternatives)
+            self.clauses = [[*earlier, *later] for earlier, later in pairs]
             return
-        (conditions,) = added  # ranges are no alternatives
+        (conditions,) = alternatives  # ranges are no alternatives
         for condition in conditions:
+            # factor name + constant <= 0
             (name,) = {*condition} - {""}
             end = -condition[""] / condition[name]
             if condition[name] > 0:
@@ -152,24 +161,22 @@ class _Reading:
         rows = []
         limits = []
         for clause in self.clauses:
-            full = (clause * size)[:size]
-            of_clause = []
-            for each in full:
-                of_clause.append([float(each.get(y, 0)) for y in outputs])
-            rows.append(of_clause)
-            limits.append([_round_up(-each[""]) for each in full])
-        low = []
-        high = []
-        for name in inputs:
-            # Rounded outwards: the box holds the range.
-            low.append(-_round_up(-self.least[name]))
-            high.append(_round_up(self.most[name]))
+            # A shorter clause repeats its conditions.
+            conditions = (clause * size)[:size]
+            rows_of_clause = []
+            for condition in conditions:
+                rows_of_clause.append([float(condition.get(y, 0)) for y in outputs])
+            rows.append(rows_of_clause)
+            limits.append([_round_up(-condition[""]) for condition in conditions])
+        # Rounded outwards: the box holds the range.
+        low = [-_round_up(-self.least[name]) for name in inputs]
+        high = [_round_up(self.most[name]) for name in inputs]
         values: list[list[Any]] = [low, high, rows, limits]
         return Property(*map(_make_tensor, values))
 
 
 def _has_output(clause: list[Condition]) -> bool:
-    """Say whether conditions are on outputs, not on inputs."""
+    """Return whether conditions are on outputs, not on inputs."""
     return any(name.startswith("Y") for condition in clause for name in condition)
 
 
@@ -178,7 +185,7 @@ def _make_tensor(values: list[Any]) -> Tensor:
 
 
 def _round_up(value: Fraction) -> float:
-    """Return the smallest number of float64 that is not below: seldom is a decimal one itself."""
+    """Return the smallest float64 >= value: few decimals are a float64 themselves."""
     nearest = float(value)
     if nearest >= value:
         return nearest
@@ -186,19 +193,23 @@ def _round_up(value: Fraction) -> float:
 
 
 def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
-    """Yield every command with its line: words, and lists of them for brackets."""
+    """Yield the line and the words of every command; a bracket in it is a list of its words."""
     words = _list_words(text)
 
     def read_list() -> list[Any]:
+        """Return the words up to the closing bracket."""
         parts = list[Any]()
         for _, word in words:
             if word == ")":
                 return parts
-            parts.append(read_list() if word == "(" else word)
+            if word == "(":
+                parts.append(read_list())
+            else:
+                parts.append(word)
         raise ValueError("a bracket is not closed")
 
-    for number, _ in words:
-        yield number, read_list()
+    for line, _ in words:  # the opening bracket
+        yield line, read_list()
 
 
 def _list_words(text: str) -> Iterator[tuple[int, str]]:
@@ -210,16 +221,23 @@ def _list_words(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
-    """Return alternatives of conditions."""
+    """Return the alternatives of an expression: clauses, in each of which all conditions hold."""
     name, *parts = expression
     if name == "or":
         return [clause for part in parts for clause in _list_clauses(part)]
     if name in ("assert", "and"):
-        chosen = product(*map(_list_clauses, parts))
-        return [list(chain.from_iterable(each)) for each in chosen]
-    less, more = {"<=": parts, ">=": parts[::-1]}[name]
+        # One alternative of each part.
+        choices = product(*map(_list_clauses, parts))
+        return [list(chain.from_iterable(clauses)) for clauses in choices]
+    # smaller <= larger, as coefficients of smaller - larger <= 0.
+    if name == "<=":
+        smaller, larger = parts
+    elif name == ">=":
+        larger, smaller = parts
+    else:
+        raise ValueError(repr(name))
     condition = {"": Fraction(0)}
-    for term, sign in ((less, 1), (more, -1)):
+    for term, sign in ((smaller, 1), (larger, -1)):
         if term[:2] in ("X_", "Y_"):
             condition[term] = condition.get(term, Fraction(0)) + sign
         else:

@@ -19,9 +19,9 @@ from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
 from lipaudit.wings.certificates import certificate as certificates
-from lipaudit.wings.certificates.certificate import Proof, certificate
+from lipaudit.wings.certificates.certificate import Proof, certify_ball
+from lipaudit.wings.certificates.certify import check
 from lipaudit.wings.certificates.form import NoRuleError
-from lipaudit.wings.certificates.measure import check
 from lipaudit.wings.certificates.options import CertifyOptions
 from tests.measures.cases import SHAPE, Plane, Small, Words, in_order, samples
 from tests.nets import draw
@@ -107,7 +107,7 @@ def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
         with borrow(model, LoadOptions(), SHAPE) as net:
             sample = Batch(x[i : i + 1], None, ("0",))
             proof = Proof(norm=norm, order=order)
-            assert not certificate(net, sample, int(y[i]), beyond * (1 + 1e-5), proof).certified
+            assert not certify_ball(net, sample, int(y[i]), beyond * (1 + 1e-5), proof).certified
 
 
 def is_broken(model, x, y, ball):
@@ -202,7 +202,7 @@ def test_a_ball_that_is_too_large_is_undecided(small):
     model, (x, y), _ = small
     with borrow(model, LoadOptions(), SHAPE) as net:
         batch = Batch(x[1:2], y[1:2], ("0",))
-        verdict = certificate(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
+        verdict = certify_ball(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
     assert (verdict.certified, verdict.why) == (False, "unbounded")
 
 
@@ -221,8 +221,8 @@ def test_texts_move_in_their_embeddings():
         proof = Proof(norm="l2")
         padded = torch.cat([ids, torch.zeros(1, 2, dtype=torch.long)], 1)
         label = int(net.output(Batch(ids[:1], None, ("0",))).argmax())
-        short = certificate(net, Batch(ids[:1], None, ("0",)), label, 0.05, proof)
-        long = certificate(
+        short = certify_ball(net, Batch(ids[:1], None, ("0",)), label, 0.05, proof)
+        long = certify_ball(
             net, Batch(padded[:1], None, ("0",), padded[:1] > 0), label, 0.05, proof
         )
     assert long.bound == pytest.approx(short.bound, rel=1e-4)

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from lipaudit.wings.certificates.bilinear import matmul, mul
 from lipaudit.wings.certificates.form import Form
-from lipaudit.wings.certificates.lengths import bound_lengths
 from lipaudit.wings.certificates.prove import ball, run
+from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
 

@@ -14,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.engine.execute import Observer
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
-from lipaudit.wings.certificates.certificate import Proof, certificate
+from lipaudit.wings.certificates.certificate import Proof, certify_ball
 from tests.measures.cases import Plane, Small, in_order
 
 SHAPE = (1, 2, 4)
@@ -37,7 +37,7 @@ def test_linear_classifiers_are_certified_exactly_where_no_k_patches_turn_them()
             each.head.bias = nn.Parameter(torch.stack([bias, torch.zeros_like(bias)]))
             with borrow(ModelSpec(each, (1, 4, 4)), LoadOptions(dtype="float64"), None) as net:
                 proof = Proof(norm="patch", patch=(2, 2), nodes=8)
-                found = certificate(net, Batch(x[i : i + 1], None, ("0",)), 0, k, proof)
+                found = certify_ball(net, Batch(x[i : i + 1], None, ("0",)), 0, k, proof)
             assert found.certified == (m > largest[i].max())
             assert (found.places == 1) == found.certified
 
@@ -47,7 +47,7 @@ def test_a_time_limit_ends_the_loop_over_choices_of_places():
     model, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), torch.rand(1, 1, 8, 8)
     with borrow(ModelSpec(model, (1, 8, 8)), LoadOptions(), None) as net:
         proof = Proof(norm="patch", patch=(1, 1), deadline=time.monotonic() + 0.1)
-        found = certificate(net, Batch(x, None, ("0",)), 0, 8, proof)
+        found = certify_ball(net, Batch(x, None, ("0",)), 0, 8, proof)
     assert found.why in ("seconds", "broken")
     assert found.places < 1e-6
 
@@ -80,7 +80,7 @@ def test_no_value_of_a_pixel_breaks_what_is_certified(small):
         if verdict == "broken":  # bisection meets what breaks it, without an attack
             with borrow(model, LoadOptions(), SHAPE) as net:
                 proof = Proof(norm="patch", patch=(1, 1), nodes=64)
-                found = certificate(net, Batch(x[None], None, ("0",)), int(y), 1, proof)
+                found = certify_ball(net, Batch(x[None], None, ("0",)), int(y), 1, proof)
             assert (found.certified, found.why) == (False, "broken")
 
 

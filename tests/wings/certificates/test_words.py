@@ -16,7 +16,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.texts import make_reader, read_texts
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import borrow
-from lipaudit.wings.certificates.certificate import Proof, certificate
+from lipaudit.wings.certificates.certificate import Proof, certify_ball
 from tests.measures.cases import Bag, Words, in_order
 
 TOKENS = 4
@@ -44,7 +44,7 @@ def test_a_mean_of_words_is_certified_exactly_where_no_k_near_words_turn_it(k):
                 drop = sign * (worth[each[word]] - worth[changed[word]])
                 drops[word] = max(drops[word], drop)
             left = (logits[0] - logits[1]) * sign - drops.topk(k).values.sum()
-            found = certificate(net, sample, label, k, Proof(norm="words"), texts)
+            found = certify_ball(net, sample, label, k, Proof(norm="words"), texts)
             if found.why != "broken":  # by one word, before any proof
                 assert found.bound == pytest.approx(float(left), abs=1e-9)
             assert found.certified == (left > 0)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import sys
 import time
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import InputError, UsageError
@@ -36,9 +32,16 @@ from lipaudit.tables.summary import (
     describe_survivors,
     read_row,
 )
+from lipaudit.wings.certificates.exports import (
+    encode_files,
+    encode_proofs,
+    encode_text,
+    export_balls,
+)
 from lipaudit.wings.certificates.options import MOST, CertifyOptions, plan_certificates
 
 if TYPE_CHECKING:
+    from lipaudit.attacks.text import Reader
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
     from lipaudit.wings.certificates.certificate import Bracket, Proof
@@ -161,17 +164,17 @@ CERTIFY_TABLE = Layout(
 
 def read_radius(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
     """Yield the median certified radius, with its limits and that of attacks in the text."""
-    row = None
-    if section.rows:
-        row = section.rows[0]
-    if row is None or not finite([row.radius]):
+    if not section.rows or not finite([section.rows[0].radius]):
         return
-    column = section.columns["radius"]
-    proven = report.section("certify")
-    radii = proven.samples.get("radius", ()) if proven else ()
+    row = section.rows[0]
     text = f"median of {row.samples} samples"
     if row.radius_adversarial is not None:
-        text += f", nearest adversarial {format_value(row.radius_adversarial, column)}"
+        nearest = format_value(row.radius_adversarial, section.columns["radius"])
+        text += f", nearest adversarial {nearest}"
+    radii: Sequence[Any] = ()
+    balls = report.section("certify")
+    if balls:
+        radii = balls.samples.get("radius", ())
     yield headline.row(
         section,
         row.radius,
@@ -227,66 +230,102 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     Raises:
         NoRuleError: the model uses an operation that nothing is known of on balls.
     """
-    import numpy as np
-
-    from lipaudit.measures.texts import make_reader, read_texts
-    from lipaudit.wings.certificates.certificate import Bracket
+    from lipaudit.measures.texts import make_reader
 
     reader = None
     if options.counted == "words":
         reader = make_reader(net)
-    told = options.counted != "patch" or options.seconds is not None
+    # The cost of several patches is reported once, unless --seconds limits it.
+    is_cost_reported = options.counted != "patch" or options.seconds is not None
+    steps = max(len(options.eps) + options.radius, 1)
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
-            proof = make_proof(net, sample, options, options.seconds or math.inf)
-            seed = base.seed_of(sample.ids[0], options.seed)
-            texts = None
-            if reader:
-                texts = read_texts(reader, sample, characters=False)
-            trials = options.trials
-            bracket = Bracket(net, sample, proof=proof, trials=trials, seed=seed, texts=texts)
+            bracket = _make_bracket(net, sample, options, reader)
             for done, _ in enumerate(bracket.decide_balls(options.eps)):
-                told = told or (not done and _tell_choices(bracket, options))
-                base.report_progress(number + done / max(len(options.eps) + options.radius, 1))
+                if done == 0 and not is_cost_reported:
+                    is_cost_reported = _report_choices(bracket, options)
+                base.report_progress(number + done / steps)
             if options.radius:
                 bracket.search(options.tol)
             brackets.append(bracket)
-        values = [_read_bracket(bracket, options) for bracket in brackets]
-        arrays = {}
-        for name in values[0]:
-            arrays[name] = np.array([each[name] for each in values])
-        facts = {
-            "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
-            "dtype": str(net.dtype).removeprefix("torch."),
-            "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
-            "exported": _to_text(_export(net, brackets, options) if options.export else {}),
-            "proofs": _to_text(_encode_proofs(brackets) if options.proofs else {}),
-        }
-        yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
+        yield _make_part(net, batch, brackets, options)
 
 
-def _tell_choices(bracket: Bracket, options: CertifyOptions) -> bool:
-    """Tell how many passes prove a sample after its attacks; return whether there was need."""
-    from lipaudit.wings.certificates.certificate import certificate
+def _make_bracket(
+    net: Net, sample: Batch, options: CertifyOptions, reader: Reader | None
+) -> Bracket:
+    """Return the attacks and proofs of a sample; proofs of near words need a reader of texts."""
+    from lipaudit.measures.texts import read_texts
+    from lipaudit.wings.certificates.certificate import Bracket
+
+    texts = None
+    if reader:
+        texts = read_texts(reader, sample, characters=False)
+    return Bracket(
+        net,
+        sample,
+        proof=make_proof(net, sample, options, options.seconds or math.inf),
+        trials=options.trials,
+        seed=base.seed_of(sample.ids[0], options.seed),
+        texts=texts,
+    )
+
+
+def _make_part(
+    net: Net, batch: Batch, brackets: Sequence[Bracket], options: CertifyOptions
+) -> Part:
+    """Return the results of a batch: an array per value, and files as facts."""
+    import numpy as np
+
+    values = [_read_bracket(bracket, options) for bracket in brackets]
+    arrays = {}
+    for name in values[0]:
+        arrays[name] = np.array([of_sample[name] for of_sample in values])
+    exported: dict[str, bytes] = {}
+    if options.export:
+        exported = export_balls(net, brackets, options)
+    proofs: dict[str, bytes] = {}
+    if options.proofs:
+        proofs = encode_proofs(brackets)
+    facts = {
+        "checks": base.read_checks(*(bracket.clean for bracket in brackets)),
+        "dtype": str(net.dtype).removeprefix("torch."),
+        "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
+        "exported": encode_text(exported),
+        "proofs": encode_text(proofs),
+    }
+    notes: list[Note] = []
+    for bracket in brackets:
+        notes += bracket.notes
+    return Part(batch.ids, arrays, facts, tuple(notes))
+
+
+def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
+    """Report how many passes prove a sample that attacks did not break, and seconds of each.
+
+    Returns False, for another try at the next sample, if this one has at most single patches.
+    """
+    from lipaudit.wings.certificates.certificate import certify_ball
 
     net = bracket.net
-    sample = bracket.sample
-    patch = bracket.proof.patch or (1, 1)
-    unbroken = (int(float(eps)) for eps in options.eps if bracket.nearest > float(eps))
-    counts = []
-    if bracket.correct:
-        counts = sorted(unbroken)
-    if max(counts, default=1) == 1:
+    if not bracket.correct:
         return False
-    begun = time.monotonic()
-    brief = replace(bracket.proof, nodes=1, deadline=begun + TRIAL)
-    passes = certificate(net, sample, bracket.wanted, counts[-1], brief).nodes
-    seconds = (time.monotonic() - begun) / max(passes, 1)
-    # A box may be cut. And what is proven of the most patches needs no proof of fewer.
-    cut = bracket.proof.nodes > 1
-    counts, limit = (counts[-1:], "at least, unless one breaks it") if cut else (counts, "at most")
-    places = math.prod(net.input_shape[1:]) // math.prod(patch)
+    radii = [float(eps) for eps in options.eps]
+    counts = sorted(int(eps) for eps in radii if bracket.adversarial_radius > eps)
+    if not counts or counts[-1] == 1:
+        return False
+    most = counts[-1]
+    began = time.monotonic()
+    brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL)
+    certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, most, brief)
+    seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
+    limit = "at most"
+    if bracket.proof.nodes > 1:
+        # Boxes may be split. But a proof of the most patches is one of fewer, too.
+        limit = "at least, unless one breaks it"
+        counts = [most]
+    places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
     choice = f"choice of {' or '.join(map(str, counts))} patches"
     unit = f"passes {limit} (one for each {choice}; limit: --seconds)"
     base.report_cost(sum(math.comb(places, k) for k in counts), seconds, unit)
@@ -317,7 +356,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.precision import devices
-    from lipaudit.wings.certificates.certificate import choose_order, require_room, require_rules
+    from lipaudit.wings.certificates.certificate import require_rules
     from lipaudit.wings.certificates.onnx_graph import export_onnx
 
     base.require_decision(net, "Certify a classifier.")
@@ -331,142 +370,77 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
             "certificates are computed on one device, but --device-map uses several",
             "Leave --device-map out, or name one device beside cpu and disk.",
         )
-    for trial in options.trials(options.eps) if options.eps else ():
-        require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
-    # At one order the longest sample needs the most memory: check each order in use.
-    if batch.mask is None:
-        lengths = [batch.x.shape[1]]
-    else:
-        lengths = batch.mask.sum(1).tolist()
-    places = {length: i for i, length in enumerate(lengths)}
-    each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
-    inputs = [options.count_inputs(net, sample) for sample in each]
-    known = zip(each, inputs, strict=True)
-    for order, one in {choose_order(net, s, options.order, n): (s, n) for s, n in known}.items():
-        require_room(net, one[0], order, one[1])
+    if options.eps:
+        for trial in options.trials(options.eps):
+            require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
+    _require_memory(net, batch, options)
     first = batch[:1].trim().to(net.device, net.dtype)
     require_rules(net, first)
     if options.export is not None:
         export_onnx(net, first)
 
 
+def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
+    """Refuse samples whose passes need more memory than is free.
+
+    At one order the longest sample needs the most: a sample of each length, shortest first, is
+    tried, and the longest of each order is checked.
+    """
+    from lipaudit.wings.certificates.certificate import choose_order, require_room
+
+    if batch.mask is None:
+        lengths = [batch.x.shape[1]]
+    else:
+        lengths = batch.mask.sum(1).tolist()
+    index_of_length = {length: i for i, length in enumerate(lengths)}
+    largest = {}
+    for _, i in sorted(index_of_length.items()):
+        sample = batch[i : i + 1].trim().to(net.device, net.dtype)
+        inputs = options.count_inputs(net, sample)
+        largest[choose_order(net, sample, options.order, inputs)] = (sample, inputs)
+    for order, (sample, inputs) in largest.items():
+        require_room(net, sample, order, inputs)
+
+
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
+    """Return the values of a sample by name; lists have a value per radius."""
     from lipaudit.wings.certificates.certificate import Certificate
 
-    radii = [float(radius) for radius in options.eps]
-    # A ball that was not tried lies inside a certified one, or an attack broke a smaller one.
-    tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
-    seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
-    robust = [bracket.correct and bracket.nearest > eps for eps in radii]
-    # Of a number of patches that was not tried all places are proven.
+    # A ball without a certificate lies inside a certified one, or an attack broke a smaller one.
+    untried = Certificate(certified=True, places=1.0)
+    certificates = []
+    robust = []
     places = []
+    radii = [float(radius) for radius in options.eps]
     for eps in radii:
-        places.append(bracket.tried[eps].places if eps in bracket.tried else 1.0)
-    patch = options.counted == "patch"
+        certificate = bracket.certificates.get(eps, untried)
+        is_robust = bracket.correct and bracket.adversarial_radius > eps
+        certificates.append(certificate)
+        robust.append(is_robust)
+        places.append(certificate.places if is_robust else math.nan)
+    seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
     values = {
         "label": bracket.label,
         "predicted": bracket.predicted,
         "correct": bracket.correct,
         "order": bracket.proof.order,
         "robust": robust,
-        "certified": [bracket.certified >= eps for eps in radii],
-        "why": [each.why for each in tried],
-        "nodes": [each.nodes for each in tried],
-        "places": [p if r and patch else math.nan for p, r in zip(places, robust, strict=True)],
+        "certified": [bracket.certified_radius >= eps for eps in radii],
+        "why": [certificate.why for certificate in certificates],
+        "nodes": [certificate.nodes for certificate in certificates],
+        "places": places,
         "seconds": seconds,
     }
-    if not options.radius:
-        return values
-    return values | {
-        "radius": max(bracket.certified, 0.0) if bracket.correct else math.nan,
-        "radius_adversarial": bracket.nearest,
-        "passes": len(bracket.tried),
-        "searching": sum(bracket.seconds.values()) - sum(seconds),
-    }
-
-
-def _to_text(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return files by name as facts of a part: in base64."""
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
-
-
-def _export(net: Net, brackets: Sequence[Bracket], options: CertifyOptions) -> dict[str, bytes]:
-    """Return the model and the balls around correct samples as files by name."""
-    from lipaudit.wings.certificates.onnx_graph import export_onnx
-    from lipaudit.wings.certificates.vnnlib import write_property
-
-    files: dict[str, bytes] = {}
-    for sample, bracket in ((each.sample, each) for each in brackets):
-        # The function of token embeddings depends on the text around them.
-        if net.kind == "text" or sample.start == 0:
-            name = "model"
-            if net.kind == "text":
-                name = sample.ids[0]
-            files[f"{name}.onnx"] = export_onnx(net, sample)
-        x = net.point(sample).double()
-        free = net.free(sample)
-        for eps in options.eps if bracket.correct else ():
-            change = float(eps) * (x.new_ones(x.shape) if free is None else free[..., None])
-            low, high = (
-                (x + way * change).clamp(*(net.box or (-math.inf, math.inf))) for way in (-1, 1)
-            )
-            title = f"sample {sample.ids[0]}, class {bracket.wanted}, L-inf radius {eps.text}"
-            text = write_property(low, high, net.classes or 0, bracket.wanted, title)
-            files[f"{sample.ids[0]}_eps_{float(eps)}.vnnlib"] = text.encode()
-    return files
-
-
-def name_proof(sample: str, radius: float) -> str:
-    """Return the name of the proof of a ball in the file of `--proofs`."""
-    return f"{sample}@{radius}"
-
-
-def _encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
-    """Return the proven parts of split balls as .npz files by name."""
-    import numpy as np
-
-    files = {}
-    for each in brackets:
-        for radius, proof in each.tried.items():
-            if proof.certified and proof.leaves is not None:
-                arrays = {name: part.cpu().numpy() for name, part in vars(proof.leaves).items()}
-                file = io.BytesIO()
-                np.savez(file, **arrays)
-                name_of_proof = name_proof(each.sample.ids[0], radius)
-                files[name_of_proof] = file.getvalue()
-    return files
-
-
-def _decode_files(parts: Sequence[Part], fact: str) -> dict[str, bytes]:
-    """Return the files that parts hold as text, by name."""
-    texts = base.join_facts(parts, fact)
-    return {name: base64.b64decode(text) for name, text in texts.items()}
-
-
-def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
-    """Return the files of `--export` (models, properties, a list of instances) and `--proofs`."""
-    from lipaudit.wings.certificates.vnnlib import TIMEOUT
-
-    exported = _decode_files(parts, "exported")
-    proofs = _decode_files(parts, "proofs")
-    files: dict[Path, bytes] = {}
-    if options.export is not None:
-        files = {options.export / name: content for name, content in exported.items()}
-        rows = []
-        for name in exported:
-            if not name.endswith(".vnnlib"):
-                continue
-            own = f"{name.partition('_')[0]}.onnx"
-            model = own if own in exported else "model.onnx"
-            rows.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
-        files[options.export / "instances.csv"] = "".join(rows).encode()
-    if options.proofs is not None:
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w") as file:
-            for name, content in proofs.items():
-                file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-        files[options.proofs] = archive.getvalue()
-    return files
+    if options.counted != "patch":
+        values["places"] = [math.nan] * len(radii)
+    if options.radius:
+        values["radius"] = math.nan
+        if bracket.correct:
+            values["radius"] = max(bracket.certified_radius, 0.0)
+        values["radius_adversarial"] = bracket.adversarial_radius
+        values["passes"] = len(bracket.certificates)
+        values["searching"] = sum(bracket.seconds.values()) - sum(seconds)
+    return values
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
@@ -518,14 +492,15 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
+    """Return the columns of the table of samples; those of a ball bear its norm and radius."""
     import numpy as np
 
-    known = arrays["label"] >= 0
+    has_label = arrays["label"] >= 0
     correct = arrays["correct"]
     columns = {
-        "label": np.where(known, arrays["label"], np.nan),
+        "label": np.where(has_label, arrays["label"], np.nan),
         "predicted": arrays["predicted"],
-        "correct": np.where(known, correct, np.nan),
+        "correct": np.where(has_label, correct, np.nan),
     }
     for i, row in enumerate(rows):
         robust = arrays["robust"][:, i]
@@ -535,19 +510,22 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"
         )
         why = np.where(verdict == "undecided", arrays["why"][:, i], "")
-        each = {"verdict": verdict, "why": why, "robust": robust, "certified": certified}
-        each |= {"places": arrays["places"][:, i]} if row.norm == "patch" else {}
-        columns |= {row.trial.column(name): values for name, values in each.items()}
+        values = {"verdict": verdict, "why": why, "robust": robust, "certified": certified}
+        if row.norm == "patch":
+            values["places"] = arrays["places"][:, i]
+        for name, column in values.items():
+            columns[row.trial.column(name)] = column
     if "radius" in arrays:
-        found = arrays["radius_adversarial"]
+        adversarial = arrays["radius_adversarial"]
         columns["radius"] = arrays["radius"]
-        columns["radius_adversarial"] = np.where(np.isfinite(found), found, np.nan)
+        columns["radius_adversarial"] = np.where(np.isfinite(adversarial), adversarial, np.nan)
     return columns
 
 
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> Iterator[Note]:
+    """Yield what a reader of the certificates needs to know."""
     from lipaudit.attacks.signs import note_signs
 
     yield from note_signs(base.sum_checks(parts))
@@ -556,14 +534,18 @@ def _write_notes(
         f"{parts[0].facts['dtype']} adds rounding errors that they do not cover"
     )
     yield Note.info("real-arithmetic", text)
-    label = arrays["label"]
-    if unknown := int((label < 0).sum()):
-        samples = f"{unknown} of {len(label)} samples"
-        text = f"{samples} have no label: the predicted class is attacked and certified"
-        yield Note.info("own-predictions", text)
-    if cut := int((arrays["why"] == "seconds").sum()):
+    samples = len(arrays["label"])
+    unlabelled = int((arrays["label"] < 0).sum())
+    if unlabelled:
         text = (
-            f"--seconds {options.seconds:g} ended {cut} proofs. This depends on the speed of "
+            f"{unlabelled} of {samples} samples have no label: the predicted class is attacked "
+            "and certified"
+        )
+        yield Note.info("own-predictions", text)
+    ended = int((arrays["why"] == "seconds").sum())
+    if ended:
+        text = (
+            f"--seconds {options.seconds:g} ended {ended} proofs. This depends on the speed of "
             "the machine; for reproducible limits, use --nodes"
         )
         yield Note.info("time-limit", text)

@@ -1,0 +1,109 @@
+"""The files that `certify` writes: models and properties for other verifiers, and proofs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lipaudit.measures import base
+from lipaudit.measures.base import Part
+from lipaudit.wings.certificates.options import CertifyOptions
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+    from lipaudit.wings.certificates.certificate import Bracket
+
+
+def encode_text(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return files by name as text (base64), as a part of a result can hold them."""
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def export_balls(
+    net: Net, brackets: Sequence[Bracket], options: CertifyOptions
+) -> dict[str, bytes]:
+    """Return the model and the balls around correct samples as files by name."""
+    from lipaudit.wings.certificates.onnx_graph import export_onnx
+    from lipaudit.wings.certificates.vnnlib import write_property
+
+    files: dict[str, bytes] = {}
+    lowest, highest = net.box or (-math.inf, math.inf)
+    for bracket in brackets:
+        sample = bracket.sample
+        name = sample.ids[0]
+        # The function of token embeddings depends on the text around them.
+        if net.kind == "text":
+            files[f"{name}.onnx"] = export_onnx(net, sample)
+        elif sample.start == 0:
+            files["model.onnx"] = export_onnx(net, sample)
+        if not bracket.correct:
+            continue
+        x = net.point(sample).double()
+        free = net.free(sample)
+        moving = x.new_ones(x.shape) if free is None else free[..., None]
+        label = bracket.label_to_prove
+        for eps in options.eps:
+            low = (x - float(eps) * moving).clamp(lowest, highest)
+            high = (x + float(eps) * moving).clamp(lowest, highest)
+            title = f"sample {name}, class {label}, L-inf radius {eps.text}"
+            text = write_property(low, high, net.classes or 0, label, title)
+            files[f"{name}_eps_{float(eps)}.vnnlib"] = text.encode()
+    return files
+
+
+def name_proof(sample: str, radius: float) -> str:
+    """Return the name of the proof of a ball in the file of `--proofs`."""
+    return f"{sample}@{radius}"
+
+
+def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
+    """Return the proven parts of split balls as .npz files by name."""
+    import numpy as np
+
+    files = {}
+    for bracket in brackets:
+        for radius, certificate in bracket.certificates.items():
+            if not certificate.certified or certificate.leaves is None:
+                continue
+            leaves = vars(certificate.leaves)
+            file = io.BytesIO()
+            np.savez(file, **{name: tensor.cpu().numpy() for name, tensor in leaves.items()})
+            files[name_proof(bracket.sample.ids[0], radius)] = file.getvalue()
+    return files
+
+
+def _decode_files(parts: Sequence[Part], fact: str) -> dict[str, bytes]:
+    """Return the files that parts hold as text, by name."""
+    texts = base.join_facts(parts, fact)
+    return {name: base64.b64decode(text) for name, text in texts.items()}
+
+
+def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, bytes]:
+    """Return the files of `--export` (models, properties, a list of instances) and `--proofs`."""
+    from lipaudit.wings.certificates.vnnlib import TIMEOUT
+
+    files: dict[Path, bytes] = {}
+    if options.export is not None:
+        exported = _decode_files(parts, "exported")
+        files = {options.export / name: content for name, content in exported.items()}
+        lines = []
+        for name in exported:
+            if not name.endswith(".vnnlib"):
+                continue
+            model = f"{name.partition('_')[0]}.onnx"  # of this sample
+            if model not in exported:
+                model = "model.onnx"
+            lines.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")
+        files[options.export / "instances.csv"] = "".join(lines).encode()
+    if options.proofs is not None:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
+            for name, content in _decode_files(parts, "proofs").items():
+                file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+        files[options.proofs] = archive.getvalue()
+    return files

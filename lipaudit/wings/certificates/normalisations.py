@@ -1,0 +1,238 @@
+"""Normalisations: LayerNorm, RMSNorm, over other axes, and by a norm.
+
+With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
+2 mean(c dy) + mean(dy^2). n mean(dy^2) lies in [0, sum r^2] and in [0, (l + m)^2] for lengths l
+and m of its linear part L and of the rest R (`bound_lengths`). Order 2 can put L^2 into the
+quadratic part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves least.
+Then comes 1 / sqrt, of a number that is at least eps, and the product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lipaudit.wings.certificates import affine, curves
+from lipaudit.wings.certificates.form import Form, NoRuleError, Quotient, UnboundedError
+from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up, tiny
+from lipaudit.wings.certificates.vector_lengths import bound_lengths
+
+
+def layer_norm(
+    input: Form,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """Return (x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
+    shape = _read_shape(input, normalized_shape)
+    if len(shape) > 1:
+        if weight is not None:
+            weight = weight.flatten()
+        if bias is not None:
+            bias = bias.flatten()
+        flat = cast("Form", input.flatten(-len(shape)))
+        result: Any = layer_norm(flat, math.prod(shape), weight, bias, eps)
+        return cast("Form", result.unflatten(-1, shape))
+    centred = affine.linear_map(
+        input.symbolize_slack(),
+        lambda t: t - _average_row(t),
+        roundings=shape[0] + 2,
+        bound=lambda t: t + _average_row(t),
+        within="rows",
+    )
+    return _apply_affine(_divide_by_root(centred, eps), weight, bias)
+
+
+def rms_norm(
+    input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Form:
+    """Return x / sqrt(mean x^2 + eps) weight."""
+    if len(_read_shape(input, normalized_shape)) > 1:
+        raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
+    if eps is None:
+        dtype = input.dtype if weight is None else weight.dtype
+        eps = torch.finfo(dtype).eps
+    return _apply_affine(_divide_by_root(input.symbolize_slack(), eps), weight, None)
+
+
+def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
+    """Return the shape of the last axes that a normalisation names; refuse another one."""
+    if isinstance(normalized_shape, int):
+        shape = [normalized_shape]
+    else:
+        shape = list(normalized_shape)
+    if shape != list(x.shape[-len(shape) :]):
+        raise NoRuleError(f"a normalisation of the axes {tuple(shape)}")
+    return shape
+
+
+def _divide_by_root(y: Form, eps: float) -> Form:
+    """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient."""
+    square = affine.add(_mean_square(y), eps)
+    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf))
+    inverse = inverse.symbolize_slack()
+    zero = torch.zeros_like(y.centre)
+    constant = Form(zero, y.dense[:0], zero, y.symbols)
+    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
+
+
+def _mean_square(y: Form) -> Form:
+    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2) over the last axis."""
+    symbols = y.symbols
+    n = y.shape[-1]
+    dtype = symbols.dtype
+    # 2 mean(c dy) is linear in dy.
+    gradient = (y.centre * (2 / n)).to(dtype)
+    dense, blocks = y.split_by_row().map_coefficients(
+        lambda t: (t * gradient).sum(-1, keepdim=True)
+    )
+    # mean(dy^2): coefficients of the squares that are kept, and shift +- radius.
+    reach = round_up(y.symbol_radius + y.slack)
+    size = y.centre.abs()
+    shift, radius, keeps_squares = _bound_squares(y, reach)
+    if symbols.order == 2:
+        linear = y.dense[: symbols.n] * keeps_squares
+        squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
+        dense[symbols.n : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
+    # Two sums of n products, their weights rounded, and the sum of both.
+    centre = _average_row(y.centre.square())
+    reach_of_square = 2 * size * reach + reach.square()
+    of_symbols = gamma(2 * n + 16, dtype) * _average_row(reach_of_square)
+    of_centre = gamma(n + 8, DOUBLE) * (centre + shift)
+    underflow = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
+    slack = _average_row(2 * size * y.slack) + radius
+    slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
+    return Form(centre + shift, dense, slack, symbols, blocks=blocks)
+
+
+class SquareBound(NamedTuple):
+    """mean(dy^2) of each row is that of the squares which coefficients keep, plus shift +- radius.
+
+    Attributes:
+        shift, radius: (*rows, 1).
+        keeps_squares: (*shape), mask of the entries whose linear part's square is kept.
+    """
+
+    shift: Tensor
+    radius: Tensor
+    keeps_squares: Tensor
+
+
+def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
+    """Bound mean(dy^2) over the last axis in the way that leaves the smallest radius in each row.
+
+    dy = L + R, |dy| <= reach, and lengths ||L|| <= l, ||R|| <= m. n mean(dy^2) lies in
+    [0, sum reach^2] and in [0, (l + m)^2]. At order 2 L^2 may be kept as coefficients: then
+    2 L R + R^2 is left, bounded by entries or by [-2 l m, 2 l m + m^2].
+    """
+    n = y.shape[-1]
+    linear, rest = bound_lengths(y, -1)
+    none = torch.zeros_like(reach, dtype=torch.bool)
+    by_entries = _average_row(reach.square()) / 2
+    by_lengths = round_up((linear + rest).square() / n) / 2
+    choices = [
+        SquareBound(by_entries, by_entries, none),
+        SquareBound(by_lengths, by_lengths, none),
+    ]
+    if y.symbols.order == 2:
+        keeps = curves.is_worth_squaring(y)
+        first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
+        shift = torch.where(keeps, second, reach.square()) / 2
+        radius = torch.where(keeps, first + second / 2, reach.square() / 2)
+        choices.append(SquareBound(_average_row(shift), _average_row(radius), keeps))
+        first, second = curves.bound_square_rest(linear, rest)
+        choices.append(SquareBound(second / n / 2, (first + second / 2) / n, ~none))
+    shift, radius, keeps_squares = choices[0]
+    for choice in choices[1:]:
+        is_better = choice.radius < radius
+        shift = torch.where(is_better, choice.shift, shift)
+        radius = torch.where(is_better, choice.radius, radius)
+        keeps_squares = torch.where(is_better, choice.keeps_squares, keeps_squares)
+    return SquareBound(shift, round_up(radius), keeps_squares)
+
+
+def _average_row(t: Tensor) -> Tensor:
+    """Return the mean over the last axis, which stays with size 1."""
+    return t.mean(-1, keepdim=True)
+
+
+def _apply_affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
+    """Return x weight + bias, either of which may be absent."""
+    if weight is not None:
+        x = affine.scale(x, weight)
+    if bias is not None:
+        x = affine.add(x, bias)
+    return x
+
+
+def batch_norm(
+    input: Form,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    """Return (x - mean) / sqrt(var + eps) weight + bias of every channel, axis 1."""
+    if training or running_mean is None or running_var is None:
+        raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
+    gain = (running_var.to(DOUBLE) + eps).rsqrt()
+    if weight is not None:
+        gain = gain * weight.detach().to(DOUBLE)
+    shape = (-1, *[1] * (input.ndim - 2))
+    centred = affine.sub(input, running_mean.view(shape))
+    # The gain takes a sum, a root of the library and a product, all in float64.
+    scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY_ULPS + 2)
+    if bias is None:
+        return scaled
+    return affine.add(scaled, bias.view(shape))
+
+
+def group_norm(
+    input: Form,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """Apply LayerNorm to groups of channels (axis 1) with all places; weights are per channel."""
+    groups: Any = input.reshape(input.shape[0], num_groups, -1)
+    result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
+    shape = (-1, *[1] * (input.ndim - 2))
+    if weight is not None:
+        weight = weight.view(shape)
+    if bias is not None:
+        bias = bias.view(shape)
+    return _apply_affine(result, weight, bias)
+
+
+def vector_norm(
+    input: Form, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Form:
+    """Return the 2-norm over axes."""
+    if ord not in (2, "fro", None):
+        raise NoRuleError(f"a norm of order {ord}")
+    total = affine.reduce_axes(curves.square(input), dim, keepdim)
+    return curves.relax(total, curves.SQRT, positive=True)
+
+
+def normalize(
+    input: Form, p: float | int = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Form:
+    """Return x / ||x|| along an axis: an RMSNorm over sqrt(n), for norms of more than eps."""
+    if p != 2 or out is not None:
+        raise NoRuleError(f"normalize by a norm of order {p}")
+    rows: Any = input.transpose(dim, -1)
+    n = rows.shape[-1]
+    smallest_square, _ = affine.reduce_axes(curves.square(rows), -1).range()
+    if not (smallest_square > eps**2).all():  # below it, torch divides by eps
+        raise UnboundedError
+    unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
+    return unit.transpose(dim, -1)  # type: ignore[return-value]

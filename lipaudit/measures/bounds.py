@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,24 +10,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures import base
 from lipaudit.measures.base import AuditRole, Measure, NormOptions, Part, Values
-from lipaudit.settings.option import Balls, Layers, Need, option
-from lipaudit.tables import Column, Display, Layout, Note, Reduction, Report, Row, Section
-from lipaudit.tables.columns import (
-    HEAD,
-    HEAD_NORMS,
-    NEAR,
-    NORM_OF,
-    WITHIN_COLUMN,
-    find_bounds,
-    finite,
-    largest,
-    log10_ratio,
+from lipaudit.measures.bound_tables import (
+    BALLS_TABLE,
+    BOUNDS_TABLE,
+    CERTIFIED,
+    IN_BALLS,
+    INGREDIENTS,
+    LAYERS_TABLE,
+    NUMERICAL,
+    OF_LAYERS,
 )
-from lipaudit.tables.formats import format_significant, format_value
-from lipaudit.tables.summary import Headline, count_measured
+from lipaudit.settings.option import Balls, Layers, Need, option
+from lipaudit.tables import Note, Row, Section
 from lipaudit.theory import LAYER_WITHIN, POLICY
 from lipaudit.theory import WITHIN as PROVEN_WITHIN
-from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
+from lipaudit.theory.bounds.record import AFFINE_PLAIN, load_bounds
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
@@ -95,230 +91,16 @@ class BoundsOptions(NormOptions):
     )
 
 
-def _list_bounds() -> dict[str, Column]:
-    """Return the columns of every bound, those of the logarithms last."""
-    columns: dict[str, Column] = {}
-    for bound in load_bounds().values():
-        columns |= bound.columns()
-    names = sorted(columns, key=lambda name: name.startswith("log10_"))  # a stable sort
-    return {name: columns[name] for name in names}
-
-
-# Number of heads that the scorecard lists.
-STEEPEST = 3
-RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
-
-
-def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the norm of the steepest head, with the next ones in the text."""
-    norms = finite(row.exact for row in section.rows)
-    if not norms:
-        return
-    rows = [row for row in section.rows if finite([row.exact])]
-    first, *others = largest(rows, "exact", STEEPEST)
-    text = f"head {first.layer}.{first.head}"
-    shares = report.section("jacobian.shares")
-    shares_of_heads = shares.rows if shares else ()
-    for row in shares_of_heads:
-        if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
-            text += f" (share {row.share:.1%})"
-    if others:
-        listed = [f"{row.layer}.{row.head} ({format_significant(row.exact)})" for row in others]
-        text += f"; next {', '.join(listed)}; median {format_significant(median(norms))}"
-    text += count_measured(section, report)
-    norm = format_significant(first.exact)
-    sentence = f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm})."
-    yield headline.row(section, first.exact, text=text, sentence=sentence)
-
-
-def read_tightest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield how many times the tightest bound exceeds the exact norm (median over heads).
-
-    The text also has the tightest certified bound, which holds for other inputs, too.
-    """
-    log_ratios: dict[str, list[float]] = {}  # log10 of bound / exact of each head, by bound
-    for name in find_bounds(section.columns):
-        logs = finite(log10_ratio(row, name) for row in section.rows)
-        if logs:
-            log_ratios[name] = logs
-    if not log_ratios:
-        return
-    tightest_first = sorted(log_ratios, key=lambda name: median(log_ratios[name]))
-    best = tightest_first[0]
-    logs = log_ratios[best]
-    text = f"of exact, {len(logs)} heads, largest {_write_ratio(max(logs))}"
-    for name in tightest_first:
-        column = section.columns[name]
-        if column.status == "certified":
-            text += f"; certified: {column.label} {_write_ratio(median(log_ratios[name]))}"
-            break
-    label = f"{headline.label}, {section.columns[best].label}"
-    value = raise_ten(median(logs))
-    metric = f"{section.measure}.{best}/exact"
-    yield headline.row(section, value, RATIO, figure=label, metric=metric, text=text)
-
-
-def _write_ratio(exponent: float) -> str:
-    """Write how many times a bound is the exact norm, from the logarithm to base 10."""
-    return format_value(raise_ten(exponent), RATIO)
-
-
-def raise_ten(exponent: float) -> float:
-    """Return 10^exponent; infinity from 1e308, near the largest float."""
-    if exponent < 308:
-        return float(10**exponent)
-    return math.inf
-
-
-BOUNDS_TABLE = Layout(
-    name="bounds",
-    title="Which heads amplify a small change most?",
-    headlines=(
-        Headline(
-            name="steepest_head",
-            column="exact",
-            label="steepest attention head, ‖J‖",
-            words="head norm",
-            meaning="The head with the largest exact norm ||J|| (sample median).",
-            place=60,
-            read=read_steepest,
-            rule="bounds.exact:each <= +20%",
-        ),
-        Headline(
-            name="tightest_bound",
-            column="exact",
-            label="tightest bound",
-            meaning="The bound closest to the exact norm: bound / exact at the median head.",
-            place=80,
-            read=read_tightest,
-        ),
-    ),
-    display=Display(
-        about="Exact norm ‖J‖ of each head: how much a small change of the head's own input can "
-        "grow in its output (median over the samples). Later layers may shrink it again.",
-        columns=("head", "input", "exact", "exact_max"),
-        by="exact",
-        maps=("exact",),
-        titles={"exact": "How much each head amplifies (norm ‖J‖)"},
-        drawings=("tightness",),
-        folded=False,
-    ),
-    sample_columns={
-        "exact_max": Column("largest head", "Largest head norm of the sample.", better="lower")
-    },
-    fixed=HEAD_NORMS,
-    behind="exact_max",
-    declared=_list_bounds,
-)
-
-
-_limit = partial(Column, status="bound")
-LAYERS_TABLE = Layout(
-    name="bounds.layers",
-    title="How much do whole layers amplify?",
-    display=Display(about="The same norm for all heads of a layer together.", brief=False),
-    fixed={
-        "layer": HEAD["layer"],
-        "module": HEAD["module"],
-        "exact": Column.norm(
-            "exact",
-            "Norm with the heads concatenated, before W_O (--concat).",
-            "exact",
-            reading=NORM_OF.format("the layer's input", "the outputs of its heads"),
-        ),
-        "exact_out": Column.norm("with W_O", "Norm after the output projection.", "exact_out"),
-        "within": WITHIN_COLUMN,
-        "sharp_sum": _limit("||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds."),
-        "sharp_rss": _limit(
-            "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp."
-        ),
-        "theorem3_sum": _limit(
-            "theorem 3 sum", "||W_O|| times the sum of the heads' Theorem 3 bounds."
-        ),
-    },
-)
-
-
-# Bounds for all inputs whose tokens are short: they hold in the ball without a search.
-_column_of_tokens = partial(
-    Column, domain="all inputs, every ||x_i|| <= R + r", status="certified"
-)
-
-BALLS_TABLE = Layout(
-    name="bounds.ball",
-    title="How large can the norm of a head get near the samples?",
-    display=Display(
-        about="Within a ball of radius r around a sample's tokens: the largest norm that a search "
-        "found, and proven upper bounds.",
-        folded=False,
-    ),
-    fixed={
-        **HEAD,
-        "r": Column(
-            "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
-        ),
-        "exact": Column("exact", "||J|| at X.", reading=NEAR),
-        "ball_norm": Column.norm(
-            "norm found",
-            "Largest ||J|| that gradient ascent finds in the ball.",
-            "ball_norm",
-            domain=BALL,
-            status="empirical",
-            reading=NEAR,
-        ),
-        "ball_sharp": Column(
-            "ball sharp",
-            "Upper bound on ||J|| everywhere in the ball (lipaudit's own).",
-            better="lower",
-            domain=BALL,
-            status="certified",
-            formula="sharp + integral_0^r C(rho) d rho, C(rho) >= ||D^2 O[F, F]||_F, ||F||_F = 1",
-            reading="Source: ours.\nThe norm at X, and what the second derivative can add to "
-            "it on the way to any X' in the ball.\nWhy it exceeds the norm found is "
-            "unknown: the bound may be loose, or the search missed a worse "
-            f"point.\nNot computed for every head: it {AFFINE_PLAIN}.",
-            reduction=Reduction("median", "ball_sharp"),
-        ),
-        "ball_ratio_max": Column(
-            "sharp/found",
-            "Largest ball sharp / norm found over samples.",
-            domain=BALL,
-            status="empirical",
-            reduction=Reduction("max", "ball_sharp", per="ball_norm"),
-        ),
-        "castin": _column_of_tokens(
-            "castin at R+r", "The bound castin for tokens of norm up to R + r."
-        ),
-        "mean_field": _column_of_tokens(
-            "mean field at R+r", "The bound mean_field for tokens of norm up to R + r."
-        ),
-        "hu": Column(
-            "hu at r", "The bound of Hu et al. 2024 on the ball.", domain=BALL, status="certified"
-        ),
-    },
-)
-
-
-# Columns of balls that bound `ball_norm`.
-CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
-# The arrays of the columns of balls: some columns of heads have the same names.
-IN_BALLS = {name: f"at_r_{name}" for name in ("ball_norm", *CERTIFIED)}
 # Ratio of bound to norm found above which the bound is not informative.
 LOOSE = 10
 
 
 # Columns with the largest value over the samples, like those that end in _max.
 MAXIMA = ("within", "forward_error")
-# Figures of heads that bounds are made of, at X.
-INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
-# Values of layers: the columns of their table, with a prefix.
-OF_LAYERS = tuple(f"layer_{name}" for name in LAYERS_TABLE.fixed if name not in HEAD)
 # Relative effect of rounding on a norm above which a warning is given.
 NOTABLE = 1e-4
-# The kind of heads without a closed form.
-NUMERICAL = "numerical"
 
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.measures import base
-from lipaudit.measures.bounds import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
+from lipaudit.measures.bound_tables import IN_BALLS, INGREDIENTS, NUMERICAL, OF_LAYERS
 from lipaudit.measures.layers import Facts, Reduced, per_sample, require_bounds_hold
 from lipaudit.models.attention.capture import APART, Layer, Site
 from lipaudit.models.attention.numeric import compute_numeric_norms

@@ -52,6 +52,8 @@ def write_answer(pair: Pair) -> str:
         if moved:
             moved.sort(key=lambda verdict: (verdict is not leading, -abs(_read_paired(verdict))))
             parts.append(f"{word} in {_name_figures(moved)}")
+    if leading is not None and leading.status == "improved":
+        parts.reverse()
     others = sum(verdict.status not in MOVED for verdict in judged)
     refused = len(pair.verdicts) - len(judged)
     sentences = []

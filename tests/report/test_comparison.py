@@ -13,7 +13,7 @@ from lipaudit.gate.verdicts import Verdict
 from lipaudit.measures import summarise
 from lipaudit.report import of_comparison, of_judgement, of_reports, render, terminal
 from lipaudit.report.blocks import Bar, Forest, Gallery, Heatmap, Table
-from lipaudit.report.changes import draw_changes
+from lipaudit.report.changes import draw_changes, write_answer
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, list_models
 from lipaudit.tables import Column, Note
@@ -98,6 +98,18 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     assert "; and better in Jacobian norm (7.265 → 3.633). " in answer
     assert answer.endswith("No proven change in 5 of 8 figures.")
     assert page.chapters[0].blocks[0].tone == "broken"
+
+
+def test_an_answer_begins_with_robust_accuracy_where_it_is_better(subject):
+    (pair,) = subject.record.pairs
+    verdicts = []
+    for verdict in pair.verdicts:
+        if verdict.metric == "attack.robust:mean":
+            verdict = verdict.model_copy(update={"status": "improved"})
+        verdicts.append(verdict)
+    answer = write_answer(pair.model_copy(update={"verdicts": tuple(verdicts)}))
+    assert answer.startswith("new is better in robust accuracy (linf 0.1) (46.9% → 57.8%), ")
+    assert "; and worse in largest head norm (1.619 → 8.873)" in answer
 
 
 def test_changes_are_drawn_by_size_with_their_intervals_one_picture_for_a_unit(subject):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,21 @@ class Batch:
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
-        rows = self.without_ids(index)
         positions = index.tolist()
-        ids = tuple(self.ids[i] for i in positions)
+
+        def select(values: Sequence[T]) -> tuple[T, ...]:
+            return tuple(values[i] for i in positions) if values else ()
+
         y = None
         if self.y is not None:
             y = self.y[index]
-        texts: tuple[tuple[str, ...], ...] = ()
-        if self.texts:
-            texts = tuple(self.texts[i] for i in positions)
-        continuations: tuple[tuple[str, ...], ...] = ()
-        if self.continuations:
-            continuations = tuple(self.continuations[i] for i in positions)
         return replace(
-            rows, y=y, ids=ids, texts=texts, limit=self.limit, continuations=continuations
+            self.without_ids(index),
+            y=y,
+            ids=select(self.ids),
+            texts=select(self.texts),
+            limit=self.limit,
+            continuations=select(self.continuations),
         )
 
     def without_ids(self, index: Tensor) -> Batch:

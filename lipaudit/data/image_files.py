@@ -62,8 +62,8 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     deeper: list[Path] = []
     for entry in filter(Path.is_dir, inside):
         deeper += filter(is_picture, sorted(entry.rglob("*")))
-    pictures: list[Path] = []
-    others: list[Path] = []
+    pictures = []
+    others = []
     for entry in entries + inside:
         if is_picture(entry):
             pictures.append(entry)

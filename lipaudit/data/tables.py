@@ -393,7 +393,7 @@ def draw_rows(
     table.require_rows(options)
     sound = table.sound
     rows: list[tuple[int, T]] = []
-    refusals: list[str] = []
+    refusals = []
     for k in batch.draw_indices(len(sound), len(sound), options.seed):
         if len(rows) == options.samples:
             break

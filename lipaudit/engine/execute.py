@@ -218,7 +218,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     planned = shards.describe_shard(job)
     if request.run.parts is not None:
         shards.save_shard(planned, request.run.parts)
-    errors: list[Exception] = []
+    errors = []
     for name, options in request.measures.items():
         if name not in job.request.measures:
             continue

@@ -291,7 +291,7 @@ def leave_out_layers(job: Job, error: Exception) -> Job | None:
         return None
     request = job.request
     others: dict[str, MeasureOptions] = {}
-    left_out: list[str] = []
+    left_out = []
     for name, options in request.measures.items():
         if options.reads_layers:
             left_out.append(name)

@@ -35,6 +35,7 @@ from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     Explicit,
+    hide_later_keys,
     make_additive,
 )
 from lipaudit.models.attention.capture import Site
@@ -174,11 +175,12 @@ def _recompute(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         p = form.weights
     else:
         logits = form.scale * (call.q @ call.k.mT)
+        mask = form.mask
         if form.causal:
-            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-            logits = logits + make_additive(visible, logits.dtype)
-        if form.mask is not None:
-            logits = logits + make_additive(form.mask, logits.dtype)
+            queries, keys = logits.shape[-2:]
+            mask = hide_later_keys(queries, keys, mask, logits)
+        if mask is not None:
+            logits = logits + make_additive(mask, logits.dtype)
         # The fused op returns 0 for a query that sees no key.
         sees_nothing = logits.isneginf().all(-1, keepdim=True)
         p = torch.softmax(logits.masked_fill(sees_nothing, 0.0), -1)
@@ -239,9 +241,9 @@ def compute_shares(
             # Which entries belong to which sample is unknown, so samples run one at a time.
             del graph, output, leaf
             return _compute_one_by_one(net, sites, f, x, directions, tied)
-        heads: list[Tensor] = []  # of each direction
-        paths: list[Tensor] = []
-        totals: list[Tensor] = []
+        heads = []  # of each direction
+        paths = []
+        totals = []
         for i in range(directions.shape[1]):
             u = directions[:, i].view_as(output)
             along_u = graph.measure(leaf, u, tied[:, i])
@@ -274,7 +276,7 @@ def _compute_one_by_one(
     net: Net, sites: Sequence[Site], f: Function, x: Tensor, directions: Tensor, tied: Tensor
 ) -> Shares:
     """Return `compute_shares` of a batch, from one pass for each sample."""
-    shares: list[Shares] = []
+    shares = []
     for i in range(len(x)):
 
         def f_of_sample(z: Tensor, index: Tensor, i: int = i) -> Tensor:
@@ -326,7 +328,7 @@ class _Graph:
         self.layers: dict[int, list[_AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
-        whole: list[int] = []
+        whole = []
         # The layer of each node of an attention output.
         self._layer_of: dict[Node, int] = {}
         for index, calls in self.layers.items():

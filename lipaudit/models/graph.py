@@ -61,7 +61,7 @@ def leaves(
     The walk ends at the nodes of `stop`. At a cut it continues with the nodes that `past` lists
     for the leaf.
     """
-    ends: list[Tensor] = []
+    ends = []
     stops: list[Node] = []
     if t.grad_fn is None:
         if t.requires_grad:

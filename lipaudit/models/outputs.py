@@ -319,7 +319,7 @@ def _run_probes(spec: ModelSpec, call: Call, read: Read, samples: list[Tensor]) 
         Exception: that of the model on the first sample, if it fails on each.
     """
     found: Probe | None = None
-    failures: list[Exception] = []
+    failures = []
     for x in samples:
         try:
             passed = run_watched(call, x, None)

@@ -190,7 +190,7 @@ def _split_terms(
         inside: the nodes between the skip and the branch.
         readers: how many tensors are computed from each node.
     """
-    terms: list[GradientEdge] = []
+    terms = []
     todo = [branch]
     while todo:
         edge = todo.pop()

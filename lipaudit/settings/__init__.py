@@ -220,7 +220,7 @@ def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
         given: values by name, as `RunOptions.reading` returns them.
         panel: MODEL or DATA.
     """
-    words: list[str] = []
+    words = []
     for name, known in RunOptions.options().items():
         if known.panel != panel or name not in given:
             continue

@@ -379,7 +379,7 @@ class AttentionCall:
             mask = form.mask
             if form.causal and not layout.keeps_queries:
                 # `causal` counts along the model's axis of queries, which will be divided.
-                mask = _hide_later(self.q.shape[-2], keys, mask, self.q)
+                mask = hide_later_keys(self.q.shape[-2], keys, mask, self.q)
                 form = replace(form, causal=False)
             if mask is not None and layout.is_plain:
                 # Four axes; a broadcast mask stays small.
@@ -390,7 +390,7 @@ class AttentionCall:
         return replace(self, q=q, k=k, v=v, output=o, form=form)
 
 
-def _hide_later(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
+def hide_later_keys(queries: int, keys: int, mask: Tensor | None, like: Tensor) -> Tensor:
     """Return a mask (if any) that also hides the keys j > i of each query i.
 
     Additive, in the dtype of `like`; without a mask boolean: True for visible keys.

@@ -27,10 +27,14 @@ def timm_names() -> tuple[str, ...]:
     The list equals `timm.list_models()`; it is empty if timm is not installed.
     """
     package = find_spec("timm")
-    folders = (package and package.submodule_search_locations) or ()
-    files = (path for folder in folders for path in Path(folder, "models").rglob("*.py"))
-    texts = (path.read_text(encoding="utf-8") for path in files)
-    return tuple(sorted({name for text in texts for name in _REGISTERED.findall(text)}))
+    if package is None:
+        return ()
+    names: set[str] = set()
+    for folder in package.submodule_search_locations or ():
+        for path in Path(folder, "models").rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            names.update(_REGISTERED.findall(source))
+    return tuple(sorted(names))
 
 
 def demo_names() -> tuple[str, ...]:
@@ -40,7 +44,9 @@ def demo_names() -> tuple[str, ...]:
 
 def similar_models(spec: str) -> list[str]:
     """Return MODEL arguments similar to a name that was not found."""
-    timm = (f"timm:{name}" for name in timm_names())
-    known = {model.partition(":")[2] or model: model for model in (*demo_names(), *timm)}
-    bare = spec.rpartition(":")[2].partition(".")[0]
-    return [known[name] for name in similar(bare, known)]
+    models = [*demo_names(), *(f"timm:{name}" for name in timm_names())]
+    # By the name after the prefix: vit_base for timm:vit_base; demo has none.
+    by_name = {model.partition(":")[2] or model: model for model in models}
+    # Without a prefix, and without the weights' name of timm: vit_base.in1k.
+    name = spec.rpartition(":")[2].partition(".")[0]
+    return [by_name[close] for close in similar(name, by_name)]

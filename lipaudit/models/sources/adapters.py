@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.weight_files import describe_misfit, read_json
+from lipaudit.models.sources.weight_files import find_misfit, read_json
 from lipaudit.tables import Note
 
 CONFIG = "adapter_config.json"
@@ -71,8 +71,12 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
         raise InputError(text, f"Correct base_model_name_or_path, or {MERGE}")
     _merge(spec.module, path, state, peft)
     text = f"the adapter of {path.name} was merged into its base model {name}"
-    kept = tuple(note for note in spec.notes if not classes or note.code != "new-classifier")
-    return source, replace(spec, notes=(Note.info("adapter", text), *kept))
+    notes = [Note.info("adapter", text)]
+    for note in spec.notes:
+        # A classifier of the adapter has taken the place of the new one.
+        if not classes or note.code != "new-classifier":
+            notes.append(note)
+    return source, replace(spec, notes=tuple(notes))
 
 
 def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
@@ -88,7 +92,10 @@ def _read_state(path: Path, peft: Any) -> Mapping[str, Tensor]:
 
 
 def _find_base(name: str, revision: str | None, path: Path) -> str:
-    """Return the MODEL of a base: a folder, seen from here or from the adapter, or of the Hub."""
+    """Return the MODEL argument of a base model: a folder, or a repository of the Hub.
+
+    A folder may be relative to the working directory or to the adapter at `path`.
+    """
     for folder in (Path(name), path / name):
         if folder.is_dir():
             return str(folder)
@@ -119,14 +126,8 @@ def _merge(module: Any, path: Path, state: Mapping[str, Tensor], peft: Any) -> N
             text = f"{path} holds a prompt ({config.peft_type}), and no change of weights"
             raise InputError(text, "Measure its base model.")
         wrapped = peft.PeftModel(module, config)
-        takes = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    missing = [key for key in takes if key not in state]
-    surplus = [key for key in state if key not in takes]
-    shapes = []
-    for key in takes.keys() & state.keys():
-        if takes[key].shape != state[key].shape:
-            shapes.append(f"{key} {tuple(state[key].shape)} for {tuple(takes[key].shape)}")
-    misfit = describe_misfit(missing, surplus, sorted(shapes))
+        expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    misfit = find_misfit(expected, state)
     if misfit:
         raise InputError(
             f"the adapter {path} does not fit {type(module).__name__}: {misfit}",

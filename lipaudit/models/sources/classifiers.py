@@ -64,16 +64,15 @@ def read_class_names(path: Path, flag: str = "--classes") -> tuple[str, ...]:
         advice = f"{advice.removesuffix('.')}; only train takes a number."
     with explain_failure(f"{path} cannot be read as class names", advice, OSError, ValueError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    stripped = map(str.strip, lines)
-    names = tuple(name for name in stripped if name)
+    names = tuple(filter(None, map(str.strip, lines)))
     if len(names) < 2:
         raise InputError(f"{path} has {len(names)} class names: two are needed", advice)
     # Labels of data are matched without case, and with spaces for underscores.
     counts = Counter(name.casefold().replace("_", " ") for name in names)
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
         raise InputError(
-            f"{path} has a class name twice: {few(twice)}", "Give each class its own name."
+            f"{path} has a class name twice: {few(repeated)}", "Give each class its own name."
         )
     return names
 
@@ -120,36 +119,37 @@ def make_zero_shot(
             "Copy tokenizer.json and tokenizer_config.json into it.",
         )
     config = text_models.find_text_config(module.config)
-    most = text_models.limit_tokens(module, config, tokenizer)
+    limit = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
     # SigLIP was trained on padded texts, and reads the last position.
-    fill: dict[str, Any] = {"padding": True}
+    padding: dict[str, Any] = {"padding": True}
     if module.config.model_type.startswith("siglip"):
-        fill = {"padding": "max_length", "max_length": most}
-    tokens = dict(tokenizer(texts, return_tensors="pt", **fill))
+        padding = {"padding": "max_length", "max_length": limit}
+    tokens = dict(tokenizer(texts, return_tensors="pt", **padding))
     length = tokens["input_ids"].shape[1]
-    if length > most:
+    if length > limit:
         raise InputError(
-            f"a prompt has {length} tokens, and {kind} reads at most {most}",
+            f"a prompt has {length} tokens, and {kind} reads at most {limit}",
             "Shorten --prompt or the names of the classes.",
         )
-    known = inspect.signature(module.get_text_features).parameters
-    inputs = {key: value for key, value in tokens.items() if key in known}
+    expected = inspect.signature(module.get_text_features).parameters
+    inputs = {key: value for key, value in tokens.items() if key in expected}
 
     @cache  # computed once per run, in its precision, on the blank sample of loading
     def embed_classes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return weight (classes, width) and bias of the last layer."""
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
-            texts = _embed_texts(module, ids, dtype)
+            embeddings = _embed_texts(module, ids, dtype)
             scale = module.logit_scale.to(device, dtype).exp()
             bias = getattr(module, "logit_bias", torch.zeros(1)).to(device, dtype)
             blank = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
-            _require_cosines(module, blank, ids, scale * texts, bias)
-            classes = texts.view(len(names), len(prompts), -1).mean(1)
-            return scale * F.normalize(classes, dim=-1), bias
+            _require_cosines(module, blank, ids, scale * embeddings, bias)
+            by_class = embeddings.view(len(names), len(prompts), -1)
+            return scale * F.normalize(by_class.mean(1), dim=-1), bias
 
     def read(result: Any) -> Tensor:
+        """Return the logits of images, (batch, classes), from the result of the image tower."""
         features = widen_half(text_models.read_tower(*result))
         weight, bias = embed_classes(features.device, features.dtype)
         return F.normalize(features, dim=-1) @ weight.T + bias
@@ -192,13 +192,13 @@ def _require_cosines(
     Raises:
         InputError: they are not.
     """
-    two = {key: value[:2] for key, value in ids.items()}
-    own = module(pixel_values=blank, **two).logits_per_image
+    two_texts = {key: value[:2] for key, value in ids.items()}
+    logits = module(pixel_values=blank, **two_texts).logits_per_image
     output = module.get_image_features(pixel_values=blank)
     image = F.normalize(text_models.read_tower(output, None), dim=-1)
-    rest = own - image @ weight[:2].T - bias
-    size = own.abs().max().clamp(min=1)
-    if not rest.abs().max() <= DEVIATION * size:  # NaN is refused, too
+    difference = logits - image @ weight[:2].T - bias
+    size = logits.abs().max().clamp(min=1)
+    if not difference.abs().max() <= DEVIATION * size:  # NaN is refused, too
         raise InputError(
             f"{type(module).__name__} computes its logits in another way than scale * cosine + "
             "bias",
@@ -264,54 +264,68 @@ def _score_rows(
     assert net.next_logits is not None
     vocabulary = net.vocabulary or 0
     ids = x % vocabulary
-    part = x // vocabulary
+    part = x // vocabulary  # 0: the prompt; i: continuation i; -1: padding
     if mask is not None:
         part = part.masked_fill(~mask, -1)
-    # The model gets a row for each continuation: the prompt, the continuation, and tokens behind
-    # it, which the continuation does not see. (batch, rows, length)
-    each = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
-    prompt = part == 0
-    answer = part[:, None] == each
-    wanted = prompt[:, None] | answer
-    length = int(wanted.sum(2).max())
-    order = wanted.int().argsort(dim=2, descending=True, stable=True)
-    order = order[..., :length]
-    follows = answer.gather(2, order).flatten(0, 1)
+    # The model gets a row for each continuation: the prompt, the continuation, and then other
+    # tokens, which a causal model does not see in front of them. (batch, rows, length)
+    numbers = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
+    in_prompt = part == 0
+    in_continuation = part[:, None] == numbers
+    in_row = in_prompt[:, None] | in_continuation
+    length = int(in_row.sum(2).max())
+    # The columns of x that make up each row: a stable sort keeps the order of the tokens.
+    columns = in_row.int().argsort(dim=2, descending=True, stable=True)
+    columns = columns[..., :length]
+    samples = torch.arange(len(x), device=x.device)[:, None, None]
+    row_ids = ids[samples, columns].flatten(0, 1)  # (batch * rows, length)
+    is_scored = in_continuation.gather(2, columns).flatten(0, 1)
     # Prompts and continuations are embedded separately, so that replacing the first output of
     # `entry` changes prompts only.
-    moving = entry(ids)
-    still = entry(ids)
-    z = torch.where(prompt[..., None], moving, still)
-    samples = torch.arange(len(z), device=z.device)[:, None, None]
-    z = z[samples, order].flatten(0, 1)
-    first = int(follows.int().argmax(1).min()) - 1
-    where = follows[:, first + 1 :]
-    every = ids[samples, order].flatten(0, 1)
-    tokens = every[:, first + 1 :][where][:, None]
-    # No score needs the logits behind the last token. Without it, all continuations of one token
-    # have the same row, the prompt, which runs once.
-    single = answer.sum(2) == 1
-    numbers = torch.arange(single.shape[1], device=x.device)
-    shared = torch.where(single, single.int().argmax(1)[:, None], numbers)
-    runs = (shared == numbers).flatten()
-    row_of = (samples[..., 0] * len(numbers) + shared).flatten()
-    run_of = runs.cumsum(0)[row_of] - 1
-    logits = net.next_logits(z[runs, :-1], first)
-    rows, places = where.nonzero(as_tuple=True)
-    logs = widen_half(logits[run_of[rows], places]).log_softmax(1)
-    chosen = logs.gather(1, tokens)[:, 0]
+    of_prompts = entry(ids)
+    of_continuations = entry(ids)
+    z = torch.where(in_prompt[..., None], of_prompts, of_continuations)
+    z = z[samples, columns].flatten(0, 1)
+    # Logits at a position score the next token. The first ones needed are those at the end of the
+    # shortest prompt, the last ones at the token before the last.
+    first = int(is_scored.int().argmax(1).min()) - 1
+    is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
+    logits = net.next_logits(z[is_run, :-1], first)
+    is_scored = is_scored[:, first + 1 :]
+    tokens = row_ids[:, first + 1 :][is_scored][:, None]  # of all rows, one after another
+    rows, positions = is_scored.nonzero(as_tuple=True)
+    logs = widen_half(logits[run_of_row[rows], positions]).log_softmax(1)  # (tokens, vocabulary)
+    log_p = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
     if how == "mean":
-        divisor = where.sum(1)
-    table = chosen.new_zeros(where.shape).index_put((where,), chosen)
+        divisor = is_scored.sum(1)
+    table = log_p.new_zeros(is_scored.shape).index_put((is_scored,), log_p)
     scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
-    # The likeliest other token at each place: greedy decoding takes it where it is ahead.
+    # The rival: by how much each token is ahead of the likeliest other one, at the weakest token.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
-    table = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other)
-    ahead = table.amin(1)
-    return torch.stack([scores, scores - ahead / divisor], 1)
+    table = log_p.new_full(is_scored.shape, math.inf).index_put((is_scored,), log_p - other)
+    lead = table.amin(1)
+    return torch.stack([scores, scores - lead / divisor], 1)
+
+
+def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows run, (batch * rows,), and for every row its number among these.
+
+    Without its last token, a row is the same for all continuations of a single token: the prompt.
+    It runs once.
+
+    Args:
+        is_single: whether the continuation of a row is a single token, (batch, rows).
+    """
+    rows = torch.arange(is_single.shape[1], device=is_single.device)
+    first_single = is_single.int().argmax(1)[:, None]
+    equal_row = torch.where(is_single, first_single, rows)  # the row of the sample that runs
+    is_run = (equal_row == rows).flatten()
+    samples = torch.arange(len(is_single), device=is_single.device)[:, None]
+    flat_row = (samples * len(rows) + equal_row).flatten()
+    return is_run, is_run.cumsum(0)[flat_row] - 1
 
 
 def _require_causal(net: Net, entry: nn.Module) -> None:
@@ -324,21 +338,22 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
     score = lift_parameters(lambda z: next_logits(z, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lift_parameters(entry)(ids)
-        whole = score(z)
-        start = score(z[:, :-1])
-        usual = net.output(Batch(ids, None, ("",)))
+        logits = score(z)
+        without_last = score(z[:, :-1])
+        logits_of_ids = net.output(Batch(ids, None, ("",)))
         with torch.enable_grad():
-            moved = z.detach().requires_grad_()
-            first = score(moved)[:, 0]
-            (ahead,) = torch.autograd.grad(first.square().sum(), moved)
+            leaf = z.detach().requires_grad_()
+            first = score(leaf)[:, 0]
+            (gradient,) = torch.autograd.grad(first.square().sum(), leaf)
+    reads_later_tokens = bool((gradient[:, 1:] != 0).any())
     advice = "Use a causal language model, or leave --score out."
-    if not agree(usual, whole[:, -1], AGREES):
+    if not agree(logits_of_ids, logits[:, -1], AGREES):
         raise InputError(
             f"{net.architecture} gives different logits for embeddings and for their token ids: "
             "it cannot score continuations",
             advice,
         )
-    if bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):
+    if reads_later_tokens or not agree(without_last, logits[:, :-1], AGREES):
         raise InputError(
             f"{net.architecture} looks at later tokens: it cannot score continuations", advice
         )

@@ -19,7 +19,7 @@ from lipaudit.data.image_files import Resizing
 from lipaudit.errors import InputError, UsageError, explain_failure, few
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.classifiers import make_zero_shot
-from lipaudit.models.sources.quantised import plan_dequantising, turn_codes
+from lipaudit.models.sources.quantised import plan_dequantising, transpose_codes
 from lipaudit.models.sources.text_models import (
     CLASSIFIERS,
     HEADS,
@@ -45,10 +45,12 @@ POOLING = "1_Pooling/config.json"
 # The auto class of a model, by the ending of its class name; `AutoModel` gives features.
 LOADERS = HEADS | {"EncoderModel": "AutoModelForTextEncoding"}
 SEQUENCES = CLASSIFIERS["ForSequenceClassification"]
+# Parts of the names of weights and settings of transformers.
 WINDOWS = "relative_position_index"
 EXPERTS = "_experts_implementation"
 POOLER = "pooler"
 MASK = "mask_token"
+# Number formats of safetensors.
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -66,25 +68,27 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     repository = Repository(name, "model", revision or "main")
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
-    stored = []
+    weights = []
     if options.pretrained:
-        stored = list_weight_files(top)
-    if not stored and "adapter_config.json" in top:
+        weights = list_weight_files(top)
+    if not weights and "adapter_config.json" in top:
         # By name, safetensors come after pickled weights.
-        stored = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
-    if options.pretrained and not stored:
+        weights = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
+    if options.pretrained and not weights:
+        text = f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
+        if commit.no_answer:
+            text += f", and {commit.no_answer}"
         raise InputError(
-            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
-            + (f", and {commit.no_answer}" if commit.no_answer else ""),
+            text,
             "Name a repository with model.safetensors or pytorch_model.bin. If the local cache "
             "is incomplete, run it with a connection.",
         )
-    wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
+    settings = [file for file in top if file.endswith(SETTINGS)]
     with explain_refusals(repository):
         path = snapshot_download(
             name,
             revision=commit.sha,
-            allow_patterns=wanted,
+            allow_patterns=[*settings, POOLING, *weights],
             local_files_only=bool(commit.no_answer),
         )
     commit.remember()
@@ -109,35 +113,60 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
         loader, added = _choose_loader(config, options.classes)
-        quantised = ""
         if options.pretrained:
-            kinds = _read_kinds(path)
-            offload = options.device_map is not None
-            formats = {*kinds.values()}
-            later = options.weights == "stored" and not offload
-            quantised, remarks, state = plan_dequantising(config, path, formats, later=later)
-            raw = (later or offload) and (not quantised or state is not None)
-            module, report, notes = _load_weights(loader, path, config, kinds, state, raw=raw)
-            wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
-            missing = [*report["missing_keys"]]
-            surplus = [*report["unexpected_keys"]]
-            if added:  # only the weights below the new classifier and its pooler have to fit
-                missing = _list_below(module.base_model, missing)
-                surplus = _list_below(module.base_model, surplus)
-                wrong = _list_below(module.base_model, wrong)
-            # Biases of zeros, which AutoGPTQ stores for layers without a bias.
-            zeros = set()
-            for k, v in (state or {}).items():
-                if k.endswith(".bias") and not v.any():
-                    zeros.add(k)
-            surplus = [k for k in surplus if k not in zeros]
-            notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
+            is_new = bool(added)
+            module, quantised, notes = _load_checkpoint(loader, path, config, options, is_new)
         else:
             module = _build(loader, config)
+            quantised = ""
             notes = (RANDOM,)
         spec = describe_transformers(module, options, path=path)
     spec = replace(spec, quantised=quantised)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
+
+
+def _load_checkpoint(
+    loader: Any, path: Path, config: Any, options: LoadOptions, has_new_classifier: bool
+) -> tuple[Any, str, tuple[Note, ...]]:
+    """Load a model with its weights, and check that all of them fit.
+
+    Args:
+        loader: the class that loads the model.
+        path: the directory.
+        config: its configuration.
+        options: the user's options.
+        has_new_classifier: whether the classifier, with its pooler, does not come from the file.
+
+    Returns:
+        The model; how its weights are quantised, if they are; and notes on them.
+
+    Raises:
+        InputError: weights are missing, surplus or of another shape.
+    """
+    formats = _read_formats(path)
+    offload = options.device_map is not None
+    later = options.weights == "stored" and not offload
+    quantised, remarks, state = plan_dequantising(config, path, {*formats.values()}, later=later)
+    # Weights that transformers dequantises are floats of its choice.
+    as_stored = (later or offload) and (not quantised or state is not None)
+    module, report, notes = _load_weights(
+        loader, path, config, formats, state, as_stored=as_stored
+    )
+    wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
+    missing = [*report["missing_keys"]]
+    surplus = [*report["unexpected_keys"]]
+    if has_new_classifier:
+        missing = _list_below(module.base_model, missing)
+        surplus = _list_below(module.base_model, surplus)
+        wrong = _list_below(module.base_model, wrong)
+    # AutoGPTQ stores biases of zeros for layers without a bias.
+    zero_biases = set()
+    for name, value in (state or {}).items():
+        if name.endswith(".bias") and not value.any():
+            zero_biases.add(name)
+    surplus = [name for name in surplus if name not in zero_biases]
+    notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
+    return module, quantised, notes
 
 
 def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
@@ -148,9 +177,13 @@ def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
     configs = {}
     for part in module.modules():
         if hasattr(part, "config"):
-            configs[id(part.config)] = part.config
-    settings = [(each, getattr(each, EXPERTS, None)) for each in configs.values()]
-    return [(config, choice) for config, choice in settings if isinstance(choice, str)]
+            configs[id(part.config)] = part.config  # parts may share one
+    settings = []
+    for config in configs.values():
+        choice = getattr(config, EXPERTS, None)
+        if isinstance(choice, str):
+            settings.append((config, choice))
+    return settings
 
 
 def describe_transformers(
@@ -176,17 +209,17 @@ def describe_transformers(
         spec = describe_images(module, options, path, "image")
         return make_zero_shot(module, spec, options.prompts, path)
     _require_tower(module, tower)
-    takes = module.main_input_name
+    input_name = module.main_input_name
     if tower is not None:
-        takes = TOWERS[tower]
-    if takes == "pixel_values":
+        input_name = TOWERS[tower]
+    if input_name == "pixel_values":
         return describe_images(module, options, path, tower)
-    if takes == "input_ids":
+    if input_name == "input_ids":
         return describe_texts(module, path, tower)
-    if takes in ("input_values", "input_features"):
+    if input_name in ("input_values", "input_features"):
         return describe_sounds(module)
     raise InputError(
-        f"{name} takes {takes}: neither images, text nor sound",
+        f"{name} takes {input_name}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
 
@@ -209,17 +242,17 @@ def _require_image_text(module: Any, options: LoadOptions) -> None:
 def _require_tower(module: Any, tower: str | None) -> None:
     """Raise UsageError if a model lacks the chosen tower, or has two and none was chosen."""
     name = type(module).__name__
-    towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
+    towers = [kind for kind in TOWERS if hasattr(module, f"get_{kind}_features")]
     if tower is None and len(towers) > 1:
         raise UsageError(
             f"{name} has an image tower and a text tower, and none was chosen",
             "Add --tower image, --tower text, or --classes NAMES.txt for a zero-shot classifier.",
         )
     if tower is not None and tower not in towers:
-        has = "none"
+        known = "none"
         if towers:
-            has = f"only {' and '.join(towers)}"
-        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
+            known = f"only {' and '.join(towers)}"
+        raise UsageError(f"{name} has no tower {tower!r}: it has {known}", "Leave --tower out.")
 
 
 # Number of audio samples in one second at the usual 16 kHz.
@@ -235,20 +268,26 @@ def describe_sounds(module: Any) -> ModelSpec:
         InputError: the configuration does not give their shape.
     """
     config = module.config
-    takes = module.main_input_name
+    input_name = module.main_input_name
 
-    def size(name: str) -> int:
+    def read_size(name: str) -> int:
+        """Return a positive number of the configuration; 0 if it has none of this name."""
         value = getattr(config, name, None)
         return value if isinstance(value, int) and value > 0 else 0
 
-    bands = size("num_mel_bins")
-    positions = size("max_source_positions")
-    width = size("feature_projection_input_dim")
-    width = width or size("input_feat_per_channel") * (size("input_channels") or 1) or bands
+    bands = read_size("num_mel_bins")
+    positions = read_size("max_source_positions")
+    channels = read_size("input_channels") or 1
+    # The width of a frame, by the names of several families.
+    width = (
+        read_size("feature_projection_input_dim")
+        or read_size("input_feat_per_channel") * channels
+        or bands
+    )
     shape: tuple[int, ...]
-    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
-        shape = config.max_length, config.num_mel_bins
-    elif takes == "input_values":
+    if input_name == "input_values" and hasattr(config, "frequency_stride"):
+        shape = config.max_length, config.num_mel_bins  # patches of a spectrogram
+    elif input_name == "input_values":
         shape = (SECOND,)
     elif bands and positions:  # like Whisper: bands first, two frames per position
         shape = bands, 2 * positions
@@ -256,20 +295,18 @@ def describe_sounds(module: Any) -> ModelSpec:
         shape = FRAMES, width
     if 0 in shape:
         raise InputError(
-            f"{type(module).__name__} takes {takes}, and its configuration does not give their "
-            "shape",
+            f"{type(module).__name__} takes {input_name}, and its configuration does not give "
+            "their shape",
             "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
         )
-    whole = has_head(module) or not config.is_encoder_decoder
-    if whole:
-        call = module
-    else:
+    call = module
+    if config.is_encoder_decoder and not has_head(module):
         call = module.get_encoder()
     return ModelSpec(
         module,
         shape,
         kind="tokens",
-        call=lambda x, mask: (call(**{takes: x}), mask),
+        call=lambda x, mask: (call(**{input_name: x}), mask),
         read=choose_output(module, None),
         **describe_classes(module),
     )
@@ -344,6 +381,7 @@ def describe_images(
 
 
 def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
+    """Return (channels, height, width) as the processor makes them, else by the configuration."""
     if processor is not None and processor.do_resize:
         from PIL import Image
 
@@ -355,19 +393,24 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
                 "Write a py: factory that returns a ModelSpec of kind tokens.",
             )
         return shape[0], shape[1], shape[2]
-    parts = ("vision_config", "backbone_config")  # the configuration of the vision part
-    configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
+    configs = [module.config]
+    for part in ("vision_config", "backbone_config"):  # the configuration of the vision part
+        configs.append(getattr(module.config, part, None))
 
-    def setting(*names: str, default: Any) -> Any:
+    def find_setting(*names: str, default: Any) -> Any:
+        """Return the first value of one of these names in the configurations."""
         values = (getattr(config, name, None) for config in configs for name in names)
         return next(filter(None, values), default)
 
-    size = setting("image_size", default=224)
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return setting("num_channels", "in_channels", default=3), height, width
+    size = find_setting("image_size", default=224)
+    if not isinstance(size, (tuple, list)):
+        size = (size, size)
+    height, width = size
+    return find_setting("num_channels", "in_channels", default=3), height, width
 
 
 def _process(processor: Any, image: Any) -> Tensor:
+    """Return the pixels that a processor makes of an image, in [0, 1]."""
     return processor(
         image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
     )["pixel_values"][0]
@@ -401,44 +444,53 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
     """
     import transformers
 
-    def knows(auto: str) -> bool:
+    def has_class(auto: str) -> bool:
+        """Say whether an auto class has a model for this configuration."""
         return type(config) in getattr(transformers, auto)._model_mapping
 
     name = (config.architectures or [""])[0]
     auto = next((auto for end, auto in LOADERS.items() if name.endswith(end)), "AutoModel")
-    if auto == SEQUENCES and not knows(SEQUENCES):  # Wav2Vec2ForSequenceClassification
+    if auto == SEQUENCES and not has_class(SEQUENCES):  # Wav2Vec2ForSequenceClassification
         auto = CLASSIFIERS["ForAudioClassification"]
     added: tuple[Note, ...] = ()
-    trained = None
+    trained_classes = None
     if auto in CLASSIFIERS.values():
-        trained = len(config.id2label or ())
-    if classes not in (None, trained):
+        trained_classes = len(config.id2label or ())
+    if classes not in (None, trained_classes):
         config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
         config.label2id = {label: i for i, label in config.id2label.items()}
-        if trained is None:
-            auto = next(filter(knows, CLASSIFIERS.values()), SEQUENCES)
+        if trained_classes is None:
+            auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
         added = (new_classifier(classes),)
-    named = getattr(transformers, name, None)
-    if not knows(auto) and isinstance(named, type):
-        return named, added
+    architecture = getattr(transformers, name, None)
+    if not has_class(auto) and isinstance(architecture, type):
+        return architecture, added
     return getattr(transformers, auto), added
 
 
-def _read_kinds(path: Path) -> dict[str, str]:
+def _read_formats(path: Path) -> dict[str, str]:
     """Return the number format of every tensor in the safetensors files of a directory."""
     from safetensors import SafetensorError, safe_open
 
-    kinds = dict[str, str]()
-    files = list_weight_files(file.name for file in path.iterdir())
-    for file in (path / name for name in files if name.endswith(".safetensors")):
+    formats = dict[str, str]()
+    for name in list_weight_files(file.name for file in path.iterdir()):
+        if not name.endswith(".safetensors"):
+            continue
         # Loading explains why a file cannot be read.
-        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
-            kinds |= {k: stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
-    return kinds
+        with suppress(SafetensorError, OSError), safe_open(path / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                formats[key] = file.get_slice(key).get_dtype()
+    return formats
 
 
 def _load_weights(
-    loader: Any, path: Path, config: Any, kinds: Mapping[str, str], state: Any, *, raw: bool
+    loader: Any,
+    path: Path,
+    config: Any,
+    formats: Mapping[str, str],
+    state: Any,
+    *,
+    as_stored: bool,
 ) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
     """Load the weights; return the model, transformers' report on names and shapes, and notes.
 
@@ -446,22 +498,24 @@ def _load_weights(
         loader: the class that loads the model.
         path: the directory.
         config: its configuration.
-        kinds: number formats of its weights by name.
+        formats: number formats of its weights by name.
         state: the weights by name; None: those of the directory.
-        raw: whether weights that are all of one precision stay as stored.
+        as_stored: whether weights that are all of one precision stay as stored.
     """
     if state is None and not getattr(config, "quantization_config", None):
         # Counters and positions may be integers; transformers would cast weights to floats.
         codes = []
-        for k, kind in kinds.items():
-            if k.endswith("weight") and kind[0] in "IU":
-                codes.append(k)
+        for name, number_format in formats.items():
+            if name.endswith("weight") and number_format[0] in "IU":
+                codes.append(name)
         refuse_codes(codes, path)
-    halves = [HALF_NAMES.get(each, torch.float32) for each in {*kinds.values()} if "F" in each]
-    if raw and len(halves) == 1:
-        dtype = halves[0]
-    else:
-        dtype = torch.float32
+    dtypes = []
+    for number_format in {*formats.values()}:
+        if "F" in number_format:
+            dtypes.append(HALF_NAMES.get(number_format, torch.float32))
+    dtype = torch.float32
+    if as_stored and len(dtypes) == 1:
+        dtype = dtypes[0]
     with explain_failure(
         f"transformers cannot load {path}",
         "Check that the directory is complete: config.json and its weights. Copy or download "
@@ -470,7 +524,7 @@ def _load_weights(
         if state is not None:  # auto classes want a path
             with torch.device("meta"):
                 built = _build(loader, config)
-            turn_codes(built, state)
+            transpose_codes(built, state)
             loader = type(built)
         module, report = loader.from_pretrained(
             path if state is None else None,
@@ -484,23 +538,31 @@ def _load_weights(
             local_files_only=True,
         )
     if dtype == torch.float32:
-        return module, report, note_half_precision(halves)
-    # The model computes its constants in the dtype of construction: take those of a float32
-    # model. It is built without values: a second copy of the weights would not fit into memory.
+        return module, report, note_half_precision(dtypes)
+    _compute_constants(module, loader, config)
+    return module, report, ()
+
+
+def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
+    """Replace the constants of a model in half precision by those of a float32 model.
+
+    A model computes constants that it does not store, such as rotary frequencies, in the dtype of
+    its construction. The float32 model is built without values of parameters: a second copy of
+    the weights would not fit into memory.
+    """
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
-        given = None
+    def register_without_values(part: nn.Module, name: str, p: nn.Parameter | None) -> None:
         if p is not None:
-            given = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-        register(module, name, given)
+            p = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        register(part, name, p)
 
-    with patch.object(nn.Module, "register_parameter", on_meta):
-        parts = dict(_build(loader, config).named_modules())
+    with patch.object(nn.Module, "register_parameter", register_without_values):
+        exact_parts = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():
-        for key in part._non_persistent_buffers_set & {*getattr(parts.get(name), "_buffers", ())}:
-            part._buffers[key] = parts[name]._buffers[key]
-    return module, report, ()
+        exact = getattr(exact_parts.get(name), "_buffers", {})
+        for key in part._non_persistent_buffers_set & exact.keys():
+            part._buffers[key] = exact[key]
 
 
 def _build(loader: Any, config: Any) -> Any:
@@ -518,21 +580,31 @@ def _choose_attention(config: Any) -> str | None:
 def _require_complete(
     module: Any, missing: list[str], surplus: list[str], wrong: list[str], path: Path
 ) -> tuple[Note, ...]:
-    """Refuse missing and surplus weights, except heads that the measured features do not use."""
-    features = not has_head(module)
-    without_pooler = features and any(_has_part(key, POOLER) for key in missing)
+    """Refuse missing and surplus weights, except heads that the measured features do not use.
+
+    Args:
+        module: the model.
+        missing: names of weights that the checkpoint lacks.
+        surplus: names of weights that the model lacks.
+        wrong: names of weights of another shape.
+        path: the directory, for messages.
+    """
+    gives_features = not has_head(module)
+    without_pooler = gives_features and any(_has_part(key, POOLER) for key in missing)
     # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes these.
     optional = [WINDOWS]
-    if features:
+    if gives_features:
         optional.append(POOLER)
-    missing = sorted(k for k in missing if not _has_part(k, *optional))
+    missing = sorted(key for key in missing if not _has_part(key, *optional))
     # Older checkpoints store constants, such as position_ids, that the model now computes.
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
-    surplus = sorted(k for k in surplus if k.split(".")[-1] not in constants)
-    # Features do not depend on heads, pooler and mask.
-    rest = surplus if features else []
-    unused = [k for k in rest if _has_part(k, POOLER, MASK) or not _is_inside(module, k)]
-    surplus = [k for k in surplus if k not in unused]
+    surplus = sorted(key for key in surplus if key.split(".")[-1] not in constants)
+    unused = []
+    if gives_features:  # they do not depend on heads, pooler and mask
+        for key in surplus:
+            if _has_part(key, POOLER, MASK) or not _is_inside(module, key):
+                unused.append(key)
+    surplus = [key for key in surplus if key not in unused]
     misfit = describe_misfit(missing, surplus, wrong)
     if misfit:
         raise InputError(
@@ -552,6 +624,7 @@ def _list_below(base: nn.Module, keys: Sequence[str]) -> list[str]:
 
 
 def _has_part(key: str, *parts: str) -> bool:
+    """Say whether one of these words is a part of a dotted name."""
     return not set(parts).isdisjoint(key.split("."))
 
 

@@ -50,8 +50,8 @@ from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
 SEED = 0
-# Sources that read an option, for each option that not all of them read.
-TAKERS = {
+# Sources of models that read an option, for each option that not all of them read.
+READERS = {
     "arch": ("file",),
     "model_kwargs": ("timm", "file", "hf", "py"),
     "tower": ("hf", "py"),
@@ -85,11 +85,12 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):
         source, spec = _load_spec(name, options)
-        for option, takers in TAKERS.items():
-            given = getattr(options, option) != getattr(LoadOptions(), option)
-            if given and source not in takers:
+        for option, readers in READERS.items():
+            is_given = getattr(options, option) != getattr(LoadOptions(), option)
+            if is_given and source not in readers:
+                flag = FLAGS.get(option, option.replace("_", "-"))
                 raise UsageError(
-                    f"{name} does not take --{FLAGS.get(option, option.replace('_', '-'))}",
+                    f"{name} does not take --{flag}",
                     "Leave it out. In a gate it comes from the baseline: check that this is of "
                     "the same model.",
                 )
@@ -115,16 +116,16 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         return _load_directory(path, options)
     if path.is_file():
         return "file", _load_file(path, options)
-    close = []
+    suggestions = []
     if ".py:" in model:
-        close.append(f"py:{model}")
-    close += similar(model, neighbours(path))
-    close += similar_models(model)
+        suggestions.append(f"py:{model}")
+    suggestions += similar(model, neighbours(path))
+    suggestions += similar_models(model)
     if path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*[/-][\w.-]+", model):
-        close.append(f"hf:{model}")
+        suggestions.append(f"hf:{model}")  # ORG/NAME
     hint = ""
-    if close:
-        hint = f"Did you mean {' or '.join(close[:3])}? "
+    if suggestions:
+        hint = f"Did you mean {' or '.join(suggestions[:3])}? "
     raise InputError(
         f"no model {model!r}: there is no such file or directory",
         f"{hint}MODEL is one of: {FORMS}.",
@@ -152,15 +153,15 @@ def _load_file(path: Path, options: LoadOptions) -> ModelSpec:
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a directory in the format of timm or transformers, by the keys of its config.json."""
-    for each in path.iterdir():
-        if each.is_file():
-            require_fetched(each)
+    for entry in path.iterdir():
+        if entry.is_file():
+            require_fetched(entry)
     if (path / adapters.CONFIG).is_file():
         return adapters.load_adapter(path, options, _load_spec)
-    file = path / "config.json"
+    config_file = path / "config.json"
     config: Any = {}
-    if file.is_file():
-        config = read_json(file)
+    if config_file.is_file():
+        config = read_json(config_file)
     if isinstance(config, dict):
         if "model_type" in config:
             return "hf", huggingface.load_directory(path, options)
@@ -183,44 +184,29 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         UsageError: a normalisation that does not fit the images, or an unknown device.
     """
     module = own.unwrap(spec.module)
-    later = options.weights == "stored" and options.device_map is None
-    quantised = spec.quantised or dequantise(module, later=later)
-    # Before conversion to the dtype of the run: the hash identifies the checkpoint.
-    digest = hash_weights(module, name)
+    quantised, digest = _settle_weights(module, spec.quantised, options, name)
     # A program of torch.export has no modes.
     with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
         module.eval().requires_grad_(False)
     if options.dtype == "float64":
         for config, _ in huggingface.list_expert_settings(module):
             setattr(config, huggingface.EXPERTS, "eager")
-    if options.quantize:
-        asked = f"--quantize {options.quantize}"
-        if options.weights == "stored":
-            raise UsageError(
-                f"{asked} rounds weights on loading, and --weights stored keeps them",
-                "Leave one of them out.",
-            )
-        text = f"{asked} rounds float weights, and {name} is quantised ({quantised})"
-        if quantised:
-            raise UsageError(text, "Leave --quantize out.")
-        quantised = round_weights(module, options.quantize)
-        digest = hash_weights(module, name)  # other weights: another function
     architecture = spec.architecture or type(module).__name__
     spec = replace(spec, module=module, quantised=quantised, architecture=architecture)
     spec, call = _add_preprocessing(spec, options)
-    call, places, placed = place_weights(module, call, options)
-    notes = [*spec.notes, *placed]
+    call, places, notes_on_places = place_weights(module, call, options)
+
+    read_result = spec.read or find_main_output
 
     def read_output(result: Any) -> Tensor:
-        read_result = spec.read or find_main_output
         output = read_result(result)
         if output.ndim == 1:
             return output[:, None]  # a number per sample is a row
         return output
 
     probe = probe_model(spec, call, read_output)
-    notes += [*probe.notes, *note_form(probe.form)]
-    run, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
+    call, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
+    notes = [*spec.notes, *notes_on_places, *probe.notes, *note_form(probe.form)]
     if quantised:
         text = (
             f"{quantised}. The results are those of this function: the rounded weights in "
@@ -235,21 +221,67 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     if options.labels:
         spec = replace(spec, labels=options.labels, aliases={})
     _require_labels_fit(spec, options, classes)
-    # By name: a factory may return a subclass with fields of its own.
-    known: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    known |= {"call": run, "read": read, "entry": probe.entry, "notes": tuple(notes)}
-    known |= {"next_token": scorer, "form": probe.form, "undefined": probe.undefined}
-    known["tokens_first"] = probe.tokens_first
-    known["vocabulary"] = spec.vocabulary or getattr(probe.entry, "num_embeddings", None)
+    if classes == 1:  # a regression
+        classes = None
+    spec = replace(
+        spec,
+        call=call,
+        read=read,
+        entry=probe.entry,
+        notes=tuple(notes),
+        next_token=scorer,
+        vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
+    )
+    # Field by field: a factory may return a subclass of ModelSpec with fields of its own.
+    description = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     return Net(
-        **known,
+        **description,
         name=name,
         source=source,
         parameters=sum(p.numel() for p in module.parameters()),
         weights_sha256=digest,
-        classes=None if classes == 1 else classes,  # a single output is a regression
+        classes=classes,
         device_map=places,
+        form=probe.form,
+        undefined=probe.undefined,
+        tokens_first=probe.tokens_first,
     )
+
+
+def _settle_weights(
+    module: nn.Module, quantised: str, options: LoadOptions, name: str
+) -> tuple[str, str]:
+    """Dequantise or round weights, in place; return how they are quantised, and their hash.
+
+    Args:
+        module: the model.
+        quantised: how its source dequantised the weights; empty if it did not.
+        options: the user's options.
+        name: the model's name in errors.
+
+    Raises:
+        InputError: weights are not finite, or cannot be dequantised or rounded.
+        UsageError: --quantize does not apply.
+    """
+    later = options.weights == "stored" and options.device_map is None
+    quantised = quantised or dequantise(module, later=later)
+    # Before conversion to the dtype of the run: the hash identifies the checkpoint.
+    digest = hash_weights(module, name)
+    if not options.quantize:
+        return quantised, digest
+    flag = f"--quantize {options.quantize}"
+    if options.weights == "stored":
+        raise UsageError(
+            f"{flag} rounds weights on loading, and --weights stored keeps them",
+            "Leave one of them out.",
+        )
+    if quantised:
+        raise UsageError(
+            f"{flag} rounds float weights, and {name} is quantised ({quantised})",
+            "Leave --quantize out.",
+        )
+    quantised = round_weights(module, options.quantize)
+    return quantised, hash_weights(module, name)  # rounded weights are another function
 
 
 def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | None) -> None:
@@ -268,27 +300,25 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
     """Return the complete description, and a function that preprocesses samples and runs them."""
-    given: dict[str, object] = {"--mean": options.mean, "--std": options.std}
-    given |= {"--input-size": options.input_size, "--preprocess": options.preprocess}
-    named = [name for name, value in given.items() if value is not None]
-    if named and spec.kind != "image":
+    image_options: dict[str, object] = {
+        "--mean": options.mean,
+        "--std": options.std,
+        "--input-size": options.input_size,
+        "--preprocess": options.preprocess,
+    }
+    given = [name for name, value in image_options.items() if value is not None]
+    if given and spec.kind != "image":
         raise UsageError(
-            f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
+            f"{few(given)} was given, but the model takes {spec.kind}", "Leave it out."
         )
     complete = spec
     module = spec.module
-    mean = options.mean or spec.mean or (0.0,)
-    std = options.std or spec.std or (1.0,)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
     if spec.kind == "image":
         channels = spec.input_shape[0]
-        for key, values in (("mean", mean), ("std", std)):
-            if len(values) not in (1, channels) or (key == "std" and min(values) <= 0):
-                raise UsageError(
-                    f"{key} {values} does not fit {channels} channels, or is not positive",
-                    f"Give --{key} one value, or {channels} separated by commas. Pixels are "
-                    "divided by std, which must be positive.",
-                )
-        mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
+        mean = _expand_channels("mean", options.mean or spec.mean or (0.0,), channels)
+        std = _expand_channels("std", options.std or spec.std or (1.0,), channels)
         facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
         spec = _choose_resizing(spec, options)
         complete = replace(
@@ -296,16 +326,17 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         )
 
     @cache  # a copy to a GPU at every call would wait for it
-    def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        with torch.inference_mode(False):  # the tensors may become part of a graph later
-            return [
-                torch.tensor(v, device=device, dtype=dtype)[:, None, None] for v in (mean, std)
-            ]
+    def make_constant(
+        values: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Return one value per channel, (channels, 1, 1)."""
+        with torch.inference_mode(False):  # the tensor may become part of a graph later
+            return torch.tensor(values, device=device, dtype=dtype)[:, None, None]
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         if spec.kind == "image":
-            shift, scale = constants(x.device, x.dtype)
-            x = (x - shift) / scale
+            centred = x - make_constant(mean, x.device, x.dtype)
+            x = centred / make_constant(std, x.device, x.dtype)
         elif spec.kind == "tokens":  # a copy, because the module may write to it
             x = x.clone()
         if spec.call is not None:
@@ -316,6 +347,23 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         return module(x, mask)
 
     return complete, call
+
+
+def _expand_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Return the mean or std of every channel, of which one value may be given for all.
+
+    Raises:
+        UsageError: another number of values, or a std that is not positive.
+    """
+    if len(values) not in (1, channels) or (name == "std" and min(values) <= 0):
+        raise UsageError(
+            f"{name} {values} does not fit {channels} channels, or is not positive",
+            f"Give --{name} one value, or {channels} separated by commas. Pixels are divided by "
+            "std, which must be positive.",
+        )
+    if len(values) == 1:
+        return tuple(values) * channels
+    return tuple(values)
 
 
 def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
@@ -339,9 +387,9 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
         )
     if choice == "model":
         return replace(spec, prepare=Resizing(spec.input_shape, steps, choice))
-    # Facts on steps that are not taken.
-    left = {k: v for k, v in spec.preprocess.items() if k not in RESIZING}
-    return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=left)
+    # Without the facts on steps that are not taken.
+    facts = {name: fact for name, fact in spec.preprocess.items() if name not in RESIZING}
+    return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=facts)
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
@@ -363,47 +411,54 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     folder = folder.resolve()
     module: Any = net.module
     if hasattr(module, "save_pretrained"):
-        source = Path(module.config._name_or_path)
-        beside = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
-        for file in beside:
-            copy = folder / file.relative_to(source)
-            if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copy(file, copy)
-        with silence_transformers():
-            module.save_pretrained(folder)
+        _save_transformers(module, folder)
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     trained = getattr(module, "pretrained_cfg", None)
-    preprocess = net.preprocess
+    facts: dict[str, Any] = {}
     if isinstance(module, DigitsViT):
         architecture, arguments = AS_TIMM
-        kept: dict[str, Any] = {}
     elif trained is not None:
         architecture = str(trained.get("architecture"))
         # The arguments the model was built with: of its directory, and of the options.
-        file = Path(net.name) / "config.json"
-        built = {}
-        if file.is_file():
-            built = read_json(file).get("model_args", {})
-        built |= dict((options or LoadOptions()).model_kwargs)
-        arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
-        names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
-        kept = {name: trained[name] for name in names if trained.get(name) is not None}
+        config_file = Path(net.name) / "config.json"
+        given = {}
+        if config_file.is_file():
+            given = read_json(config_file).get("model_args", {})
+        given |= dict((options or LoadOptions()).model_kwargs)
+        arguments = {k: v for k, v in given.items() if k not in ("pretrained", "num_classes")}
+        for name in (*RESIZING, "first_conv", "classifier"):
+            if trained.get(name) is not None:
+                facts[name] = trained[name]
     else:
         return False
+    for name in ("mean", "std"):
+        if name in net.preprocess:
+            facts[name] = net.preprocess[name]
     classes = net.classes or 0
-    how = {key: preprocess[key] for key in ("mean", "std") if key in preprocess}
-    how |= {"input_size": list(net.input_shape), "num_classes": classes}
+    facts |= {"input_size": list(net.input_shape), "num_classes": classes}
     config = {
         "architecture": architecture,
         "num_classes": classes,
         "model_args": arguments,
-        "pretrained_cfg": kept | how,
+        "pretrained_cfg": facts,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return True
+
+
+def _save_transformers(module: Any, folder: Path) -> None:
+    """Write a model of transformers, with the tokenizer and other settings of its directory."""
+    source = Path(module.config._name_or_path)
+    files = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
+    for file in files:
+        copy = folder / file.relative_to(source)
+        if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+    with silence_transformers():
+        module.save_pretrained(folder)
 
 
 @contextmanager
@@ -479,15 +534,19 @@ def freeze_net(net: Net) -> Iterator[Net]:
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {part: part.training for part in module.modules()}
-    # Scripted modules keep neither mode nor tables among their variables.
-    kept = ("_parameters", "_buffers", "_modules")
-    states = {}
-    for m in modes:
-        states[m] = {k: vars(m)[k] for k in kept if k in vars(m)}
-    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
-    named = [(table, dict(table.items())) for table in tables]
-    held = {id(t): t for _, tensors in named for t in tensors.values() if t is not None}
-    values = [(t, t.data, t.requires_grad) for t in held.values()]
+    # The dictionaries of each module, which may be replaced, and their entries. Scripted modules
+    # have no such variables.
+    variables: dict[nn.Module, dict[str, Any]] = {}
+    entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    tensors: dict[int, Tensor] = {}  # tied ones once
+    for part in modes:
+        names = {"_parameters", "_buffers", "_modules"} & vars(part).keys()
+        variables[part] = {name: vars(part)[name] for name in names}
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for table in tables:
+            entries.append((table, dict(table.items())))
+            tensors |= {id(t): t for t in table.values() if t is not None}
+    values = [(t, t.data, t.requires_grad) for t in tensors.values()]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
     experts = huggingface.list_expert_settings(module)
     try:
@@ -495,11 +554,11 @@ def restore(module: nn.Module) -> Iterator[None]:
     finally:
         for config, choice in experts:
             setattr(config, huggingface.EXPERTS, choice)
-        for part, state in states.items():
-            vars(part).update(state)
-            part.training = modes[part]
-        for table, tensors in named:
-            for name, t in tensors.items():
+        for part, mode in modes.items():
+            vars(part).update(variables[part])
+            part.training = mode
+        for table, known in entries:
+            for name, t in known.items():
                 table[name] = t
         for t, value, requires_grad in values:
             t.data = value

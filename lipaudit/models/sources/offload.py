@@ -43,19 +43,19 @@ def place_weights(
         options: the device or the device map, the dtype, and whether weights stay as stored.
 
     Returns:
-        a call of the placed model, the places of `--device-map`, and notes on the weights.
+        The call of the placed model, the places of `--device-map`, and notes on the weights.
 
     Raises:
         InputError: Accelerate is not installed, or the map does not fit the model.
         UsageError: this machine has no such device, or two options choose it.
         EvaluationError: the disk is full.
     """
-    run = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
+    run_dtype = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
     # Half-precision arithmetic is too coarse for norms: stored weights are converted when read.
-    dtype = None
+    dtype = None  # of the parameters; None: as stored
     notes: tuple[Note, ...] = ()
     if options.weights != "stored":
-        dtype = run
+        dtype = run_dtype
         notes = note_half_precision(p.dtype for p in module.parameters())
     computes_at: Callable[[str], torch.device] | None = None
     places: Mapping[str, str] = {}
@@ -79,23 +79,24 @@ def place_weights(
         call = placement.connect(module, call)
         computes_at = placement.computes_at
         places = placement.places
-    kinds = convert_on_read(module, run, computes_at)
+    narrow = convert_on_read(module, run_dtype, computes_at)
     if dtype is None:
-        notes += (_note_stored(kinds, options.dtype),)
+        notes += (_note_stored(narrow, options.dtype),)
     return lift_parameters(call), places, notes
 
 
-def _note_stored(kinds: set[torch.dtype], dtype: str) -> Note:
-    """Note that weights stay as stored."""
-    text = f"no weights are stored in less than {dtype}, so --weights stored has no effect"
-    if kinds:
-        stored = name_dtypes(kinds - {DEFERRED})
-        if DEFERRED in kinds:
-            stored.append("quantised form")
-        text = (
-            f"weights stay in {few(stored)}, as stored, and are converted to {dtype} one layer at "
-            "a time. The results are those of exactly these weights"
-        )
+def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:
+    """Return the note on weights that stay as stored, in dtypes narrower than that of the run."""
+    if not narrow:
+        text = f"no weights are stored in less than {dtype}, so --weights stored has no effect"
+        return Note.info("stored-weights", text)
+    names = name_dtypes(narrow - {DEFERRED})
+    if DEFERRED in narrow:
+        names.append("quantised form")
+    text = (
+        f"weights stay in {few(names)}, as stored, and are converted to {dtype} one layer at a "
+        "time. The results are those of exactly these weights"
+    )
     return Note.info("stored-weights", text)
 
 
@@ -135,29 +136,29 @@ class Placement:
             EvaluationError: the disk is full.
         """
         # All names of each parameter: tied weights have several.
-        names: dict[int, list[str]] = {}
+        names_by_id: dict[int, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(p), []).append(name)
+            names_by_id.setdefault(id(p), []).append(name)
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
-            for number, known in enumerate(names.values()):
-                # Nothing else keeps the old values: the next weights need their memory.
-                values = module.get_parameter(known[0]).data
-                place = self.place(known[0])
+            for number, names in enumerate(names_by_id.values()):
+                # No other variable keeps the old values: the next weights need their memory.
+                values = module.get_parameter(names[0]).data
+                place = self.place(names[0])
                 if place != DISK:
                     device = self.devices[place]
                     # Weights on the CPU beside a GPU are converted whenever they are read.
-                    waits = device.type == CPU and self.main != device
-                    kind = values.dtype
-                    if dtype is not None and values.is_floating_point() and not waits:
-                        kind = dtype
-                    values = values.to(device, kind)
+                    is_read_elsewhere = device.type == CPU and self.main != device
+                    new_dtype = values.dtype
+                    if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
+                        new_dtype = dtype
+                    values = values.to(device, new_dtype)
                 # Mapped safetensors need no other file: torch does not own their memory.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
-                placed = nn.Parameter(values, requires_grad=False)
-                for name in known:
+                parameter = nn.Parameter(values, requires_grad=False)
+                for name in names:
                     part, _, key = name.rpartition(".")
-                    module.get_submodule(part)._parameters[key] = placed
+                    module.get_submodule(part)._parameters[key] = parameter
 
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """Move samples to the device of each part of a model, and the outputs back.
@@ -176,22 +177,22 @@ class Placement:
             return send_to_device(output, device)
 
         for path, part in module.named_modules():
-            place = self.computes_at(path)
-            part.register_forward_pre_hook(partial(send_inputs, place), with_kwargs=True)
-            around = path.rpartition(".")[0]
-            back = self.computes_at(around)
-            listed = isinstance(module.get_submodule(around), LISTS)
-            if back != place and not listed:
-                part.register_forward_hook(partial(send_output, back))
+            device = self.computes_at(path)
+            part.register_forward_pre_hook(partial(send_inputs, device), with_kwargs=True)
+            parent = path.rpartition(".")[0]
+            parent_device = self.computes_at(parent)
+            is_in_list = isinstance(module.get_submodule(parent), LISTS)
+            if parent_device != device and not is_in_list:
+                part.register_forward_hook(partial(send_output, parent_device))
         return lambda *args: send_to_device(call(*args), self.main)
 
     def note(self, module: nn.Module) -> Note:
-        """Note the placement."""
+        """Return the note on how many weights each place has."""
         sizes = Counter[str]()
         for name, p in module.named_parameters():
             sizes[self.place(name)] += p.numel()
-        lie = ", ".join(f"{size:,} on {place}" for place, size in sizes.items())
-        return Note.info("device-map", f"weights are distributed (--device-map): {lie}")
+        counts = ", ".join(f"{size:,} on {place}" for place, size in sizes.items())
+        return Note.info("device-map", f"weights are distributed (--device-map): {counts}")
 
 
 def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.device:
@@ -208,9 +209,9 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         name = "cuda" if torch.cuda.is_available() else CPU
         return torch.device(name)
     try:
-        wanted = torch.device(name)
-        torch.empty(1, device=wanted).item()  # the meta device holds no values
-        torch.empty(1, device=wanted, dtype=torch.float64)  # mps has none
+        device = torch.device(name)
+        torch.empty(1, device=device).item()  # the meta device holds no values
+        torch.empty(1, device=device, dtype=torch.float64)  # mps has none
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         if errors.out_of_memory(error):
             raise
@@ -218,15 +219,15 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
             f"device {name!r} is not available on this machine, or has no float64",
             f"{advice} Bounds and statistics need float64.",
         ) from error
-    return wanted
+    return device
 
 
-def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) -> Placement:
+def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None) -> Placement:
     """Return the placement of the weights of a model.
 
     Args:
         module: the loaded model.
-        wanted: auto, balanced, or a JSON file of module names and devices.
+        device_map: auto, balanced, or a JSON file of module names and devices.
         dtype: dtype of converted weights; None: no conversion.
 
     Raises:
@@ -236,10 +237,10 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     advice = "pip install 'lipaudit[accelerate]'"
     with explain_failure("--device-map needs the library `accelerate`", advice, ImportError):
         import accelerate  # noqa: F401
-    if wanted in PLANNED:
-        given = _spread(module, dtype)
+    if device_map in PLANNED:
+        planned = _plan_by_accelerate(module, dtype)
     else:
-        given = _read_device_map(module, wanted)
+        planned = _read_device_map(module, device_map)
     # Accelerate numbers accelerators, and a file may do so, too.
     kind = "cuda"
     if torch.accelerator.device_count():  # a build for CUDA names it on every machine
@@ -248,42 +249,44 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
             kind = accelerator.type
     places: dict[str, str] = {}
     devices: dict[str, torch.device] = {}
-    advice = f"Choose another --device-map than {wanted}."
-    for name, place in given.items():
-        word = str(place)
+    advice = f"Choose another --device-map than {device_map}."
+    for name, place in planned.items():
+        device_name = str(place)
         if isinstance(place, int):
-            word = f"{kind}:{place}"
-        places[name] = word
-        if word != DISK and word not in devices:
-            device = find_device(word, advice)
+            device_name = f"{kind}:{place}"
+        places[name] = device_name
+        if device_name != DISK and device_name not in devices:
+            device = find_device(device_name, advice)
             # The device of a tensor: "cuda" means one of several.
-            devices[word] = torch.empty(0, device=device).device
-    # Samples start on the device of the first parameter, the embedding.
-    owner = next(module.named_parameters())[0].rpartition(".")[0]
+            devices[device_name] = torch.empty(0, device=device).device
+    # Samples start on the device of the first parameter, the embedding, or on another accelerator
+    # if that is on the CPU or the disk.
+    first_parameter, _ = next(module.named_parameters())
+    embedding = first_parameter.rpartition(".")[0]
     main = torch.device(CPU)
-    for word in (_look_up(places, owner), *devices):
-        if word in devices and devices[word].type != CPU:
-            main = devices[word]
+    for device_name in (_look_up(places, embedding), *devices):
+        if device_name in devices and devices[device_name].type != CPU:
+            main = devices[device_name]
             break
     return Placement(places, devices, main)
 
 
-def _spread(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Have Accelerate distribute a model over the free memory, whole blocks at a time."""
+def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return Accelerate's distribution of a model over the free memory, block by block."""
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
-    whole = getattr(module, "_no_split_modules", None) or _name_blocks(module)
+    blocks = getattr(module, "_no_split_modules", None) or _name_blocks(module)
     dtypes = None
     if dtype is not None:
         floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
         dtypes = dict.fromkeys(floating, dtype)
-    how: dict[str, Any] = {"no_split_module_classes": sorted(whole), "special_dtypes": dtypes}
-    memory = get_balanced_memory(module, **how)
-    return dict(infer_auto_device_map(module, max_memory=memory, **how))
+    plan: dict[str, Any] = {"no_split_module_classes": sorted(blocks), "special_dtypes": dtypes}
+    memory = get_balanced_memory(module, **plan)
+    return dict(infer_auto_device_map(module, max_memory=memory, **plan))
 
 
 def _name_blocks(module: nn.Module) -> set[str]:
-    """Return the classes of the elements of lists that have parts themselves."""
+    """Return the class names of the blocks of a model: elements of lists that have parts."""
     blocks: set[str] = set()
     for parent in module.modules():
         if not isinstance(parent, LISTS):
@@ -301,21 +304,21 @@ def _look_up(places: Mapping[str, Any], name: str) -> Any:
     return places.get(name)
 
 
-def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
-    """Read a device map from a file.
+def _read_device_map(module: nn.Module, file: str) -> dict[str, Any]:
+    """Return the device map of a file: device, number of an accelerator, or disk, by module.
 
     Raises:
         UsageError: there is no such file, or it holds no map.
         InputError: the map does not fit the model.
     """
-    path = Path(wanted)
+    path = Path(file)
     content = {}
     if path.is_file():
         content = read_json(path)
-    words = content.values() if isinstance(content, dict) else ()
-    if not words or not all(isinstance(w, str) or type(w) is int for w in words):
+    places = content.values() if isinstance(content, dict) else ()
+    if not places or not all(isinstance(p, str) or type(p) is int for p in places):
         raise UsageError(
-            f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
+            f"--device-map {file} is neither auto nor balanced, nor a file that maps modules to "
             "devices",
             'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
         )
@@ -340,8 +343,8 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
     content stays until the process ends.
     """
     try:
-        whole = values.cpu().contiguous().view(-1)
-        path.write_bytes(whole.view(torch.uint8).numpy().data)
+        flat = values.cpu().contiguous().view(-1)
+        path.write_bytes(flat.view(torch.uint8).numpy().data)
     except OSError as error:
         raise EvaluationError(
             f"weights cannot be written to disk in {path.parent} ({error.strerror})",

@@ -41,26 +41,26 @@ def call_factory(reference: str, options: LoadOptions) -> Any:
         UsageError: the reference is malformed.
         InputError: the file or function does not exist, or the function fails.
     """
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
         raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
     # The user's module may import its neighbours and parse its arguments, like `python FILE` and
     # `python -m`: Python puts the folder of a script first, and there are no arguments.
     root = Path.cwd()
-    if place.endswith(".py"):
-        root = Path(place).resolve().parent
+    if source.endswith(".py"):
+        root = Path(source).resolve().parent
     path = [str(root), *sys.path]
-    with patch.object(sys, "argv", [place]), patch.object(sys, "path", path):
+    with patch.object(sys, "argv", [source]), patch.object(sys, "path", path):
         advice = f"Write {EXAMPLE}, the second for a file with relative imports."
-        with explain_failure(f"{place} cannot be imported", advice):
-            module = _import_module(place)
+        with explain_failure(f"{source} cannot be imported", advice):
+            module = _import_module(source)
         if not hasattr(module, name):
             functions = []
-            for k, v in vars(module).items():
-                if callable(v) and k[0] != "_":
-                    functions.append(k)
+            for key, value in vars(module).items():
+                if callable(value) and not key.startswith("_"):
+                    functions.append(key)
             otherwise = None if functions else "The module has no functions."
-            raise InputError(f"{place} has no {name!r}", suggestion(name, functions, otherwise))
+            raise InputError(f"{source} has no {name!r}", suggestion(name, functions, otherwise))
         if isinstance(getattr(module, name), nn.Module):
             raise InputError(
                 f"py:{reference} is a module, not a function that returns one",
@@ -106,16 +106,16 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
-    matched, beside = match_names(state, spec.module)
+    matched, left_out = match_names(state, spec.module)
     load_strictly(spec.module, matched, origin=str(path))
-    return replace(spec, notes=spec.notes + notes + beside)
+    return replace(spec, notes=spec.notes + notes + left_out)
 
 
-def _import_module(place: str) -> ModuleType:
+def _import_module(source: str) -> ModuleType:
     """Import a module by its name, or a Python file."""
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place)
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source)
     path.read_bytes()  # a missing file is an error before an empty module takes its name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -141,29 +141,29 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "")
     if isinstance(model, ModelSpec):
         module = model.module
     module = unwrap(module)
-    towers = hasattr(module, "main_input_name") and hasattr(module, "config")
-    if options.tower and not towers:
+    is_transformers = hasattr(module, "main_input_name") and hasattr(module, "config")
+    if options.tower and not is_transformers:
         raise UsageError(
             f"{name or type(module).__name__} has no towers",
             "Leave --tower out: CLIP and similar models of transformers have towers.",
         )
     if isinstance(model, ModelSpec):
-        _require_sound(model)
+        _require_consistent(model)
         return replace(model, module=module)
     if hasattr(module, "pretrained_cfg"):
         from lipaudit.models.sources.timm import describe_timm
 
         return describe_timm(module, options)
-    if towers:
+    if is_transformers:
         from lipaudit.models.sources.huggingface import describe_transformers
 
         return describe_transformers(module, options)
     if options.input_size is not None:
         return ModelSpec(module, _choose_image(options))
-    return _read_form(module, options, name)
+    return _describe_by_data(module, options, name)
 
 
-def _require_sound(spec: ModelSpec) -> None:
+def _require_consistent(spec: ModelSpec) -> None:
     """Check a user's description of a model.
 
     Raises:
@@ -185,24 +185,25 @@ def _require_sound(spec: ModelSpec) -> None:
 
 
 def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
-    """Return the shape of images of --input-size: that of the data, if one fits."""
-    images: list[tuple[int, int, int]] = []
+    """Return the shape of images of --input-size: that of the data, if one fits.
+
+    Otherwise the channels are those of the data, or 3 if it has no images.
+    """
+    shapes: list[tuple[int, int, int]] = []
     for form in options.forms():
         if form.kind == "image":
             channels, height, width = form.shape
-            images.append((channels, height, width))
-    for shape in images:
+            shapes.append((channels, height, width))
+    for shape in shapes:
         if options.image_shape(shape) == shape:
             return shape
-    if images:
-        first = images[0]
-    else:
-        first = (3, 0, 0)
-    return options.image_shape(first)
+    if shapes:
+        return options.image_shape(shapes[0])
+    return options.image_shape((3, 0, 0))  # --input-size replaces the zeros
 
 
-def _read_form(module: nn.Module, options: LoadOptions, name: str) -> ModelSpec:
-    """Return a module that takes samples of the shape of the data.
+def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> ModelSpec:
+    """Return the description of a module that takes samples of the shape of the data.
 
     Raises:
         UsageError: the data has no shape, or one that has several readings.

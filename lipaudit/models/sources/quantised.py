@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,14 @@ from lipaudit.models.sources.weight_files import HALF, list_weight_files, read_w
 from lipaudit.settings.option import read_quantization
 from lipaudit.tables import Note
 
-# The library that each method of a transformers checkpoint needs to be dequantised.
+# The library that each method of a transformers checkpoint needs to be dequantised, if any.
 LIBRARIES = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptq": "", "awq": "",
     "compressed-tensors": "compressed_tensors", "fp8": "", "mxfp8": "", "mxfp4": "",
 }  # fmt: skip
 # The layouts of files that `read_codes` reads; the first one is the default.
 LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
-# Places of eight values in the 32 bits of AWQ.
+# Places of eight values in the 32 bits of AWQ, which interleaves them.
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 # Number formats of safetensors that no quantiser stores its codes in.
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -41,8 +41,20 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Methods of transformers and timm that return the output layer, or a tuple of several.
 HEADS = ("get_output_embeddings", "get_classifier")
-# The weight of a linear layer: name, parameter, and whether inputs are its rows.
-Linear = tuple[str, Tensor, bool]
+
+
+class LinearWeight(NamedTuple):
+    """The weight of a linear layer.
+
+    Attributes:
+        name: its name in the model.
+        parameter: the weight.
+        is_transposed: whether it is (inputs, outputs), not (outputs, inputs).
+    """
+
+    name: str
+    parameter: Tensor
+    is_transposed: bool
 
 
 def round_weights(module: nn.Module, how: str) -> str:
@@ -66,17 +78,17 @@ def round_weights(module: nn.Module, how: str) -> str:
     """
     bits, group = read_quantization(how)
     fixed = _find_fixed(module)
-    weights: dict[int, Linear] = {}
-    left: list[str] = []
-    for name, p, turned in _list_weights(module):
-        if id(p) in fixed:
-            left.append(name.removesuffix(".weight"))
+    weights: dict[int, LinearWeight] = {}  # tied ones once
+    unchanged = []
+    for weight in _list_weights(module):
+        if id(weight.parameter) in fixed:
+            unchanged.append(weight.name.removesuffix(".weight"))
         else:
-            weights[id(p)] = name, p, turned
+            weights[id(weight.parameter)] = weight
     if not weights:
         text = f"--quantize {how}: {type(module).__name__} has no linear layer to round"
-        if left:
-            text += f" but its output ({few(left)})"
+        if unchanged:
+            text += f" but its output ({few(unchanged)})"
         raise InputError(
             text,
             "Leave --quantize out: it rounds nn.Linear, except embeddings and the output layer.",
@@ -85,52 +97,48 @@ def round_weights(module: nn.Module, how: str) -> str:
         _require_whole_groups(weights.values(), group, how)
 
     count = 0
-    for _, p, turned in weights.values():
+    for _, p, is_transposed in weights.values():
         # One layer at a time: a copy of all would double the memory.
         w = p.data
         if w.dtype in HALF:
             w = w.float()
-        if turned:
+        if is_transposed:
             w = w.T
         groups = w.reshape(-1, group or w.shape[1])
         rounded = _round_rows(groups, bits).reshape(w.shape)
-        if turned:
+        if is_transposed:
             rounded = rounded.T.contiguous()
         p.data = rounded
         count += p.numel()
 
     share = count / sum(p.numel() for p in module.parameters())
-    per = "output channel"
+    unit = "output channel"
     if group:
-        per = f"group of {group} inputs"
-    rest = "no linear layer is left"
-    if left:
-        rest = f"linear layers left as they are: {few(left)}"
+        unit = f"group of {group} inputs"
+    others = "no linear layer is left"
+    if unchanged:
+        others = f"linear layers left as they are: {few(unchanged)}"
     return (
         f"weights of {len(weights)} linear layers ({share:.0%} of the parameters) rounded to "
-        f"the nearest int{bits} value, with one scale per {per}; {rest}"
+        f"the nearest int{bits} value, with one scale per {unit}; {others}"
     )
 
 
-def _require_whole_groups(weights: Iterable[Linear], group: int, how: str) -> None:
+def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str) -> None:
     """Refuse groups that do not divide the inputs of all layers.
 
     Raises:
         UsageError: they do not; the message names the first such layer.
     """
-    widths: dict[str, int] = {}
-    odd: list[str] = []
-    for name, p, turned in weights:
-        axis = 0 if turned else 1
-        width = p.shape[axis]
-        widths[name] = width
-        if width % group:
-            odd.append(name)
-    if odd:
+    inputs: dict[str, int] = {}
+    for name, p, is_transposed in weights:
+        inputs[name] = p.shape[0 if is_transposed else 1]
+    undivided = [name for name, count in inputs.items() if count % group]
+    if undivided:
         raise UsageError(
-            f"--quantize {how}: groups of {group} do not divide the {widths[odd[0]]} inputs of "
-            f"{few(odd, 1)}",
-            f"Use a divisor of {math.gcd(*widths.values())}, which divides all layers, or leave "
+            f"--quantize {how}: groups of {group} do not divide the {inputs[undivided[0]]} "
+            f"inputs of {few(undivided, 1)}",
+            f"Use a divisor of {math.gcd(*inputs.values())}, which divides all layers, or leave "
             "the group out.",
         )
 
@@ -146,19 +154,19 @@ def _round_rows(rows: Tensor, bits: int) -> Tensor:
     return (codes + 0.0) * scale
 
 
-def _list_weights(module: nn.Module) -> Iterator[Linear]:
-    """Yield the weights of linear layers: name, parameter, and whether inputs are its rows."""
+def _list_weights(module: nn.Module) -> Iterator[LinearWeight]:
+    """Yield the weights of linear layers."""
     for path, part in module.named_modules():
-        turned = type(part).__name__ == "Conv1D"  # of transformers: a linear layer, transposed
+        is_transposed = type(part).__name__ == "Conv1D"  # the linear layer of GPT-2
         names: tuple[str, ...] = ()
         if isinstance(part, nn.MultiheadAttention):
             names = PACKED
-        elif turned or isinstance(part, nn.Linear):
+        elif is_transposed or isinstance(part, nn.Linear):
             names = ("weight",)
         for name in names:
             p = part._parameters.get(name)
             if p is not None and p.ndim == 2:
-                yield f"{path}.{name}".lstrip("."), p, turned
+                yield LinearWeight(f"{path}.{name}".lstrip("."), p, is_transposed)
 
 
 def _find_fixed(module: Any) -> set[int]:
@@ -204,19 +212,19 @@ def plan_dequantising(
         return "", (), None
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
     layout = ""
-    odd = _find_odd_scheme(stored)
+    obstacle = _find_obstacle(stored)
     if method in LAYOUTS:
         layouts = LAYOUTS[method]
-        named = stored.get("checkpoint_format") or stored.get("version") or layouts[0]
-        layout = str(named).lower()
-        if layout not in layouts and not odd:
-            odd = f" in the layout {layout}"
-    if odd or method not in LIBRARIES:
+        stored_layout = stored.get("checkpoint_format") or stored.get("version") or layouts[0]
+        layout = str(stored_layout).lower()
+        if layout not in layouts and not obstacle:
+            obstacle = f" in the layout {layout}"
+    if obstacle or method not in LIBRARIES:
         advice = "Give a dequantised copy, or the float checkpoint with --quantize."
-        if not odd:
+        if not obstacle:
             advice = f"{suggestion(method, LIBRARIES)} {advice}"
         raise InputError(
-            f"{path} is quantised by {method}{odd}, which lipaudit cannot dequantise", advice
+            f"{path} is quantised by {method}{obstacle}, which lipaudit cannot dequantise", advice
         )
     library = LIBRARIES[method]
     if library and find_spec(library) is None:
@@ -241,18 +249,22 @@ def plan_dequantising(
     return f"weights stored as {method} were dequantised by transformers on loading", (), None
 
 
-def _find_odd_scheme(stored: Mapping[str, Any]) -> str:
-    """Return what of a quantisation cannot be undone by any method; empty if nothing."""
+def _find_obstacle(stored: Mapping[str, Any]) -> str:
+    """Return why weights cannot be dequantised, whatever the method; empty if they can.
+
+    Args:
+        stored: the quantisation in config.json.
+    """
     if stored.get("transform_config"):  # weights are rotated, and expect rotated activations
         return " with rotated activations"
     groups = stored.get("config_groups") or {}
     schemes = [groups]
     if isinstance(groups, dict):
         schemes = [*groups.values()]
-    if not all(isinstance(each, dict) for each in schemes):  # {"FP8": [layers]}
+    if not all(isinstance(scheme, dict) for scheme in schemes):  # {"FP8": [layers]}
         return " with schemes that config.json only names"
     # Transformers reads all layers by one of them.
-    if any(each.get("weights") != schemes[0].get("weights") for each in schemes):
+    if any(scheme.get("weights") != schemes[0].get("weights") for scheme in schemes):
         return " with schemes that differ between layers"
     return ""
 
@@ -271,7 +283,7 @@ class Codes:
     shape: torch.Size
     later: bool
 
-    def turn(self) -> Codes:
+    def transpose(self) -> Codes:
         """Return the weight transposed."""
 
         def compute() -> Tensor:
@@ -280,10 +292,12 @@ class Codes:
         return replace(self, compute=compute, shape=self.shape[::-1])
 
     def __getitem__(self, key: Any) -> Tensor:
+        """Return the weight, whatever the slice: transformers asks for the whole, by [...]."""
         if not self.later:
             return self.compute()
         weight = defer(self.compute, self.shape)
-        weight.__dict__["to"] = lambda *_, **__: weight  # converted, it would need memory
+        # Transformers converts weights on loading: a placeholder has no values yet.
+        weight.__dict__["to"] = lambda *_, **__: weight
         return weight
 
 
@@ -306,7 +320,7 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     for file in list_weight_files(each.name for each in path.iterdir()):
         if not file.endswith(".json"):
             state |= read_weights(path / file)[0]
-    kinds = Counter[str]()
+    formats = Counter[str]()  # number of weights of each
     count = 0
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
         parts: dict[str, Tensor] = {}
@@ -325,22 +339,25 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
         bits = 32 * parts["qweight"].numel() // shape.numel()
-        kinds[f"{layout} int{bits}"] += 1
+        formats[f"{layout} int{bits}"] += 1
         compute = partial(dequantise_codes, layout, **parts)
-        waits = later and ".experts." not in layer
-        state[f"{layer}.weight"] = Codes(compute, shape, waits)
+        is_later = later and ".experts." not in layer
+        state[f"{layer}.weight"] = Codes(compute, shape, is_later)
         count += shape.numel()
     share = count / sum(v.shape.numel() for v in state.values())
-    return _describe(kinds, share), state
+    return _describe_quantised(formats, share), state
 
 
-def turn_codes(module: Any, state: dict[str, Any]) -> None:
-    """Transpose quantised weights of the layers `Conv1D` of a model, which has or lacks a head."""
+def transpose_codes(module: Any, state: dict[str, Any]) -> None:
+    """Transpose the quantised weights that belong to layers `Conv1D` of a model, in place.
+
+    Names in a file have the prefix of the base model if it was saved with a head.
+    """
     base = f"{module.base_model_prefix}."
-    layers = {name.removeprefix(base) for name, _, turned in _list_weights(module) if turned}
+    layers = {w.name.removeprefix(base) for w in _list_weights(module) if w.is_transposed}
     for name, codes in state.items():
         if isinstance(codes, Codes) and name.removeprefix(base) in layers:
-            state[name] = codes.turn()
+            state[name] = codes.transpose()
 
 
 def dequantise_codes(
@@ -364,11 +381,8 @@ def dequantise_codes(
         ValueError: another number of bits, or shapes do not fit.
     """
     bits = 32 * qzeros.shape[1] // scales.shape[1]
-    if layout == "awq":
-        known = {4}
-    else:
-        known = {2, 3, 4, 8}
-    if bits not in known:
+    known_bits = {4} if layout == "awq" else {2, 3, 4, 8}
+    if bits not in known_bits:
         raise ValueError(f"{bits} bits")
     if layout == "awq":
         codes = _unpack_by_places(qweight)
@@ -378,9 +392,10 @@ def dequantise_codes(
         largest = 2**bits - 1
         if layout != "gptq":
             zeros = _unpack(qzeros, bits)
-        # Version 1 stores zero - 1: 1 is added in whole words, unless values cross their ends.
+        # Version 1 stores zero - 1. As its kernels do, 1 is added to all values of a word at once,
+        # with carries, unless values cross the ends of words.
         elif 32 % bits == 0:
-            ones = (2**32 - 1) // largest
+            ones = (2**32 - 1) // largest  # a 1 in each value
             zeros = _unpack(qzeros + ones, bits)
         else:
             zeros = _unpack(qzeros, bits) + 1
@@ -390,12 +405,14 @@ def dequantise_codes(
         g_idx = g_idx.repeat_interleave(len(codes) // len(scales))
     # Checked, as other shapes may broadcast to a weight.
     if codes.shape != (*g_idx.shape, scales.shape[1]) or zeros.shape != scales.shape:
-        sizes = (tuple(each.shape) for each in (codes, g_idx, zeros, scales))
-        raise ValueError("codes {} with groups {}, zeros {} and scales {} differ".format(*sizes))
-    kind = scales.dtype
+        raise ValueError(
+            f"codes {tuple(codes.shape)} with groups {tuple(g_idx.shape)}, zeros "
+            f"{tuple(zeros.shape)} and scales {tuple(scales.shape)} differ"
+        )
+    dtype = scales.dtype
     group = g_idx.long()
     # (code - zero) scale, (inputs, outputs)
-    values = (codes.to(kind) - zeros.to(kind)[group]) * scales[group]
+    values = (codes.to(dtype) - zeros.to(dtype)[group]) * scales[group]
     return values.T.contiguous()
 
 
@@ -406,15 +423,19 @@ def _unpack_by_places(words: Tensor) -> Tensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the unsigned integers that follow each other, `bits` wide, in rows of int32."""
+    """Return the unsigned integers of `bits` bits that are packed in rows of int32.
+
+    A value of 3 bits may cross the end of a byte, so values are put together from pieces that do
+    not: of 3 bits from single bits, of 2, 4 and 8 bits from themselves.
+    """
     if words.dtype != torch.int32:
         raise ValueError(f"packed in {words.dtype}")
-    width = math.gcd(bits, 8)  # of pieces that lie in one byte
+    width = math.gcd(bits, 8)  # of a piece
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
-    count = bits // width  # of pieces in one value
+    pieces_per_value = bits // width
     octets = words.contiguous().view(torch.uint8)
     pieces = (octets[:, :, None] >> shifts) & (2**width - 1)
-    pieces = pieces.reshape(len(words), -1, count) << shifts[:count]
+    pieces = pieces.reshape(len(words), -1, pieces_per_value) << shifts[:pieces_per_value]
     return pieces.sum(2, dtype=torch.uint8)
 
 
@@ -431,8 +452,8 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
         InputError: the library cannot dequantise a weight.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    kinds = Counter[str]()
-    weights: dict[int, nn.Parameter] = {}
+    formats = Counter[str]()  # number of weights of each
+    weights: dict[int, nn.Parameter] = {}  # by the id of the quantised one
     part: Any
     for path, part in parts.items():
         for name, p in [*part._parameters.items()]:
@@ -444,9 +465,9 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                     f"{path}.{name} cannot be dequantised by {library}",
                     "Try where its kernels run, or give a dequantised copy.",
                 ):
-                    compute, kind = _find_values(part, p)
+                    compute, number_format = _find_values(part, p)
                     values = compute()
-                kinds[f"{library} {kind}"] += 1
+                formats[f"{library} {number_format}"] += 1
                 if later:
                     weights[id(p)] = defer(compute, values.shape)
                 else:
@@ -459,26 +480,41 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
             linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
             linear.weight = weight
             linear.bias = part.bias
-            owner, _, key = path.rpartition(".")
-            around = parts[owner]
-            around._modules = {**around._modules, key: linear}
-    if not kinds:
+            parent_path, _, key = path.rpartition(".")
+            parent = parts[parent_path]
+            # A new table: `loader.restore` puts the old one back.
+            parent._modules = {**parent._modules, key: linear}
+    if not formats:
         return ""
     count = sum(weight.numel() for weight in weights.values())
     share = count / sum(p.numel() for p in module.parameters())
-    return _describe(kinds, share)
+    return _describe_quantised(formats, share)
 
 
-def _describe(kinds: Mapping[str, int], share: float) -> str:
-    stored = ", ".join(f"{n} as {kind}" for kind, n in kinds.items())
-    return f"weights stored quantised ({stored}; {share:.0%} of the parameters) were dequantised"
+def _describe_quantised(formats: Mapping[str, int], share: float) -> str:
+    """Describe dequantised weights.
+
+    Args:
+        formats: number of weights of each format.
+        share: part of the parameters of the model.
+    """
+    counts = ", ".join(f"{count} as {name}" for name, count in formats.items())
+    return f"weights stored quantised ({counts}; {share:.0%} of the parameters) were dequantised"
 
 
 def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
-    """Return a function that dequantises a weight, and the name of its format."""
+    """Return a function that dequantises a weight, and the name of its format.
+
+    Args:
+        part: the layer.
+        p: its weight, of torchao or bitsandbytes.
+
+    Raises:
+        ValueError: the weight alone does not determine the layer.
+    """
     kind = type(p).__name__
     if kind in ("Params4bit", "Int8Params"):
-        # Not imported: who has its weights has loaded the library, which is no dependency.
+        # Not imported, as no dependency: a model with such weights has loaded the library.
         functional = sys.modules["bitsandbytes.functional"]
         if type(part).__name__ not in ("Linear4bit", "Linear8bitLt"):
             raise ValueError(f"{kind} in {type(part).__name__}, which is not linear")

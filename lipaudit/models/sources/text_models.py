@@ -40,8 +40,10 @@ from lipaudit.models.net import NO_DECISION, ModelSpec, NextToken
 from lipaudit.models.sources.weight_files import read_json
 from lipaudit.tables import Note
 
+# (result, mask) -> features of each text.
 Pooling = Callable[[Any, Tensor | None], Tensor]
 
+# Supported classifiers by the ending of their class name, with the auto class that loads each.
 CLASSIFIERS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForImageClassificationWithTeacher": "AutoModelForImageClassification",
@@ -58,6 +60,7 @@ UNDECIDED = {
 }
 # Input of each tower.
 TOWERS = {"image": "pixel_values", "text": "input_ids"}
+# A setting of sentence-transformers, such as pooling_mode_mean_tokens.
 SWITCH = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
 
 
@@ -78,18 +81,18 @@ def describe_classes(module: Any) -> dict[str, Any]:
     decision count as features, and a note says so.
     """
     name = type(module).__name__
-    classifier = is_classifier(module)
+    has_classes = is_classifier(module)
     problem = str(getattr(module.config, "problem_type", None))
-    facts: dict[str, Any] = {"architecture": name, "classifier": classifier}
-    if classifier and problem in UNDECIDED:
+    facts: dict[str, Any] = {"architecture": name, "classifier": has_classes}
+    if has_classes and problem in UNDECIDED:
         text = (
             f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
             "accuracy and no margins. Its outputs are measured as features"
         )
         return facts | {"classifier": False, "notes": (Note.warn(NO_DECISION, text),)}
-    known = module.config.id2label or {}  # a file may hold null
-    names = [str(known.get(i, f"LABEL_{i}")) for i in range(len(known))]
-    if classifier and not all(name.startswith("LABEL_") for name in names):
+    labels = module.config.id2label or {}  # a file may hold null
+    names = [str(labels.get(i, f"LABEL_{i}")) for i in range(len(labels))]
+    if has_classes and not all(name.startswith("LABEL_") for name in names):
         facts["labels"] = tuple(names)
     return facts
 
@@ -107,7 +110,9 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
             "Name the class as transformers does (...ForSequenceClassification), or write a py: "
             "factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
-    if hidden.ndim == 4:  # a feature map: its two equal axes are spatial
+    # (samples, tokens, width); a feature map has four axes, of which the two equal ones are
+    # spatial.
+    if hidden.ndim == 4:
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
         if channels_last:
             hidden = hidden.flatten(1, 2)
@@ -126,6 +131,7 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
 
 
 def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
+    """Return the logits of the token after each text, (samples, vocabulary)."""
     logits: Tensor = result.logits
     if mask is None:
         return logits[:, -1]
@@ -145,7 +151,13 @@ def read_tower(result: Any, mask: Tensor | None) -> Tensor:
 def choose_output(
     module: Any, tower: str | None, pooling: Pooling = mean_pooling
 ) -> Callable[[Any], Tensor]:
-    """Return the function from a pair of a result and its mask to the measured output."""
+    """Return the function from (result, mask) to the measured output.
+
+    Args:
+        module: the model.
+        tower: the measured tower, of a model with two.
+        pooling: makes the features of a model without a head.
+    """
     read = pooling
     if tower is not None:
         read = read_tower
@@ -157,12 +169,11 @@ def choose_output(
 
 
 def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
-    # A configuration may ask for tuples (return_dict) instead of named outputs.
-    logits: Tensor
-    if hasattr(result, "logits"):
-        logits = result.logits
-    else:
-        logits = result[0]
+    """Return the logits of the classes.
+
+    They are the first item of a tuple, if the configuration asks for tuples (`return_dict`).
+    """
+    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
     return logits
 
 
@@ -181,13 +192,13 @@ def choose_pooling(path: Path | None) -> Pooling:
         settings = {"pooling_mode": "mean"}
         if file.is_file():
             settings = read_json(file)
-        # Older files have a switch for each mode.
-        on: list[str] = []
+        # Older files have a switch for each mode, in place of `pooling_mode`.
+        modes = []
         for key, value in settings.items():
             switch = SWITCH.fullmatch(key)
             if switch and value:
-                on.append(switch[1])
-        mode = str(settings.get("pooling_mode", "+".join(on)))
+                modes.append(switch[1])
+        mode = str(settings.get("pooling_mode", "+".join(modes)))
     poolings: dict[str, Pooling] = {
         "mean": mean_pooling,
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
@@ -206,7 +217,7 @@ def choose_pooling(path: Path | None) -> Pooling:
 
 # Number of texts whose token ids are cached.
 READINGS = 2**14
-# Prefix of WordPiece tokens that continue a word.
+# Usual prefix of WordPiece tokens that continue a word.
 GOES_ON_MARK = "##"
 # Prefixes of byte-level BPE and SentencePiece tokens that begin a word.
 BEGINS_MARKS = ("\u0120", "\u2581")
@@ -228,15 +239,7 @@ def read_lexicon(
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
-    # The mark of WordPiece, byte-level BPE, SentencePiece, or none.
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())
-    decoder = json.dumps(stored.get("decoder"), ensure_ascii=False)
-    byte_level, sentence_piece = BEGINS_MARKS
-    mark: str | None = sentence_piece if sentence_piece in decoder else None
-    if stored["model"].get("type") == "WordPiece":
-        mark = str(stored["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
-    elif "ByteLevel" in decoder:
-        mark = byte_level
+    mark = _find_mark(tokenizer)
     kinds = [_classify_token(token, mark) for token in tokens]
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     for token in reserved:
@@ -247,16 +250,18 @@ def read_lexicon(
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
     def spell(ids: Sequence[int]) -> str:
-        shown = [token for token in ids if token not in special]
-        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+        """Return the text of some ids, without special tokens."""
+        plain = [token for token in ids if token not in special]
+        return str(tokenizer.decode(plain, clean_up_tokenization_spaces=False))
 
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        """Return the ids of a text, or of a pair, and the characters that each stands for."""
         encoded: Any = encode(texts, most, return_offsets_mapping=True)
         places = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
-        spans: list[Span] = []
+        spans = []
         for piece, (start, end) in places:
-            if piece is None:
+            if piece is None:  # a special token
                 spans.append(NOWHERE)
                 continue
             token = texts[piece][start:end]
@@ -267,6 +272,7 @@ def read_lexicon(
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
+        """Return the text of one id alone; empty if it is a part of a character."""
         text = ""
         if mark and mark not in BEGINS_MARKS:
             text = tokens[token].removeprefix(mark)
@@ -288,14 +294,35 @@ def read_lexicon(
     )
 
 
+def _find_mark(tokenizer: Any) -> str | None:
+    """Return the prefix by which a vocabulary tells whether a token begins a word.
+
+    It is that of WordPiece, byte-level BPE or SentencePiece; None for others.
+    """
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = settings["model"]
+    if model.get("type") == "WordPiece":
+        return str(model.get("continuing_subword_prefix") or GOES_ON_MARK)
+    decoder = json.dumps(settings.get("decoder"), ensure_ascii=False)
+    byte_level, sentence_piece = BEGINS_MARKS
+    if "ByteLevel" in decoder:
+        return byte_level
+    if sentence_piece in decoder:
+        return sentence_piece
+    return None
+
+
 def _classify_token(token: str, mark: str | None) -> int:
+    """Return whether a token begins a word, continues one, or may not be changed."""
     plain = token.removeprefix(mark or "")
-    reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
-    if reserved or not any(letter.isalnum() for letter in plain):
+    is_reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
+    if is_reserved or not any(letter.isalnum() for letter in plain):
         return FIXED
-    if mark is None or token.startswith(mark) == (mark in BEGINS_MARKS):
+    if mark is None:
         return BEGINS
-    return GOES_ON
+    has_mark = token.startswith(mark)
+    begins = has_mark if mark in BEGINS_MARKS else not has_mark
+    return BEGINS if begins else GOES_ON
 
 
 class Feed:
@@ -316,35 +343,37 @@ class Feed:
         self.tokenizer = tokenizer
         self.size = size
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
-        one = tokenizer("a")
-        two = tokenizer("a", "b")
-        alone = list(one["input_ids"]).count(self.separator)
-        both = list(two["input_ids"]).count(self.separator)
-        self.separators = both if both > alone else math.inf
-        takes = "token_type_ids" in inspect.signature(module.forward).parameters
-        single = getattr(module.config, "type_vocab_size", None) == 1
-        self.typed = takes and not single and "token_type_ids" in one
+        one_text = tokenizer("a")
+        pair = tokenizer("a", "b")
+        in_one = list(one_text["input_ids"]).count(self.separator)
+        in_pair = list(pair["input_ids"]).count(self.separator)
+        # The number of separators by which a pair is recognised.
+        self.separators = in_pair if in_pair > in_one else math.inf
+        takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
+        has_one_type = getattr(module.config, "type_vocab_size", None) == 1
+        self.typed = takes_types and not has_one_type and "token_type_ids" in one_text
 
     @property
     def unknown(self) -> int | None:
         """The id of unknown tokens; None if another special token shares it, as in GPT-2."""
-        named = self.tokenizer.special_tokens_map
-        others = {token for name, token in named.items() if name != "unk_token"}
-        known = named.get("unk_token") in {None, *others}
-        return None if known else self.tokenizer.unk_token_id
+        special = dict(self.tokenizer.special_tokens_map)
+        unknown = special.pop("unk_token", None)
+        if unknown is None or unknown in special.values():
+            return None
+        return self.tokenizer.unk_token_id
 
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Return the token types for the model; nothing if it takes none."""
         if not self.typed:
             return {}
-        ends = torch.zeros_like(x)
+        separators = torch.zeros_like(x)
         if self.separator is not None:
-            ends = (x == self.separator).long()
+            separators = (x == self.separator).long()
         if mask is not None:
-            ends = ends * mask
-        pair = ends.sum(1, keepdim=True) >= self.separators
-        before = ends.cumsum(1) - ends
-        return {"token_type_ids": before.clamp(max=1) * pair}
+            separators = separators * mask
+        is_pair = separators.sum(1, keepdim=True) >= self.separators
+        separators_before = separators.cumsum(1) - separators
+        return {"token_type_ids": separators_before.clamp(max=1) * is_pair}
 
     def ids(self, *texts: str, most: int) -> list[int]:
         """Return the ids of a text, or of a pair, cut to a number of tokens.
@@ -356,13 +385,11 @@ class Feed:
         largest = max(ids, default=0)
         if largest >= self.size:
             raise InputError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has "
-                "embeddings for "
-                f"only {self.size}: {texts[0][:40]!r} holds "
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings "
+                f"for only {self.size}: {texts[0][:40]!r} holds "
                 f"{self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}",
-                "Use the tokenizer that the model was trained with, or train the model "
-                "with a larger "
-                "embedding (resize_token_embeddings).",
+                "Use the tokenizer that the model was trained with, or train the model with a "
+                "larger embedding (resize_token_embeddings).",
             )
         return ids
 
@@ -374,8 +401,8 @@ class Feed:
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         ids = list(encoded["input_ids"])
-        usual = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
-        if usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]):
+        derived = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
+        if derived is not None and derived[0].tolist() != list(encoded["token_type_ids"]):
             raise InputError(
                 f"the token types of {texts[0][:40]!r} do not follow from its token ids",
                 "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
@@ -421,21 +448,17 @@ def pad_inputs(
     """
     config = find_text_config(module.config)
     pad = find_pad(config)
-    fill: int | None = pad
+    fill = pad
     if pad is None or pad == end:
-        # An id that ends no text; without padding, one beyond the vocabulary, which no text has.
-        size: int = config.vocab_size
-        fill = size
-        if mask is not None:
-            last = mask.long().cumsum(1).argmax(1)
-            used = {*x.gather(1, last[:, None]).flatten().tolist(), end}
-            fill = next((i for i in range(size) if i not in used), None)
+        fill = _find_free_id(x, mask, end, config.vocab_size)
     if fill is None:
-        taken = "no token id is free for padding: every id ends some text of the batch"
-        raise InputError(taken, "Use a smaller --batch-size.")
+        raise InputError(
+            "no token id is free for padding: every id ends some text of the batch",
+            "Use a smaller --batch-size.",
+        )
     # A classifier finds the end of a text by the id that its configuration names.
-    named = pad is None and is_classifier(module)
-    with patch.object(config, "pad_token_id", fill) if named else nullcontext():
+    needs_name = pad is None and is_classifier(module)
+    with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:
             yield x.masked_fill(~mask, fill), mask.long()
         elif module.config.model_type in READS_IDS:
@@ -444,8 +467,21 @@ def pad_inputs(
             yield x, None
 
 
+def _find_free_id(x: Tensor, mask: Tensor | None, end: int | None, vocabulary: int) -> int | None:
+    """Return an id that ends no text of a batch and is not `end`; None if there is none.
+
+    Without padding, this is an id beyond the vocabulary, which no text has.
+    """
+    if mask is None:
+        return vocabulary
+    last = mask.long().cumsum(1).argmax(1)  # the column of the last token of each text
+    used = {*x.gather(1, last[:, None]).flatten().tolist(), end}
+    return next((i for i in range(vocabulary) if i not in used), None)
+
+
+# Length limit of models whose configuration and tokenizer have none.
 MOST_TOKENS = 512
-# Default length limit for models without one.
+# Length limit of models with relative positions, which need none.
 ENDLESS = 2**20
 
 
@@ -516,18 +552,19 @@ def _make_call(
     if tower is not None:
         run = getattr(module, f"get_{tower}_features")
     config = module.config
-    decoder = tower is None and config.is_encoder_decoder and not has_head(module)
+    has_decoder = tower is None and config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {}
             if feed is not None:
                 inputs = feed.types(ids, mask)
-            if decoder:
+            if has_decoder:
                 # The decoder of a model without a head reads the same text, one token later.
-                begin = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
-                start = torch.full_like(x[:, :1], next(i for i in begin if i is not None))
-                inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
+                starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
+                start = next(token for token in starts if token is not None)
+                column = torch.full_like(x[:, :1], start)
+                inputs["decoder_input_ids"] = torch.cat([column, ids[:, :-1]], 1)
                 inputs["decoder_attention_mask"] = None if mask is None else mask.long()
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
@@ -535,17 +572,19 @@ def _make_call(
 
 
 def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor:
-    """Return the next-token logits of embeddings, from position `first` on."""
-    last = z.shape[1] - first
-    # The logits of a prompt are large, and not needed.
-    keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+    """Return the next-token logits of embeddings, from position `first` on.
+
+    Shapes are (batch, tokens, width) -> (batch, tokens - first, vocabulary).
+    """
+    count = z.shape[1] - first
     inputs: dict[str, Any] = {}
-    if keeps:
-        inputs = {"logits_to_keep": last}
-    if feed is not None:
+    # The logits of a prompt are large, and not needed.
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        inputs["logits_to_keep"] = count
+    if feed is not None:  # types of ids without separators: those of a single text
         inputs |= feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
     logits: Tensor = module(inputs_embeds=z, **inputs).logits
-    return logits[:, -last:]
+    return logits[:, -count:]
 
 
 def load_tokenizer(path: Path | None) -> Any:
@@ -577,8 +616,8 @@ def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
         return ENDLESS
     limits = [getattr(tokenizer, "model_max_length", None), positions]
     for name, table in module.named_modules():
-        placed = name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
-        if placed and table.padding_idx is not None:
-            # RoBERTa counts positions from behind the padding id.
+        has_positions = name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
+        if has_positions and table.padding_idx is not None:
+            # RoBERTa counts positions from the one after the padding id.
             limits.append(table.num_embeddings - 1 - table.padding_idx)
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import as_file, files
@@ -61,36 +61,36 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     config: Any = timm.models.get_pretrained_cfg(name)
     hub_id = getattr(config, "hf_hub_id", None)
     url = getattr(config, "url", None)
-    advice = f"Or give a weights file with --arch timm:{name.partition('.')[0]}"
+    advice = f"give a weights file with --arch timm:{name.partition('.')[0]}"
     if hub_id:
         advice += f" (of {hub_id})"
     elif url:
         advice += f" ({url})"
     advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
     if not hub_id:
-        raise InputError(f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
+        raise InputError(f"the Hub has no weights of timm for {name}", advice)
     repository = Repository(hub_id)
     try:
         with explain_refusals(repository):
             commit = find_commit(repository, offline=options.offline)
-            at = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
-            module = _create(name, options.building, pretrained=True, pretrained_cfg_overlay=at)
+            source = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
+            module = _create(
+                name, options.building, pretrained=True, pretrained_cfg_overlay=source
+            )
     except InputError as error:
         raise InputError(
             f"the pretrained weights of {name} cannot be loaded: {error.message}",
-            f"{error.advice} {advice}",
+            f"{error.advice} Or {advice}",
         ) from error
     commit.remember()
     classes = module.num_classes
-    trained = module.pretrained_cfg["num_classes"]
-    if classes not in (0, trained):
+    trained_classes = module.pretrained_cfg["num_classes"]
+    if classes not in (0, trained_classes):
         raise UsageError(
-            f"num_classes={classes} would replace the classifier of {name} ({trained} "
-            "classes) by a "
-            "random one",
-            "Leave num_classes out, train a new classifier with `lipaudit train "
-            "--classes`, or give "
-            "your own weights file with --arch.",
+            f"num_classes={classes} would replace the classifier of {name} ({trained_classes} "
+            "classes) by a random one",
+            "Leave num_classes out, train a new classifier with `lipaudit train --classes`, or "
+            "give your own weights file with --arch.",
         )
     return replace(describe_timm(module, options), commit=commit)
 
@@ -130,20 +130,20 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     state, notes = read_weights(path)
     state = strip_prefix(state)  # every timm model has several parts
     config = timm.models.get_pretrained_cfg(arch)
-    head = getattr(config, "classifier", None)
-    if isinstance(head, tuple):
-        head = head[0]
+    classifier = getattr(config, "classifier", None)
+    if isinstance(classifier, tuple):  # of a model with a second one, for distillation
+        classifier = classifier[0]
     classes = None
     for key, weight in state.items():
         # In a training module, its name has the model's name in front.
-        if f".{key}".endswith(f".{head}.weight"):
+        if f".{key}".endswith(f".{classifier}.weight"):
             classes = weight.shape[0]
             break
     module = _create(arch, {"num_classes": classes} | options.building)
-    matched, beside = match_names(state, module)
-    if beside and not find_misfit(module, matched):
+    matched, left_out = match_names(state, module)
+    if left_out and not find_misfit(module.state_dict(keep_vars=True), matched):
         state = matched
-        notes += beside
+        notes += left_out
     notes += _load(module, state, path)
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)
@@ -172,28 +172,16 @@ def describe_timm(
         notes = (*notes, new_classifier(options.classes))
         has_labels = False
     config = timm.data.resolve_model_data_config(module)
-    # The built model knows its channels and size: --model-kwargs may have changed them. Not so a
-    # convolution before the patches: a stem may rearrange the pixels.
-    patches = getattr(module, "patch_embed", None)
-    size = getattr(patches, "img_size", None)
-    size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
-    if not isinstance(size, (tuple, list)):
-        size = (size, size)
-    # The last convolution of patches may take features.
-    parts = patches.modules() if isinstance(patches, nn.Module) else ()
-    channels = next((each.in_channels for each in parts if isinstance(each, nn.Conv2d)), None)
-    channels = channels or options.model_kwargs.get("in_chans") or config["input_size"][0]
-    shape = options.image_shape((channels, *size))
+    shape = options.image_shape(_find_shape(module, options.model_kwargs, config["input_size"]))
     # The transform is built for the requested size.
     config["input_size"] = shape
     labels = None
     aliases: dict[str, int] = {}
     if has_labels:
         labels, aliases = _read_labels(module)
-    steps = timm.data.create_transform(**config, is_training=False).transforms
-    # `call` normalises.
-    before = {type(step).__name__: step for step in steps}
-    before.pop("Normalize", None)
+    transform = timm.data.create_transform(**config, is_training=False)
+    steps = {type(step).__name__: step for step in transform.transforms}
+    steps.pop("Normalize", None)  # the call of the model does that
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
     guess = ""
     if not knows_weights and config["crop_pct"] != 1:
@@ -206,14 +194,40 @@ def describe_timm(
         classifier=getattr(module, "num_classes", 0) > 0,
         labels=labels,
         aliases=aliases,
-        prepare=Resizing(shape, before, guess=guess),
+        prepare=Resizing(shape, steps, guess=guess),
         architecture=architecture,
         preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
         notes=notes,
     )
 
 
+def _find_shape(
+    module: Any, arguments: Mapping[str, Any], default: Sequence[int]
+) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the images that a model of timm was built for.
+
+    Args:
+        module: the model.
+        arguments: --model-kwargs, which may have changed them.
+        default: the shape in the configuration of its weights.
+    """
+    # Only patches know them: another stem may rearrange the pixels before its convolution.
+    patches = getattr(module, "patch_embed", None)
+    size = getattr(patches, "img_size", None) or arguments.get("img_size") or default[1:]
+    if not isinstance(size, (tuple, list)):
+        size = (size, size)
+    height, width = size
+    channels = arguments.get("in_chans") or default[0]
+    if isinstance(patches, nn.Module):
+        for part in patches.modules():
+            if isinstance(part, nn.Conv2d):  # the first one; later ones take features
+                channels = part.in_channels
+                break
+    return channels, height, width
+
+
 def _require_known(name: str) -> None:
+    """Refuse a name that timm does not have."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
@@ -254,9 +268,12 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
-    """Load strictly; weights in another layout are converted by timm."""
+    """Load weights, all of which must fit; return a note if timm converted them first.
+
+    Timm has a function for weights of other layouts and sizes beside the class of a model.
+    """
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
-    if not find_misfit(module, state) or convert is None:
+    if convert is None or not find_misfit(module.state_dict(keep_vars=True), state):
         load_strictly(module, state, origin=str(path))
         return ()
     converted = state
@@ -271,10 +288,10 @@ def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
     import timm.data
 
     names = module.pretrained_cfg.get("label_names")
-    descriptions = module.pretrained_cfg.get("label_descriptions")
+    descriptions = module.pretrained_cfg.get("label_descriptions") or {}
     if names and len(names) == module.num_classes:
-        shown = tuple(str((descriptions or {}).get(n, n)) for n in names)
-        return shown, {str(n): i for i, n in enumerate(names)}
+        labels = tuple(str(descriptions.get(name, name)) for name in names)
+        return labels, {str(name): i for i, name in enumerate(names)}
     subset = timm.data.infer_imagenet_subset(module)
     if not subset:
         return None, {}
@@ -376,19 +393,22 @@ class DigitsViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, 1, 8, 8), normalised, to logits (batch, 10)."""
-        x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        patches = self.patch_embed(x)
+        class_token = self.cls_token.expand(len(x), -1, -1)
+        tokens = torch.cat([class_token, patches], 1) + self._make_positions(patches.shape[1])
+        states = self.norm(self.blocks(tokens))
+        return self.head(states[:, 0])
+
+    def _make_positions(self, patches: int) -> Tensor:
+        """Return the position embeddings, (1, 1 + patches, width), interpolated if needed."""
         positions: Tensor = self.pos_embed
-        tokens = x.shape[1]
-        if tokens != positions.shape[1]:  # another size of images: interpolate the grid
-            first = positions[:, :1]
-            grid = positions[:, 1:]
-            side = math.isqrt(tokens - 1)
-            known = SIZE // PATCH
-            grid = grid.mT.reshape(1, WIDTH, known, known)
-            grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
-            positions = torch.cat([first, grid.flatten(2).mT], 1)
-        return self.head(self.norm(self.blocks(x + positions))[:, 0])
+        if patches + 1 == positions.shape[1]:
+            return positions
+        old_side = SIZE // PATCH
+        side = math.isqrt(patches)
+        grid = positions[:, 1:].mT.reshape(1, WIDTH, old_side, old_side)
+        grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+        return torch.cat([positions[:, :1], grid.flatten(2).mT], 1)
 
 
 def load_demo(name: str = "standard") -> ModelSpec:

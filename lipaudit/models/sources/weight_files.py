@@ -28,11 +28,13 @@ from lipaudit.tables import Note
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 # Suffix of a program of torch.export.
 PROGRAM = ".pt2"
+# Suffixes of archives.
 PACKED = (".gz", ".xz", ".bz2", ".zst", ".zip", ".tar", ".tgz")
 # First bytes of a file of torch without an archive around it.
 PICKLE = b"\x80\x02"
 # First bytes of the text that stands for a large file until git-lfs fetches it.
 POINTER = b"version https://git-lfs"
+# Usual names of the weights in a folder, the best first.
 PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
 # First parts of the names of files beside a model: states of a training, copies, LoRA.
 BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|consolidated")
@@ -60,9 +62,7 @@ def holds_weights(path: Path) -> bool:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
-    with path.open("rb") as file:
-        pickled = file.read(len(PICKLE)) == PICKLE
-    return pickled or _is_pointer(path)
+    return _begins_with(path, PICKLE) or _begins_with(path, POINTER)
 
 
 def advise_on_file(path: Path) -> str:
@@ -78,9 +78,9 @@ def advise_on_file(path: Path) -> str:
     )
 
 
-def _is_pointer(path: Path) -> bool:
+def _begins_with(path: Path, content: bytes) -> bool:
     with path.open("rb") as file:
-        return file.read(len(POINTER)) == POINTER
+        return file.read(len(content)) == content
 
 
 def require_fetched(path: Path) -> None:
@@ -89,7 +89,7 @@ def require_fetched(path: Path) -> None:
     Raises:
         InputError: the file is a pointer.
     """
-    if _is_pointer(path):
+    if _begins_with(path, POINTER):
         raise InputError(
             f"{path} is a pointer of git-lfs, and not the file itself",
             "Run `git lfs install` and `git lfs pull` in its repository.",
@@ -115,34 +115,35 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     else:
         content = _read_pickle(path)
     state = _find_tensors(content)
-    inside: dict[str, State] = {}
+    states: dict[str, State] = {}  # a checkpoint has them by name
     if isinstance(content, Mapping):
         for key, part in content.items():
-            found = _find_tensors(part)
-            if found:
-                inside[key] = found
-    chosen = [key for key in CONTAINERS if key in inside]
-    if not chosen and not state and len(inside) == 1:
-        chosen = [*inside]
-    if chosen:
-        key = chosen[0]
-        state = inside[key]
+            tensors = _find_tensors(part)
+            if tensors:
+                states[key] = tensors
+    choices = [key for key in CONTAINERS if key in states]
+    if not choices and not state and len(states) == 1:
+        choices = [*states]
+    if choices:
+        key = choices[0]
+        state = states[key]
         notes = (Note.info("checkpoint", f"weights were taken from {key!r} of the checkpoint"),)
     if COUNTER in state:  # of torch.optim.swa_utils.AveragedModel, around the averaged model
         averaged = f"weights are the average of {int(state.pop(COUNTER))} models"
         notes += (Note.info("averaged-weights", averaged),)
     if not state:
-        held = "no named tensors"
-        if inside:
-            held = f"several sets of weights: {few([*inside])}"
-        raise InputError(f"{path} holds {held}", "Save only the model's state_dict().")
-    state, scaled = _apply_scales(state, path)
-    notes += scaled
+        content_text = "no named tensors"
+        if states:
+            content_text = f"several sets of weights: {few([*states])}"
+        raise InputError(f"{path} holds {content_text}", "Save only the model's state_dict().")
+    state, notes_on_scales = _apply_scales(state, path)
+    notes += notes_on_scales
     notes += note_half_precision(value.dtype for value in state.values())
     return state, notes
 
 
 def _find_tensors(content: Any) -> State:
+    """Return the tensors of a dictionary by name; nothing if the content is none."""
     if not isinstance(content, Mapping):
         return {}
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
@@ -156,7 +157,7 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
             layers store transposed.
     """
     values = dict(state)
-    kinds = set[torch.dtype]()
+    scaled_dtypes = set[torch.dtype]()
     for name, weight in state.items():
         if weight.dtype not in SCALED or weight.ndim < 2 or not name.endswith("weight"):
             continue
@@ -165,12 +166,10 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
             continue  # float8 may be a cast; integers are refused where a layer takes floats
         outputs = len(weight)
         column = (outputs, *[1] * (weight.ndim - 1))
-        square = outputs == weight.shape[1]
-        fits = (
-            scale.numel() == 1
-            or tuple(scale.shape) == column
-            or (tuple(scale.shape) == (outputs,) and not square)
-        )
+        accepted = [column]
+        if outputs != weight.shape[1]:
+            accepted.append((outputs,))
+        fits = scale.numel() == 1 or tuple(scale.shape) in accepted
         if not fits or not scale.is_floating_point():
             raise InputError(
                 f"{name} of {path} is {few(name_dtypes([weight.dtype]))} of shape "
@@ -181,10 +180,11 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
             )
         factors = scale.float().reshape(-1, *column[1:])
         values[name] = weight.float() * factors
-        kinds.add(weight.dtype)
-    if not kinds:
+        scaled_dtypes.add(weight.dtype)
+    if not scaled_dtypes:
         return values, ()
-    text = f"weights stored in {' and '.join(name_dtypes(kinds))} were multiplied by their scales"
+    dtypes = " and ".join(name_dtypes(scaled_dtypes))
+    text = f"weights stored in {dtypes} were multiplied by their scales"
     return values, (Note.info("scaled-weights", text),)
 
 
@@ -207,8 +207,8 @@ def _read_pickle(path: Path) -> Any:
         reason = f"is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})"
         advice = "Copy or download it again."
         if names or isinstance(error, pickle.UnpicklingError):
-            found = few(names) or "or is damaged"
-            reason = f"holds more than weights ({found}), so it was not opened"
+            objects = few(names) or "or is damaged"
+            reason = f"holds more than weights ({objects}), so it was not opened"
             advice = (
                 "Opening it could run code. If you trust it, save only model.state_dict(), best "
                 "as .safetensors."
@@ -239,21 +239,24 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
     return [f for f in others if f.endswith(".safetensors")] or others
 
 
-def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
-    """Describe how a state dict differs from a module's; empty if it fits."""
-    takes = module.state_dict(keep_vars=True)
-    given = set[int]()
-    shapes: list[str] = []
-    for name, tensor in takes.items():
+def find_misfit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    """Describe how stored weights differ from those of a module; empty if they fit.
+
+    Args:
+        expected: the weights of the module by name, in which tied ones are one object.
+        state: the stored weights, which may have tied ones once.
+    """
+    present = set[int]()
+    shapes = []
+    for name, tensor in expected.items():
         if name not in state:
             continue
-        given.add(id(tensor))
+        present.add(id(tensor))
         stored = state[name]
         if stored.shape != tensor.shape:
             shapes.append(f"{name} {tuple(stored.shape)} for {tuple(tensor.shape)}")
-    # A file may hold tied weights once.
-    missing = [k for k, tensor in takes.items() if k not in state and id(tensor) not in given]
-    surplus = [k for k in state if k not in takes]
+    missing = [k for k, t in expected.items() if k not in state and id(t) not in present]
+    surplus = [key for key in state if key not in expected]
     return describe_misfit(missing, surplus, shapes)
 
 
@@ -264,13 +267,14 @@ def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequ
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
-    """Load weights, none left out and none left over.
+    """Load weights; none may be missing, and none be left over.
 
     Raises:
         InputError: names or shapes differ, or integers are stored for floats.
     """
-    wrong = find_misfit(module, state)
-    if wrong:
+    expected = module.state_dict(keep_vars=True)
+    misfit = find_misfit(expected, state)
+    if misfit:
         implied = " ".join(guess_arguments(module, state))
         advice = (
             "Check --arch and --model-kwargs (such as num_classes, img_size), and that the file "
@@ -279,13 +283,12 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
         if implied:
             advice = f"The shapes imply --model-kwargs {implied}. {advice}"
         raise InputError(
-            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}", advice
+            f"the weights of {origin} do not fit {type(module).__name__}: {misfit}", advice
         )
-    takes = module.state_dict()
-    codes: list[str] = []
+    codes = []
     for name, value in state.items():
-        integers = not value.is_floating_point() and not value.is_complex()
-        if integers and takes[name].is_floating_point():
+        is_integer = not value.is_floating_point() and not value.is_complex()
+        if is_integer and expected[name].is_floating_point():
             codes.append(name)
     refuse_codes(codes, origin)
     module.load_state_dict(dict(state), strict=False)  # tied weights may be missing
@@ -300,54 +303,52 @@ DEPTHS = ("depth", "num_layers", "n_layers", "num_hidden_layers", "layers")
 
 
 def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the arguments that the shapes of weights imply, as NAME=VALUE.
+    """Return the arguments that would make a model fit weights, as NAME=VALUE.
 
-    Of the model's classes, width and depth, those in which the weights differ from it. Names are
-    those of arguments that the module's class has, else the usual ones.
+    These are its classes, width and depth, if the weights have others. Names are those of
+    arguments that the module's class has, else the usual ones.
 
     Args:
         module: the model that the weights do not fit.
         state: the weights.
     """
-    takes = module.state_dict()
-    known = inspect.signature(type(module).__init__).parameters
+    expected = module.state_dict()
+    parameters = inspect.signature(type(module).__init__).parameters
 
-    def choose(names: Sequence[str]) -> str:
-        return next((name for name in names if name in known), names[0])
+    def choose_name(names: Sequence[str]) -> str:
+        return next((name for name in names if name in parameters), names[0])
 
     guesses: dict[str, int] = {}
-    head = ""
-    changes = Counter[tuple[int, int]]()
-    for name, tensor in takes.items():
+    classifier = ""
+    widths = Counter[tuple[int, int]]()  # of the model, and stored: how many norms have these
+    for name, tensor in expected.items():
         if name not in state:
             continue
         if tensor.ndim == 2 and name.endswith("weight"):
-            head = name  # of all matrices, the last
+            classifier = name  # the last matrix
         if tensor.ndim == 1 and "norm" in name.lower():
-            lengths = len(tensor), len(state[name])
-            changes[lengths] += 1
-    if head and len(takes[head]) != len(state[head]):
-        guesses[choose(CLASSES)] = len(state[head])
-    # The width is the change of length that most vectors share.
-    if changes:
-        own, stored = max(changes, key=lambda each: changes[each])
-        if own != stored:
-            guesses[choose(WIDTHS)] = stored
-    own = _count_blocks(takes)
-    stored = _count_blocks(state)
-    if own != stored and own and stored:
-        guesses[choose(DEPTHS)] = stored
+            widths[len(tensor), len(state[name])] += 1
+    if classifier and len(expected[classifier]) != len(state[classifier]):
+        guesses[choose_name(CLASSES)] = len(state[classifier])
+    if widths:
+        width, stored_width = max(widths, key=widths.__getitem__)
+        if width != stored_width:
+            guesses[choose_name(WIDTHS)] = stored_width
+    depth = _count_blocks(expected)
+    stored_depth = _count_blocks(state)
+    if depth != stored_depth and depth and stored_depth:
+        guesses[choose_name(DEPTHS)] = stored_depth
     return [f"{name}={value}" for name, value in guesses.items()]
 
 
 def _count_blocks(state: Mapping[str, Tensor]) -> int:
     """Return the number of equal blocks of the longest list; 0 without a list."""
-    most = 0
+    count = 0
     for name in state:
         match = BLOCKS.match(name)
         if match:
-            most = max(most, int(match[2]) + 1)
-    return most
+            count = max(count, int(match[2]) + 1)
+    return count
 
 
 def refuse_codes(names: Sequence[str], origin: object) -> None:
@@ -377,41 +378,44 @@ def strip_prefix(state: State) -> State:
 
 
 def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
-    """Remove the prefix without which the most names are those of a module.
+    """Return weights without the prefix in front of the names of a module: `model.` of Lightning.
 
-    If they are then all names of the module, others are left out: Lightning saves the weights of a
+    It is the prefix without which the most names are those of the module. If these are then all
+    names of the module, weights without the prefix are left out: Lightning saves the weights of a
     loss, too. Otherwise they stay, to be named as surplus.
 
     Returns:
         The weights by their names in the module, and a note on those that were left out.
     """
-    takes = module.state_dict()
+    expected = module.state_dict()
     prefixes = Counter[str]()
     for name in state:
-        key = name
+        # Every end of a dotted name: a.b.c, b.c, c.
+        end = name
         dot = "."
         while dot:
-            if key in takes:
-                prefixes[name.removesuffix(key)] += 1
-            _, dot, key = key.partition(".")
-    prefix = max(prefixes, key=lambda each: prefixes[each], default="")
-    matched: State = {}
-    beside: list[str] = []
+            if end in expected:
+                prefixes[name.removesuffix(end)] += 1
+            _, dot, end = end.partition(".")
+    ranking = prefixes.most_common(2)
+    prefix, matches = ranking[0] if ranking else ("", 0)
+    renamed: State = {}
+    without_prefix = []
     for name, value in state.items():
         short = name.removeprefix(prefix)
-        if short in state:
+        if short in state:  # another weight has this name
             short = name
-        matched[short] = value
+        renamed[short] = value
         if not name.startswith(prefix):
-            beside.append(name)
+            without_prefix.append(name)
     # A teacher or an average beside the model fits as well: which one is meant is not known.
-    rivals = [count for each, count in prefixes.items() if each != prefix]
-    unclear = max(rivals, default=0) > prefixes[prefix] / 2
-    if not beside or unclear or not set(takes) <= set(matched) - set(beside):
-        return matched, ()
-    kept = {name: value for name, value in matched.items() if name not in beside}
-    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(beside)}"
-    return kept, (Note.info("weights-beside", text),)
+    is_unclear = any(count > matches / 2 for _, count in ranking[1:])
+    is_whole = set(expected) <= set(renamed) - set(without_prefix)
+    if not without_prefix or is_unclear or not is_whole:
+        return renamed, ()
+    matched = {name: value for name, value in renamed.items() if name not in without_prefix}
+    text = f"weights beside the model {prefix.rstrip('.')!r} were left out: {few(without_prefix)}"
+    return matched, (Note.info("weights-beside", text),)
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
@@ -452,7 +456,10 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
 
 
 def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the sorted (name, value) of a state dict, without the extra state of modules."""
+    """Return the sorted (name, value) of a state dict.
+
+    Values are parameters and buffers, without the extra state that some modules add.
+    """
     state = sorted(module.state_dict(keep_vars=True).items())
     return [(name, value) for name, value in state if "_extra_state" not in name]
 
@@ -467,23 +474,24 @@ def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
             raise InputError(f"{name} of {origin} has no values", original)
     if not bare and next(module.parameters(), None) is None:
         raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
-    odd: list[str] = []
+    not_dense = []
     for name, value in _list_state(module):
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-            odd.append(name)
-    if odd:
+            not_dense.append(name)
+    if not_dense:
         raise InputError(
-            f"{origin} has weights that are quantised or sparse: {few(odd)}",
+            f"{origin} has weights that are quantised or sparse: {few(not_dense)}",
             "Load the model before it was quantised, or make its weights dense (to_dense()).",
         )
-    bad: list[str] = []
+    not_finite = []
     for name, p in module.named_parameters():
         if not torch.isfinite(compute_values(p)).all():
-            bad.append(name)
-    bad += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
-    if bad:
+            not_finite.append(name)
+    # Buffers may hold infinities, such as masks.
+    not_finite += [name for name, buffer in module.named_buffers() if torch.isnan(buffer).any()]
+    if not_finite:
         raise InputError(
-            f"{origin} has weights that are not finite: {few(bad)}",
+            f"{origin} has weights that are not finite: {few(not_finite)}",
             "Use an earlier checkpoint: the training diverged or the file is damaged.",
         )
 

@@ -83,7 +83,7 @@ class QuestionForm:
         if fault := tables.find_fault(row, (self.label,)):
             raise InputError(fault)
         label = row[self.label]
-        for value in (label, str(label)):
+        for value in (label, str(label)):  # a number, or a word
             if value in self.values:
                 return Question(prompt, self.words, self.values.index(value))
         raise InputError(f"has the label {label!r}, which is not a class")

@@ -312,6 +312,7 @@ def run_measure(
         notes=observer.note,
         end=end,
     )
+    # One round measures all remaining batches. If memory runs out, the next one has smaller ones.
     while remaining and time.monotonic() < end:
         # Layers are surveyed on the first batch, also by a process that does not measure it.
         moved = (batch.to(net.device, net.dtype) for batch in remaining)
@@ -395,13 +396,12 @@ def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Bat
     finished = {*sample_ids(parts)}
     remaining = []
     for batch in batches:
+        finished_rows = [row for row, name in enumerate(batch.ids) if name in finished]
         begin = 0
-        for end, name in enumerate((*batch.ids, None)):
-            # A finished sample, or the end of the batch, ends a series of unfinished ones.
-            if name is None or name in finished:
-                if begin < end:
-                    remaining.append(batch[begin:end].trim())
-                begin = end + 1
+        for end in (*finished_rows, len(batch)):
+            if begin < end:  # samples between two finished ones
+                remaining.append(batch[begin:end].trim())
+            begin = end + 1
     return remaining
 
 

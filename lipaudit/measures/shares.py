@@ -216,7 +216,7 @@ def measure_shares(
         "heads": [(site.index, head, site.module) for site in sites for head in range(site.heads)],
         "steps": [[step.part, step.layer, step.module] for step in shares.steps],
         "uncut": [[layer, modules[layer], why] for layer, why in shares.missing.items()],
-        "whole": list(shares.whole),
+        "whole": list(shares.unsplit),
     }
     return values, facts
 

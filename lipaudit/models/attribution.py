@@ -86,7 +86,7 @@ class Shares:
         totals: shares of all attention, all patterns and all MLPs together, (samples, 3): of the
             paths that pass at least one of them.
         missing: layers without shares, and why.
-        whole: layers without pattern and value.
+        unsplit: layers without pattern and value.
     """
 
     heads: Tensor
@@ -94,7 +94,7 @@ class Shares:
     paths: Tensor
     totals: Tensor
     missing: dict[int, str] = field(default_factory=dict)
-    whole: tuple[int, ...] = ()
+    unsplit: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ class _Recorder(AttentionMode):
     def complete(self, call: AttentionCall) -> tuple[None, Address, Tensor]:
         """Put P V in place of the model's output: a fused op has no P in the graph."""
         address = self.place.address("attention")
+        # P and V follow if the model's output is P V.
         output, *parts = _recompute(call) or (call.output,)
         # A node of its own: it stays the edge of O if the model writes into its output.
         output = output.view_as(output)
@@ -257,7 +258,7 @@ def compute_shares(
         paths=_average(paths, count),
         totals=_average(totals, count),
         missing=graph.missing,
-        whole=graph.whole,
+        unsplit=graph.unsplit,
     )
 
 
@@ -280,7 +281,7 @@ def _compute_one_by_one(
     for i in range(len(x)):
 
         def f_of_sample(z: Tensor, index: Tensor, i: int = i) -> Tensor:
-            return f(z, index + i)
+            return f(z, index + i)  # the only sample of its batch has index 0
 
         one = slice(i, i + 1)
         shares.append(compute_shares(net, sites, f_of_sample, x[one], directions[one], tied[one]))
@@ -318,7 +319,7 @@ class _Graph:
         layers: the calls of every layer that could be cut.
         steps: the steps.
         missing: layers that could not be cut, and why.
-        whole: layers without pattern and value.
+        unsplit: layers without pattern and value.
     """
 
     def __init__(self, sites: Sequence[Site], recorder: _Recorder, output: Tensor) -> None:
@@ -328,28 +329,27 @@ class _Graph:
         self.layers: dict[int, list[_AttentionEdges]] = {}
         for site in sites:
             self._find_layer(site, recorder)
-        whole = []
-        # The layer of each node of an attention output.
+        unsplit = []
+        edges: list[GradientEdge | None] = []  # of every part O
+        # The layer of each node that computed an attention output.
         self._layer_of: dict[Node, int] = {}
         for index, calls in self.layers.items():
             if any(call.value is None for call in calls):
-                whole.append(index)
-            for call in calls:
-                if call.output is not None:
-                    self._layer_of[call.output.node] = index
-        self.whole = tuple(whole)
-        self._additions = find_additions(output, self._layer_of.keys())
-        self._list_steps(recorder)
-        edges: list[GradientEdge | None] = []
-        for calls in self.layers.values():
+                unsplit.append(index)
             for call in calls:
                 edges += [call.output, call.pattern, call.value]
+                if call.output is not None:
+                    self._layer_of[call.output.node] = index
+        self.unsplit = tuple(unsplit)
+        self._additions = find_additions(output, self._layer_of.keys())
         for addition in self._additions:
             edges += [addition.sum, *addition.branches]
+        self._list_steps(recorder)
         # (df/dO)^T u of every part O of the latest backward pass, by node and number of output.
         self._gradients: dict[tuple[Node, int], Tensor] = {}
         # Parts that let no gradient pass.
         self._blocked: set[tuple[Node, int]] = set()
+        # A node may compute several parts: it gets one hook for all.
         numbers = group_values((edge.node, edge.output_nr) for edge in edges if edge is not None)
         for node, outputs in numbers.items():
             node.register_prehook(partial(self._record_gradients, node, frozenset(outputs)))
@@ -469,9 +469,10 @@ class _Graph:
         _require_transpose(u, image, square)
 
         def multiply(edge: GradientEdge, moving: GradientEdge | None = None) -> Tensor:
-            """Return (df/dO)^T u (dO'/dx) v, entry by entry, for O at `edge` and O' at `moving`.
+            """Return the product, entry by entry, of (df/dO)^T u and (dO'/dx) v.
 
-            By default O' is O.
+            O is at `edge`. O' is at `moving`, by default O itself: then the sum over entries is
+            |v|^2 times the share of O.
             """
             source = edge if moving is None else moving
             gradient = gradients.get((edge.node, edge.output_nr))

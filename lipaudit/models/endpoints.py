@@ -246,14 +246,19 @@ def make_sample_function(
         # Tensors inside a model that is spread over devices may be on any of them.
         return output.to(z.device)
 
-    if not embedded:
-        x = batch.x.detach()
-    elif scorer is None:
-        x = net.embedding(batch)
-    else:  # nobody reads the logits of this pass: the head runs on one column
-        with _replace_head_input(scorer, lambda states: states[:, :1]):
-            x = net.embedding(batch)
+    x = _embed(net, batch, scorer) if embedded else batch.x.detach()
     return SampleFunction(f, x, space, _name_target(net, end))
+
+
+def _embed(net: Net, batch: Batch, scorer: NextToken | None) -> Tensor:
+    """Return the embeddings of a batch; the head of a language model runs on one column only.
+
+    Nobody reads its logits here, which are large.
+    """
+    if scorer is None:
+        return net.embedding(batch)
+    with _replace_head_input(scorer, lambda states: states[:, :1]):
+        return net.embedding(batch)
 
 
 def _resolve_start(net: Net, start: str | None) -> str:

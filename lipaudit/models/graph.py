@@ -240,8 +240,9 @@ def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     """Return which label of t each row (or column) of y affects, such as its token or head.
 
-    Each label has a set of probes, half of all. A row that affects two labels is hit by more than
-    half of the probes, a row that affects one label exactly by the probes of its set.
+    A probe is a backward pass from some labels only. Each label takes part in half of the probes,
+    in another half than every other label. So a row that affects one label is hit by the probes of
+    that label; a row that affects two is hit by more than half of all probes.
 
     Args:
         source: the tensor t.
@@ -258,24 +259,23 @@ def label_affected(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None
     probes = 2
     while comb(probes, probes // 2) < labels:
         probes += 1
-    halves = islice(combinations(range(probes), probes // 2), labels)
-    sets = torch.zeros(labels, probes, dtype=torch.bool)
-    sets.scatter_(1, torch.tensor(list(halves)), True)
-    sets = sets.to(code.device)
-    # A probe is a random cotangent, zero at entries whose label does not have it in its set.
-    masks = sets[code].to(source.random.dtype)  # (*code, probes)
-    touched = []
+    half = probes // 2
+    halves = islice(combinations(range(probes), half), labels)
+    takes_part = torch.zeros(labels, probes, dtype=torch.bool)
+    takes_part.scatter_(1, torch.tensor(list(halves)), True)
+    takes_part = takes_part.to(code.device)
+    masks = takes_part[code].to(source.random.dtype)  # (*code, probes)
+    hits = []
     for mask in masks.unbind(-1):
         pulled = source.pull(source.random * mask)
-        touched.append(find_touched(pulled, axis))
-    hits = torch.stack(touched, -1)  # (rows or columns of y, probes)
-    count = hits.sum(-1)
-    several = (count > 0) & (count != sets[0].sum())
-    if several.any():
+        hits.append(find_touched(pulled, axis))
+    is_hit = torch.stack(hits, -1)  # (rows or columns of y, probes)
+    count = is_hit.sum(-1)
+    if ((count > 0) & (count != half)).any():
         return None
-    # A set shares all its probes with itself, and fewer with every other set of its size.
-    shared = hits.float() @ sets.mT.float()
-    return shared.argmax(-1).masked_fill(count == 0, -1)
+    # The label whose probes are those that hit: it has the most of them in common.
+    common = is_hit.float() @ takes_part.mT.float()  # (rows or columns of y, labels)
+    return common.argmax(-1).masked_fill(count == 0, -1)
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
@@ -363,9 +363,16 @@ def compute_map(
 
 
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
-    """Check t = G y for the local Jacobian G of `compute_map`, apart from rounding."""
+    """Say whether t = G y at every token, apart from rounding.
+
+    Args:
+        source: the tensor t.
+        local: the local Jacobian G of `compute_map`.
+        rows: as of `take_entries`.
+        columns: as of `take_entries`.
+    """
     t = source.t.detach()
-    y = source.values(rows, columns)
+    y = source.values(rows, columns)  # (windows, heads, tokens, e)
     if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
         image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:

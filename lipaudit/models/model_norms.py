@@ -290,7 +290,8 @@ def compute_margins(
         steepest = 2**0.5 * upper.cpu().double()
     else:
         steepest = upper.cpu().double() + measure(of_label)
-    # Gaps and classes are on the CPU, the order is on the device of the gradients.
+    # The nearest class so far, one rank of `order` after the other for all samples. Gaps and
+    # classes are on the CPU, the order is on the device of the gradients.
     radius = torch.full_like(gaps[:, 0], torch.inf)
     classes = order.cpu()
     closest = classes[:, 0].clone()

@@ -268,13 +268,13 @@ class EntrySearch:
             self.tokens_first.add(name)
         if not args or not isinstance(args[0], Tensor):
             return
-        for ids in (self.x, columns):
-            if args[0].shape == ids.shape:
-                if bool((args[0] == ids).all()):
-                    self.readers.append(name)
-                else:
-                    self.similar_readers.append(name)
-                break
+        ids = self.x if args[0].shape == self.x.shape else columns
+        if args[0].shape != ids.shape:
+            return
+        if bool((args[0] == ids).all()):
+            self.readers.append(name)
+        else:
+            self.similar_readers.append(name)
 
     def add_entry(self, found: Probe) -> Probe:
         """Return the facts with the embedding: the one named, else the first reader of the ids."""

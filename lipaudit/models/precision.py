@@ -28,10 +28,11 @@ SEEDED = ("cuda", "xpu")
 
 
 def _repair_gradient(normalise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a normalisation with a right gradient.
+    """Return batch or instance normalisation with a right gradient on a CPU.
 
-    On a CPU, torch 2.14 computes a wrong one if a single sample gets it with the channels last and
-    with strides such as (6, 1, 24, 6): behind `x.flatten(2).transpose(1, 2)` of a patch embedding.
+    There torch 2.14 computes a wrong one for a single sample if the incoming gradient has the
+    channels last, with strides such as (6, 1, 24, 6), as that of `x.flatten(2).transpose(1, 2)` in
+    a patch embedding. A contiguous incoming gradient is safe.
     """
 
     def compute(*args: Any) -> Tensor:

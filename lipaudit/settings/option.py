@@ -125,12 +125,18 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
 
 
 def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
-    """Return settings with more options: fields as `repeat_option` returns them, by name."""
-    fields: dict[str, Any] = {name: (known.annotation, known) for name, known in added.items()}
-    complete: type[S] = pydantic.create_model(
+    """Return a class of settings with more options.
+
+    Args:
+        kind: the class.
+        added: the options by name, as `repeat_option` returns them.
+    """
+    # As pydantic takes fields: (type, declaration).
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in added.items()}
+    extended: type[S] = pydantic.create_model(
         kind.__name__, __base__=kind, __module__=kind.__module__, **fields
     )
-    return complete
+    return extended
 
 
 def repeat_option(source: type[Settings], name: str, **how: Any) -> Any:

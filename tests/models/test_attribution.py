@@ -133,7 +133,7 @@ def test_a_frozen_head_lowers_the_norm_by_at_most_its_share(name):
     u, sigma, v = left[:, 0], values[0], right[0]
     found = measure(name, u[None])
     assert not found.missing
-    assert not found.whole
+    assert not found.unsplit
     shares = found.heads[0]
     torch.testing.assert_close(shares[:, 1] + shares[:, 2], shares[:, 0], rtol=0, atol=1e-12)
     # A share that is 0 everywhere would fulfil the identity for a part that is not there.
@@ -269,7 +269,7 @@ def test_heads_of_written_out_attention_are_channels_of_its_projection(name, fir
     left, values, right = torch.linalg.svd(jacobian, full_matrices=False)
     found = measure(name, left[None, :, 0])
     assert not found.missing
-    assert not found.whole
+    assert not found.unsplit
     start = 0
     for site, projection in zip(sites, filter(None, (first, second)), strict=False):
         for head in range(site.heads):

@@ -137,7 +137,10 @@ def make_zero_shot(
 
     @cache  # computed once per run, in its precision, on the blank sample of loading
     def embed_classes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return weight (classes, width) and bias of the last layer."""
+        """Return weight (classes, width) and bias of the classifier: a linear layer on features.
+
+        The weight of a class is the mean embedding of its prompts.
+        """
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
             embeddings = _embed_texts(module, ids, dtype)

@@ -57,32 +57,29 @@ def place_weights(
     if options.weights != "stored":
         dtype = run_dtype
         notes = note_half_precision(p.dtype for p in module.parameters())
-    computes_at: Callable[[str], torch.device] | None = None
-    places: Mapping[str, str] = {}
     if options.device_map is None:
         # Models of transformers override these methods, and refuse where they were quantised.
         nn.Module.to(module, find_device(options.device))
-        if dtype is not None:
-            # Not `to`, which drops the imaginary parts of complex constants.
-            convert = nn.Module.double if dtype == torch.float64 else nn.Module.float
-            convert(module)
-            return call, places, notes
-    else:
-        if options.device != "auto":
-            raise UsageError(
-                f"--device {options.device} and --device-map both choose the device of the model",
-                "Leave --device out.",
-            )
-        placement = plan_placement(module, options.device_map, dtype)
-        placement.move(module, dtype)
-        notes += (placement.note(module),)
-        call = placement.connect(module, call)
-        computes_at = placement.computes_at
-        places = placement.places
-    narrow = convert_on_read(module, run_dtype, computes_at)
+        if dtype is None:
+            narrow = convert_on_read(module, run_dtype)
+            return lift_parameters(call), {}, (_note_stored(narrow, options.dtype),)
+        # Not `to`, which drops the imaginary parts of complex constants.
+        convert = nn.Module.double if dtype == torch.float64 else nn.Module.float
+        convert(module)
+        return call, {}, notes
+    if options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} and --device-map both choose the device of the model",
+            "Leave --device out.",
+        )
+    placement = plan_placement(module, options.device_map, dtype)
+    placement.move(module, dtype)
+    notes += (placement.note(module),)
+    call = placement.connect(module, call)
+    narrow = convert_on_read(module, run_dtype, placement.computes_at)
     if dtype is None:
         notes += (_note_stored(narrow, options.dtype),)
-    return lift_parameters(call), places, notes
+    return lift_parameters(call), placement.places, notes
 
 
 def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:

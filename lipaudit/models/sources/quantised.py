@@ -349,9 +349,13 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
 
 
 def transpose_codes(module: Any, state: dict[str, Any]) -> None:
-    """Transpose the quantised weights that belong to layers `Conv1D` of a model, in place.
+    """Transpose the quantised weights that belong to layers `Conv1D` of a model.
 
     Names in a file have the prefix of the base model if it was saved with a head.
+
+    Args:
+        module: the model, without values.
+        state: the stored weights by name, which are changed.
     """
     base = f"{module.base_model_prefix}."
     layers = {w.name.removeprefix(base) for w in _list_weights(module) if w.is_transposed}

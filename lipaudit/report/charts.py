@@ -108,11 +108,11 @@ def _shorten(file: str) -> str:
     # Pictures of one page share ids, such as axes_1: keep only the ids in use.
     used = set(re.findall(r"#(\w+)", element))
 
-    def keep_used(found: re.Match[str]) -> str:
-        return found[0] if found[1] in used else ""
-
-    element = re.sub(r' id="([^"]+)"', keep_used, element)
-    element = re.sub(r">\s+<", "><", element.replace("xlink:href", "href"))
+    for name in re.findall(r' id="([^"]+)"', element):
+        if name not in used:
+            element = element.replace(f' id="{name}"', "")
+    element = element.replace("xlink:href", "href")
+    element = re.sub(r">\s+<", "><", element)
     element = PLACES.sub(_round_place, element)
     return re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2).strip()
 
@@ -148,8 +148,8 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
     height = figure.get_figheight() * POINTS
     texts: dict[str, list[str]] = {}
     for text, x, y in tips:
-        ends = axes.transData.transform(list(zip(x, y, strict=True))) * scale
-        (x0, y0), (x1, y1) = ends.tolist()
+        corners = list(zip(x, y, strict=True))
+        (x0, y0), (x1, y1) = (axes.transData.transform(corners) * scale).tolist()
         left = min(x0, x1)
         top = height - max(y0, y1)
         wide = abs(x1 - x0)
@@ -158,11 +158,11 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
         if not wide and not high:
             shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
         texts.setdefault(shape, []).append(html.escape(visible(text), quote=False))
-    lines = []
-    for shape, said in texts.items():
-        element = shape.split()[0]
-        title = "\n".join(said)
-        lines.append(f"<{shape}><title>{title}</title></{element}>")
-    if not lines:
+    if not texts:
         return ""
-    return f'<g class="marks">{"".join(lines)}</g>'
+    marks = ""
+    for shape, lines in texts.items():
+        element, *_ = shape.split()
+        title = "\n".join(lines)
+        marks += f"<{shape}><title>{title}</title></{element}>"
+    return f'<g class="marks">{marks}</g>'

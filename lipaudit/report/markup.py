@@ -53,7 +53,7 @@ def render_html(page: blocks.Document) -> bytes:
         "laid": blocks.lay_out,
         "numbers": list_sort_keys,
         "places": place_columns,
-        "pads": lambda block: align_numbers(blocks.lay_out(block)),
+        "pads": align_numbers,
         "passport": find_passport,
         "complete": has_all_columns,
         "tokens": blocks.shade_tokens,
@@ -90,34 +90,53 @@ class Places(NamedTuple):
     whole: str
 
 
-def place_columns(block: Table, *, cut: bool) -> Places:
+def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
     """Decide which columns of a table fit a page, from the lengths of their texts.
 
     Args:
         block: the table.
+        grid: the table with all cells as texts.
         cut: whether columns may be left out: another table of the chapter has all.
     """
-    grid = blocks.lay_out(block)
-    ends: list[float] = []
-    for index in range(len(block.columns)):
-        words = grid.heads[index].split()
-        character = DIGIT
-        if block.columns[index].format == "s":  # the heading of a text is not broken into lines
-            words = [grid.heads[index]]
-            character = LETTER
-        widths = [BOLD * len(word) for word in words]
-        widths += [character * min(len(row[index]), LONGEST) for row in grid.rows]
-        start = ends[-1] if ends else 0.0
-        ends.append(start + max(widths, default=0) + PADDING)
-    classes = ["t" if column.format == "s" else "" for column in block.columns]
-    fits = ends[-1] <= HALF
-    if fits or block.folded:  # it keeps its columns in a narrow window
-        return Places("half" if fits else "wide", classes, "")
-    whole = ""
+    classes = []
+    # Where each column ends, in pixels.
+    ends = []
+    end = 0.0
+    for index, column in enumerate(block.columns):
+        is_text = column.format == "s"
+        classes.append("t" if is_text else "")
+        texts = [row[index] for row in grid.rows]
+        end += _measure_column(grid.heads[index], texts, is_text=is_text) + PADDING
+        ends.append(end)
+    if end <= HALF:
+        return Places("half", classes, "")
+    if block.folded:  # it keeps its columns in a narrow window
+        return Places("wide", classes, "")
+    appears = ""
     for index in range(block.keys, len(ends)):
-        whole = next((name for name, width in APPEARS.items() if width >= ends[index]), "f0")
-        classes[index] = f"{classes[index]} {whole}".strip()
-    return Places("half" if cut else "wide", classes, whole)
+        appears = _find_place(ends[index])
+        classes[index] = f"{classes[index]} {appears}".strip()
+    return Places("half" if cut else "wide", classes, appears)
+
+
+def _measure_column(head: str, texts: Sequence[str], *, is_text: bool) -> float:
+    """Return the width of a column in pixels: of its longest text, or of its heading.
+
+    The heading of numbers may be broken into words.
+    """
+    words = [head] if is_text else head.split()
+    character = LETTER if is_text else DIGIT
+    widest_word = max(map(len, words), default=0)
+    longest_text = max(map(len, texts), default=0)
+    return max(BOLD * widest_word, character * min(longest_text, LONGEST))
+
+
+def _find_place(end: float) -> str:
+    """Return the class of `APPEARS` of a column that ends at this pixel."""
+    for name, width in APPEARS.items():
+        if width >= end:
+            return name
+    return "f0"
 
 
 # The integer part of a number, and the unit behind it.
@@ -125,7 +144,7 @@ WHOLE = re.compile(r"[-+]?\d+")
 UNIT = re.compile(r"[^\d.)]*$")
 
 
-def align_numbers(grid: blocks.Grid) -> list[list[str]]:
+def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
     """Return what is missing behind each cell, so that the points of a column are in a line.
 
     Args:
@@ -134,32 +153,29 @@ def align_numbers(grid: blocks.Grid) -> list[list[str]]:
     Returns:
         For each row and column the characters whose width the cell lacks.
     """
-    columns = [_align_column(cells) for cells in zip(*grid.rows, strict=True)]
-    pads = []
-    for row in zip(*columns, strict=True):
-        numbers = zip(row, grid.align, strict=True)
-        pads.append([pad if side == "r" else "" for pad, side in numbers])
-    return pads
+    columns = []
+    for side, texts in zip(grid.align, zip(*grid.rows, strict=True), strict=False):
+        pads = [""] * len(texts)
+        if side == "r":
+            pads = _align_column(texts)
+        columns.append(pads)
+    return list(zip(*columns, strict=True))
 
 
 def _align_column(texts: Sequence[str]) -> list[str]:
     """Return what is missing behind each number of a column; texts miss nothing."""
-    fractions: list[str | None] = []
-    for text in texts:
+    # Of each number what is behind the integer part, without its unit.
+    fractions: dict[int, str] = {}
+    for i, text in enumerate(texts):
         whole = WHOLE.match(text)
-        fraction = None
         if whole is not None:
-            fraction = UNIT.sub("", text[whole.end() :])
-        fractions.append(fraction)
-    longest = max((each for each in fractions if each is not None), key=len, default="")
-    pads = []
-    for fraction in fractions:
-        pad = ""
-        if fraction is not None:
-            pad = longest[len(fraction) :]
-            if " " in longest:  # an interval: its figures are what differs in length
-                pad = "0" * len(pad)
-        pads.append(pad)
+            fractions[i] = UNIT.sub("", text[whole.end() :])
+    longest = max(fractions.values(), key=len, default="")
+    pads = [""] * len(texts)
+    for i, fraction in fractions.items():
+        pads[i] = longest[len(fraction) :]
+        if " " in longest:  # an interval: its figures are what differs in length
+            pads[i] = "0" * len(pads[i])
     return pads
 
 
@@ -179,23 +195,21 @@ def find_passport(opening: blocks.Chapter | None) -> Card | None:
     return None
 
 
-def list_sort_keys(block: Table) -> list[list[str]]:
+def list_sort_keys(block: Table, grid: blocks.Grid) -> list[tuple[str, ...]]:
     """Return the numbers by which scripts sort the cells; empty where the text says as much.
 
     A text says as much if it is a number that no other row of its column has.
     """
-    texts = blocks.lay_out(block).rows
-    repeated = []
-    for column in zip(*texts, strict=True):
-        repeated.append({text for text, count in Counter(column).items() if count > 1})
-    keys = []
-    for row, written in zip(block.rows, texts, strict=True):
-        line = []
-        for value, text, twice in zip(row, written, repeated, strict=True):
-            plain = NUMBER.match(text) and text not in twice
-            line.append("" if plain else _write_number(value))
-        keys.append(line)
-    return keys
+    columns = []
+    pairs = zip(zip(*block.rows, strict=True), zip(*grid.rows, strict=True), strict=True)
+    for values, texts in pairs:
+        counts = Counter(texts)
+        keys = []
+        for value, text in zip(values, texts, strict=True):
+            is_enough = NUMBER.match(text) and counts[text] == 1
+            keys.append("" if is_enough else _write_number(value))
+        columns.append(keys)
+    return list(zip(*columns, strict=True))
 
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?(?![\de])")

@@ -81,7 +81,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     whole = _find_named(text, known) or _find_named(name, known)
     if whole:
         return whole
-    first, *more = [piece.strip() for piece in PIECES.split(name)]
+    first, *more = map(str.strip, PIECES.split(name))
     bare = NUMBER.sub("", first)
     if more or bare != first:
         found = _find_named(bare, known)

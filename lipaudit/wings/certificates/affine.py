@@ -45,7 +45,7 @@ def linear_map(
 
     Args:
         x: the form; its slack is in symbols already if the map mixes its entries.
-        op: takes a stack (rows, *shape).
+        op: takes a stack (symbols, *shape).
         weights: weights as stored, or with a number of roundings.
         roundings: roundings of an entry of the result: terms of its sum, and those of its weights.
         constant: constant to add, as stored.
@@ -90,11 +90,12 @@ def same(x: Form, *targets: Any, **options: Any) -> Form:
 
 
 def require_real(*targets: Any) -> None:
-    """Refuse casts to other types than floating point."""
+    """Refuse casts to other types than floating point; targets are arguments of a cast."""
     for target in targets:
         dtype = target.dtype if isinstance(target, Tensor) else target
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             continue
+        # Also bool, int and "torch.LongTensor"; other arguments, such as a device, are no types.
         if isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype):
             raise NoRuleError(f"a cast to {dtype}")
 
@@ -167,7 +168,7 @@ def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 
 def add_stacks(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of two stacks (rows, *shape); missing rows of the shorter one are zero."""
+    """Return the sum of two stacks (symbols, *shape); missing rows of the shorter one are zero."""
     if len(x) < len(y):
         x, y = y, x
     if not len(y):
@@ -281,7 +282,7 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Form:
-    """Return a convolution as a product with patches: the library's may round differently."""
+    """Return a convolution over one or two axes, with options as in torch."""
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
     if weight.ndim == 3:  # over one axis: as one over two, the first of size one
@@ -293,7 +294,6 @@ def convolve(
         result = convolve(image, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
         return cast("Form", result.squeeze(-2))
     dilations = as_pair(dilation)
-    strides = as_pair(stride)
     pads = (0, 0)
     x: Any = input
     if padding == "same":
@@ -303,25 +303,38 @@ def convolve(
     elif not isinstance(padding, str):
         pads = as_pair(padding)
 
-    def op(t: Tensor, w: Tensor) -> Tensor:
-        images = t.flatten(0, 1)  # (symbols x batch, channels, height, width)
+    def convolve_stack(stack: Tensor, w: Tensor) -> Tensor:
+        """Convolve every image of a stack (symbols, batch, channels, height, width)."""
+        images = stack.flatten(0, 1)
         if any(pads):
             images = F.pad(images, (pads[1], pads[1], pads[0], pads[0]))
-        height, width = w.shape[-2:]
-        patches = images.unfold(2, dilations[0] * (height - 1) + 1, strides[0])
-        patches = patches.unfold(3, dilations[1] * (width - 1) + 1, strides[1])
-        patches = patches[..., :: dilations[0], :: dilations[1]]
-        patches = torch.unflatten(patches, 1, (groups, -1))
-        kernels = torch.unflatten(w, 0, (groups, -1))
-        # r images, g groups, c input and o output channels, h x w places, i x j kernel entries.
-        out = torch.einsum("rgchwij,gocij->rgohw", patches, kernels)
-        return torch.unflatten(out.flatten(1, 2), 0, t.shape[:2])
+        out = _multiply_patches(images, w, as_pair(stride), dilations, groups)
+        return torch.unflatten(out, 0, stack.shape[:2])
 
     constant = None
     if bias is not None:
         constant = bias.view(-1, 1, 1)
+    x = x.symbolize_slack()
     roundings = weight[0].numel() + 1
-    return linear_map(x.symbolize_slack(), op, weight, roundings=roundings, constant=constant)
+    return linear_map(x, convolve_stack, weight, roundings=roundings, constant=constant)
+
+
+def _multiply_patches(
+    images: Tensor, w: Tensor, strides: tuple[int, int], dilations: tuple[int, int], groups: int
+) -> Tensor:
+    """Return a convolution as products of patches and kernels.
+
+    One sum of products for each entry: the library's own algorithms may round differently.
+    """
+    height, width = w.shape[-2:]
+    patches = images.unfold(2, dilations[0] * (height - 1) + 1, strides[0])
+    patches = patches.unfold(3, dilations[1] * (width - 1) + 1, strides[1])
+    patches = patches[..., :: dilations[0], :: dilations[1]]
+    patches = torch.unflatten(patches, 1, (groups, -1))
+    kernels = torch.unflatten(w, 0, (groups, -1))
+    # r images, g groups, c input and o output channels, h x w places, i x j entries of a kernel.
+    out = torch.einsum("rgchwij,gocij->rgohw", patches, kernels)
+    return out.flatten(1, 2)
 
 
 def as_pair(value: Any) -> tuple[int, int]:
@@ -351,36 +364,37 @@ def reduce_axes(
     require_real(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
     count = torch.Size(input.shape[axis] for axis in axes).numel()
-    stack_axes = [axis + 1 for axis in axes]  # axis 0 of a stack is that of the symbols
 
-    def op(t: Tensor) -> Tensor:
-        total = t
-        if stack_axes:
-            total = t.sum(stack_axes, keepdim=keepdim)
+    def reduce_stack(stack: Tensor) -> Tensor:
+        """Sum or average over the axes of a stack (symbols, *shape)."""
+        total = stack
+        if axes:
+            total = stack.sum([axis + 1 for axis in axes], keepdim=keepdim)
         if mean:
             return total / count
         return total
 
-    return linear_map(input.symbolize_slack(), op, roundings=count + 1)
+    return linear_map(input.symbolize_slack(), reduce_stack, roundings=count + 1)
 
 
 def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
     """Return the rule of a function that averages over windows of the last `axes` axes."""
 
-    def rule(input: Form, *args: Any, **kwargs: Any) -> Form:
+    def pool(input: Form, *args: Any, **kwargs: Any) -> Form:
+        """Average over windows of a form; arguments as in torch."""
         if input.ndim != axes + 2:
             raise NoRuleError("a mean over windows of one sample without a batch axis")
 
-        def op(t: Tensor) -> Tensor:
-            # The axis of the symbols becomes part of the batch.
-            means = average(t.flatten(0, 1), *args, **kwargs)
-            return torch.unflatten(means, 0, t.shape[:2])
+        def pool_stack(stack: Tensor) -> Tensor:
+            """Average a stack (symbols, batch, channels, ...); symbols count as batch."""
+            means = average(stack.flatten(0, 1), *args, **kwargs)
+            return torch.unflatten(means, 0, stack.shape[:2])
 
         # A window has no more entries than the axes; its sum is divided once.
         terms = input.shape[-axes:].numel()
-        return linear_map(input.symbolize_slack(), op, roundings=terms + 2)
+        return linear_map(input.symbolize_slack(), pool_stack, roundings=terms + 2)
 
-    return rule
+    return pool
 
 
 def variance(
@@ -407,28 +421,26 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
     The function may also repeat entries and add zeros.
     """
     if not isinstance(function, str):
-
-        def rule_of_function(x: Form, *args: Any, **kwargs: Any) -> Any:
-            return rearrange(x.make_dense(), lambda t: function(t, *args, **kwargs))
-
-        return rule_of_function
+        return lambda x, *args, **kwargs: rearrange(
+            x.make_dense(), lambda t: function(t, *args, **kwargs)
+        )
     method = getattr(Tensor, function)
 
-    def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
+    def move(x: Form, *args: Any, **kwargs: Any) -> Any:
+        """Apply the method to a form; to the four parts of a pending quotient, which stays so."""
         quotient = x.pending_quotient
         if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
-        # Rearrange the four parts of the quotient; it stays pending.
         moved = []
         for part in vars(quotient).values():
-            moved.append(rule(broadcast(part, x.shape), *args, **kwargs))
+            moved.append(move(broadcast(part, x.shape), *args, **kwargs))
         if isinstance(moved[0], Form):
             return Form.from_quotient(Quotient(*moved))
         # The method has several results, such as those of chunk.
         results = zip(*moved, strict=True)
         return tuple(Form.from_quotient(Quotient(*parts)) for parts in results)
 
-    return rule
+    return move
 
 
 def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
@@ -554,11 +566,12 @@ def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
 
 
 def make_constant(name: str) -> Callable[..., Tensor]:
-    """Return the rule of a method that creates a constant tensor like another."""
+    """Return the rule of a function, such as zeros_like, that creates a constant tensor."""
 
-    def rule(input: Form, *args: Any, **kwargs: Any) -> Tensor:
+    def create(input: Form, *args: Any, **kwargs: Any) -> Tensor:
+        """Call torch's function with a plain tensor of the form's shape, dtype and device."""
         like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
-        make = getattr(torch, name, None) or getattr(Tensor, name)
-        return make(like, *args, **kwargs)
+        function = getattr(torch, name, None) or getattr(Tensor, name)
+        return function(like, *args, **kwargs)
 
-    return rule
+    return create

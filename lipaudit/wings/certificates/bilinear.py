@@ -293,13 +293,15 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     s = s.to(dtype).reciprocal()
     t = (y.symbol_radius + y.slack).clamp_min(_STILL)
     t = t.to(dtype).reciprocal()
+    # Coefficients of u and v, symbols last, in one batch of b and j.
     u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
-    u = u.flatten(0, -3)  # (b j, i, rows)
-    v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, rows)
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])  # (*b, j, i, d)
+    u = u.flatten(0, -3)  # (b j, i, symbols)
+    v = _scale_coefficients(y.dense, t, rows).flatten(0, -3)  # (b j, d, symbols)
+    # From here on all have the shape (*b, j, i, d), or broadcast to it.
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2], y.shape[-1])
     s = s.to(DOUBLE).mT[..., :, None]
     t = t.to(DOUBLE)[..., None, :]
-    # Slack, and errors that only x has, are independent: their sizes add up for both signs.
+    # Slack, and errors that only x has, cannot cancel: their sizes add up for u + v and u - v.
     errors = symbols.bound_parts(x.dense[:0], x.blocks).errors + x.slack
     independent = errors.mT[..., :, None] * s
     independent = independent + y.slack[..., None, :] * t
@@ -371,9 +373,10 @@ def _average_values(x: Form, y: Form) -> Form | None:
 
 
 def _share_rest(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
-    """Return symbols and slack of R_x L_y + (L_x + R_x) R_y for weights x, order 2.
+    """Return new symbols and slack that cover dx @ dy but L_x @ L_y, for weights x at order 2.
 
-    None as in `_share_products`.
+    dx = L_x + R_x, L linear in the input: that is R_x @ L_y + (L_x + R_x) @ R_y. None where
+    `_share_products` is None.
     """
     symbols = x.symbols
     x_radius = round_up(x.radii.linear + x.rest_radius)

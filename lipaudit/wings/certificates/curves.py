@@ -335,8 +335,8 @@ COS = SmoothFunction(torch.cos, _constant(1.0), _constant(1.0))
 def make_monomial(n: int) -> SmoothFunction:
     """Return x^n for n > 2."""
 
-    def bound_derivative(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-        # The k-th derivative is n (n - 1) ... (n - k + 1) x^(n - k).
+    def make_bound(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a bound of the k-th derivative, n (n - 1) ... (n - k + 1) x^(n - k)."""
         factor = float(math.perm(n, k))
 
         def bound(low: Tensor, high: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ def make_monomial(n: int) -> SmoothFunction:
 
         return bound
 
-    return SmoothFunction(lambda x: x**n, bound_derivative(2), bound_derivative(3))
+    return SmoothFunction(lambda x: x**n, make_bound(2), make_bound(3))
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
@@ -505,14 +505,15 @@ def make_extreme(
 ) -> Callable[..., Any]:
     """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
 
-    def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+    def find_extreme(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+        """As torch.max(input, dim): dim may be another tensor, an axis, or absent."""
         if isinstance(dim, Tensor):
             return of_two(input, dim)
         if dim is None:
             return over_axes(input)
         return Extreme(over_axes(input, dim, keepdim), None)
 
-    return rule
+    return find_extreme
 
 
 def largest(x: Form) -> Form:

@@ -79,9 +79,9 @@ class TrialRun:
 
     def __init__(self, like: Symbols) -> None:
         # A pass without inputs that move: only the calls of the model matter.
-        model_dtype = like.model_dtype
+        dtype = like.model_dtype
         self.symbols = Symbols(
-            0, "linf", order=1, dtype=model_dtype, rules=like.rules, model_dtype=model_dtype
+            0, "linf", order=1, dtype=dtype, rules=like.rules, model_dtype=dtype
         )
         # Every call on a form of these symbols comes here in place of its rule.
         self.symbols.intercept = self.call

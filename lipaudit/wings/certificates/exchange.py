@@ -19,7 +19,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.engine.prepare import Job, Request, prepare
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import LoadOptions, ModelSpec
+from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import RunOptions
@@ -60,53 +60,61 @@ def decide_instances(
     for model, name, limit in rows:
         began = time.monotonic()
         graph = Graph(path.parent / model)
-        query_property = read_property(path.parent / name)
+        goal = read_property(path.parent / name)
         with explain_failure(f"{name} does not fit {model}", advice):
-            query = Query(graph, query_property)
+            query = Query(graph, goal)
             query(torch.zeros_like(query.centre)[None])
-        # A network on the box [-1, 1]: the ball of radius 1 around 0.
-        spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
-        how = LoadOptions(device="cpu", dtype=query.dtype)
         with exact_arithmetic(torch.device("cpu")):
-            net = assemble(spec, how, name=name, source="file")
-            x = torch.zeros(1, *spec.input_shape, dtype=net.dtype)
+            net = _make_net(query, model, name)
+            x = torch.zeros(1, *net.input_shape, dtype=net.dtype)
             sample = Batch(x, torch.tensor([0]), ("0",))
             check(net, sample, options)
             loaded = time.monotonic()
             proof = make_proof(net, sample, options, options.seconds or limit)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=run.seed)
-            for _ in bracket.decide_balls(options.eps):
-                pass
-            example = None
-            if bracket.adversarial_radius <= 1 or not bracket.correct:
-                example = query.find_example(bracket.example)
-        ended = time.monotonic()
-        result = _name_result(bracket)
-        if example:
-            result = "sat"
+            result, example = _decide(bracket, query, options)
         seconds_to_load = f"{loaded - began:.3f}"
-        row = (folder, model, name, seconds_to_load, result, f"{ended - loaded:.3f}")
-        yield row, _write_example(example or ())
+        seconds = f"{time.monotonic() - loaded:.3f}"
+        row = (folder, model, name, seconds_to_load, result, seconds)
+        yield row, _write_example(example)
 
 
-def _name_result(bracket: Bracket) -> str:
-    """Return the competition's word for an instance without a counterexample."""
+def _make_net(query: Query, model: str, name: str) -> Net:
+    """Return a property of a network as a classifier of the ball of radius 1 around 0."""
+    spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
+    how = LoadOptions(device="cpu", dtype=query.dtype)
+    return assemble(spec, how, name=name, source="file")
+
+
+def _decide(
+    bracket: Bracket, query: Query, options: CertifyOptions
+) -> tuple[str, tuple[Tensor, ...]]:
+    """Attack and prove the ball of an instance.
+
+    Returns the competition's word for the outcome, and the inputs and outputs of a counterexample.
+    """
+    for _ in bracket.decide_balls(options.eps):
+        pass
+    if bracket.adversarial_radius <= 1 or not bracket.correct:
+        example = query.find_example(bracket.example)
+        if example:
+            return "sat", example
     if bracket.certified_radius >= 1:
-        return "unsat"
+        return "unsat", ()
     if any(certificate.why == "seconds" for certificate in bracket.certificates.values()):
-        return "timeout"
-    return "unknown"
+        return "timeout", ()
+    return "unknown", ()
 
 
 def _write_example(example: Sequence[Tensor]) -> str:
-    """Write inputs and outputs of a counterexample in the competition's form."""
+    """Write inputs and outputs of a counterexample in the competition's form; empty for none."""
     lines: list[str] = []
     for letter, values in zip("XY", example, strict=False):
         lines += (f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist()))
     if not lines:
         return ""
-    listed = "\n".join(lines)
-    return f"({listed})\n"
+    content = "\n".join(lines)
+    return f"({content})\n"
 
 
 # The proofs of a report, repeated: every pass again, and no search.
@@ -182,7 +190,10 @@ def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | 
 
 
 def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: Run) -> bool:
-    """Return whether certificates are of a job's model and samples, and shares of their flags."""
+    """Return whether a report has the weights, samples and labels of a job, and is consistent.
+
+    Its rows must be the balls of the options, with the shares of samples flagged as certified.
+    """
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
     columns: Mapping[str, Any] = section.samples

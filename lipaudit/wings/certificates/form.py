@@ -136,7 +136,7 @@ class Form(Tensor):
 
     Args:
         centre: (*shape), float64.
-        dense: (rows, *shape), the coefficients, in the dtype of the symbols.
+        dense: (symbols, *shape), the coefficients, in the dtype of the symbols.
         slack: (*shape), float64, >= 0: errors of rounding and operations since the last symbols.
         symbols: the symbols of the rows.
         blocks: coefficients beside the dense ones, of errors that act in one row each.
@@ -217,7 +217,7 @@ class Form(Tensor):
 
     @property
     def generators(self) -> Tensor:
-        """Return all coefficients as one dense stack (rows, *shape); blocks become part of it."""
+        """Return all coefficients as a dense stack (symbols, *shape); blocks become part of it."""
         if self.blocks:
             stack = self.dense.new_empty(self.count, *self.shape)
             stack[: len(self.dense)] = self.dense
@@ -254,7 +254,7 @@ class Form(Tensor):
         return op(self.dense), [block.map_coefficients(op) for block in self.blocks]
 
     def select_entries(self, mask: Tensor) -> Tensor:
-        """Return the coefficients of the entries where a mask (*shape) holds, (rows, entries)."""
+        """Return the coefficients (symbols, entries) where a mask (*shape) holds."""
         stack = self.dense.new_zeros(self.count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
         for block in self.blocks:

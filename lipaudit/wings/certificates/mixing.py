@@ -56,25 +56,26 @@ def softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
     """Return the softmax over an axis; rows of the last axis are marked to sum to one."""
+    return _apply_along(input, dim, _softmax_rows)
 
-    def rule(rows: Form) -> Form:
-        log_p, hidden = _log_softmax(rows)
-        low, high = _bound_logarithms(log_p, hidden)
-        p = curves.relax(log_p, curves.EXP, within=(low, high))
-        if hidden.any():
-            p = affine.masked_fill(p, hidden, 0.0)
-            p.slack = p.slack + _UNDERFLOW * hidden
-        # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings;
-        # the product and the sum below are rounded once each.
-        error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
-        least = low.exp() * (1 - error) - _UNDERFLOW
-        least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
-        most = high.exp() * (1 + error) + _UNDERFLOW
-        most = most.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
-        p.weights = (least, most)
-        return p
 
-    return _apply_along(input, dim, rule)
+def _softmax_rows(rows: Form) -> Form:
+    """Return exp(log softmax) over the last axis, with the range [least, most] of each weight."""
+    log_p, hidden = _log_softmax(rows)
+    low, high = _bound_logarithms(log_p, hidden)
+    p = curves.relax(log_p, curves.EXP, within=(low, high))
+    if hidden.any():
+        p = affine.masked_fill(p, hidden, 0.0)
+        p.slack = p.slack + _UNDERFLOW * hidden
+    # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings; the
+    # product and the sum below are rounded once each.
+    error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
+    least = low.exp() * (1 - error) - _UNDERFLOW
+    least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
+    most = high.exp() * (1 + error) + _UNDERFLOW
+    most = most.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
+    p.weights = (least, most)
+    return p
 
 
 def log_softmax(
@@ -82,7 +83,8 @@ def log_softmax(
 ) -> Form:
     """Return the logarithm of the softmax over an axis."""
 
-    def rule(rows: Form) -> Form:
+    def take_rows(rows: Form) -> Form:
+        """Return log softmax over the last axis."""
         log_p, hidden = _log_softmax(rows)
         if not hidden.any():
             return log_p
@@ -90,7 +92,7 @@ def log_softmax(
         log_of_hidden = affine.sub(rows, _log_sum(rows, log_p))
         return affine.where(hidden, log_of_hidden, log_p)
 
-    return _apply_along(input, dim, rule)
+    return _apply_along(input, dim, take_rows)
 
 
 def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
@@ -99,12 +101,7 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
         dim = dim[0]
     if not isinstance(dim, int):
         raise NoRuleError("logsumexp over several axes")
-
-    def rule(rows: Form) -> Form:
-        log_p, _ = _log_softmax(rows)
-        return _log_sum(rows, log_p)
-
-    result: Any = _apply_along(input, dim, rule)
+    result: Any = _apply_along(input, dim, lambda rows: _log_sum(rows, _log_softmax(rows)[0]))
     return cast("Form", result if keepdim else result.squeeze(dim))
 
 

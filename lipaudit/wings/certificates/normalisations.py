@@ -82,7 +82,7 @@ def _divide_by_root(y: Form, eps: float) -> Form:
 
 
 def _mean_square(y: Form) -> Form:
-    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2) over the last axis."""
+    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2) over the last axis, y = c + dy."""
     symbols = y.symbols
     n = y.shape[-1]
     dtype = symbols.dtype
@@ -92,20 +92,20 @@ def _mean_square(y: Form) -> Form:
         lambda t: (t * gradient).sum(-1, keepdim=True)
     )
     # mean(dy^2): coefficients of the squares that are kept, and shift +- radius.
-    reach = round_up(y.symbol_radius + y.slack)
-    size = y.centre.abs()
-    shift, radius, keeps_squares = _bound_squares(y, reach)
+    y_radius = round_up(y.symbol_radius + y.slack)
+    y_size = y.centre.abs()
+    shift, radius, keeps_squares = _bound_squares(y, y_radius)
     if symbols.order == 2:
         linear = y.dense[: symbols.n] * keeps_squares
         squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
         dense[symbols.n : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
-    # Two sums of n products, their weights rounded, and the sum of both.
+    # Rounding: two sums of n products, their weights, and the sum of both.
     centre = _average_row(y.centre.square())
-    reach_of_square = 2 * size * reach + reach.square()
-    of_symbols = gamma(2 * n + 16, dtype) * _average_row(reach_of_square)
+    radius_of_square = 2 * y_size * y_radius + y_radius.square()
+    of_symbols = gamma(2 * n + 16, dtype) * _average_row(radius_of_square)
     of_centre = gamma(n + 8, DOUBLE) * (centre + shift)
-    underflow = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
-    slack = _average_row(2 * size * y.slack) + radius
+    underflow = 8 * n * y.count * tiny(dtype) * (1 + y_size.amax())
+    slack = _average_row(2 * y_size * y.slack) + radius
     slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 

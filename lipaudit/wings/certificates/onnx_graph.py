@@ -57,6 +57,7 @@ def _gather(x: Any, at: Any, axis: int = 0) -> Any:
 
 
 def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> Any:
+    """Return the parts of an axis: of given sizes, or so many of about equal size."""
     if split is not None:
         return x.split(_integers(split), axis)
     rounded_up = -(-x.shape[axis] // num_outputs)
@@ -87,6 +88,7 @@ def _unsqueeze(x: Any, axes: Any) -> Any:
 
 
 def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Return x clamped to limits that ONNX has as tensors."""
     if min is not None:
         min = torch.as_tensor(min).item()
     if max is not None:
@@ -95,7 +97,8 @@ def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
-    # ONNX has all beginnings, then all ends; torch wants pairs, the last axis first.
+    """Add entries at the ends of axes; `pads` has all beginnings, then all ends."""
+    # torch wants pairs of beginning and end, the last axis first.
     ends = torch.tensor(_integers(pads)).view(2, -1)
     pairs = ends.flip(1).mT.flatten().tolist()
     while pairs[-2:] == [0, 0]:  # of the first axes, which some modes do not take
@@ -190,12 +193,13 @@ def _multiply(
 
 
 def _power(x: Any, y: Any) -> Any:
+    """Return x^y in the dtype of x."""
     if y.numel() == 1:
         y = y.item()
     power = x**y
     if x.is_floating_point():
         return power
-    return power.to(x.dtype)  # the type of the base
+    return power.to(x.dtype)
 
 
 def _divide(x: Any, y: Any) -> Any:
@@ -210,10 +214,11 @@ def _find_remainder(x: Any, y: Any, fmod: int = 0) -> Any:
 
 
 def _cast(x: Any, to: int) -> Any:
-    kind = CASTS[to]
-    if x.is_floating_point() and kind.is_floating_point:
+    """Return x in another type, by its number in ONNX; floating-point values keep their dtype."""
+    dtype = CASTS[to]
+    if x.is_floating_point() and dtype.is_floating_point:
         return x
-    return x.to(kind)
+    return x.to(dtype)
 
 
 def _rectify(x: Any, slope: Any) -> Any:
@@ -231,13 +236,14 @@ def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any
 def _reduce(name: str, *order: int) -> Any:
     """Return the operator that reduces axes by a method of tensors, such as "sum"."""
 
-    def compute(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
+    def reduce_axes(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
+        """Reduce axes, by default all."""
         if axes is None:
             axes = range(x.ndim)
         method = getattr(x, name)
         return method(*order, tuple(_integers(axes)), keepdim=bool(keepdims))
 
-    return compute
+    return reduce_axes
 
 
 def _rename(name: str) -> Any:
@@ -338,6 +344,7 @@ class Graph:
     """
 
     def __init__(self, path: Path) -> None:
+        """Read a file: weights, the input and the output, then the steps in order."""
         advice = "pip install 'lipaudit[onnx]'"
         with explain_failure("ONNX needs the library `onnx`", advice, ImportError):
             import onnx
@@ -347,8 +354,8 @@ class Graph:
             model = onnx.load(path)
             (version,) = (o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
             graph = model.graph
-            self.weights = {each.name: _read_value(each) for each in graph.initializer}
-            self.weights[""] = None
+            self.weights = {tensor.name: _read_value(tensor) for tensor in graph.initializer}
+            self.weights[""] = None  # the name of an optional input that is absent
             (start,) = (each for each in graph.input if each.name not in self.weights)
             (end,) = graph.output
             kind = start.type.tensor_type

@@ -102,7 +102,7 @@ def _bound_combination(
     `unit` all s_r and their sum are 1.
 
     Args:
-        stacks: coefficients (rows, *shape); the vectors h_r lie along `axis` of the shape.
+        stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
         axis: axis of the vectors, without that of the rows.
         weight: w >= 0, (*shape); None for 1.
         unit: whether the symbols are a unit vector.

@@ -49,7 +49,10 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
 
 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    """Return the largest ||J^T u|| of any step, (batch, heads), from start vectors u."""
+    """Return the largest ||J^T u|| of any step, (batch, heads), from start vectors u.
+
+    The first steps are at X, a power iteration; the others move the tokens as well.
+    """
     # Tokens moved by dX change q, k, v by dX W, W = [W_Q W_K W_V]. With W = Z R (Z^T Z = 1) it is
     # enough to search over moves dX = move Z^T: then dX W = move R, and ||dX||_F = ||move||_F.
     weights = [projection.weight for projection in projections(heads)]

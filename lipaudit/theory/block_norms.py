@@ -85,10 +85,6 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
 
     s T_i W_Q^T = sum_j P_ij w_ij z_j^T, w_ij = v_j - o_i. With kappa_jl = <z_j, z_l> and
     ||v_j - v_l||^2 = 2 h_jl its square is sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl).
-
-    Rounding: with m_k = sum_j P_ij ||z_j|| ||v_j||^k the terms of the sum add up to at most
-    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has relative errors below those
-    of sums of N terms of products.
     """
     # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
     # ||w_il||^2 may stand for both squares, and <v_j, v_l> - ||v_l||^2 for -h_jl.
@@ -98,7 +94,17 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
     totals = (at.p @ rows.z) @ rows.z.mT  # sum_j P_ij kappa_jl
     inner.addcmul_(totals, at.w2)
     squares = inner.mul_(at.p).sum(-1)
+    error = _bound_query_rounding(at, rows)
+    return (squares + error).clamp_min(0.0).sqrt()
 
+
+def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
+    """Bound the rounding error of the square that `query_term` computes.
+
+    With m_k = sum_j P_ij ||z_j|| ||v_j||^k its terms add up to at most
+    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has relative errors below those
+    of sums of N terms of products.
+    """
     z = vector_norm(rows.z, dim=-1)
     v2 = at.v2[..., 0]
     o2 = at.o2[..., 0]
@@ -110,8 +116,7 @@ def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
     # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
     # cost 2 m, kappa d, <v_j, v_l> d_v, other sums and products 20.
     channels = max(rounding(at.v), rounding(rows.z))
-    error = (rounding(at.p) + 2 * channels) * terms
-    return (squares + error).clamp_min(0.0).sqrt()
+    return (rounding(at.p) + 2 * channels) * terms
 
 
 CLEAR = 0.01

@@ -299,10 +299,16 @@ def _row_length(rows: Tensor) -> Tensor:
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return a_ij and b_ij: no log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
 
-    log sum_l P_il exp(dS_il) >= sum_l P_il dS_il, so log P_ij grows by at most dS_ij - E_i dS.
-    With c_l = delta_jl - P_il that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in E with
-    a coefficient of length a_ij, and e_i^T A sum_l c_l e_l, which is at most
+    e_l are the moves of the tokens, ||E||_F <= rho. By the convexity of exp, log P_ij grows by at
+    most dS_ij - E_i dS, the change of its logit less the mean change. With c_l = delta_jl - P_il
+    that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves with a coefficient of
+    length a_ij, and e_i^T A sum_l c_l e_l, which is at most
     ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
+
+    Args:
+        p: P, (batch, heads, n, m).
+        z: ||z_j - E_i z||, the gradient of logit ij in its query.
+        u: ||u_i||, the gradient of the logits of query i in their keys, (batch, heads, n, 1).
     """
     identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     others = _others(p)  # 1 - P_ij
@@ -337,13 +343,16 @@ class BallLimits:
 
 
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
-    """Return the upper limits of P, u, z and v on the ball of radius rho."""
-    # No log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2: see `_log_growth`.
+    """Return upper limits on the ball of radius rho: of P, and of how far keys and values spread.
+
+    E_i is the mean over the keys with weights P_i; f_j are the rows of a move of all tokens.
+    """
+    # P grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2), and to 1: `_log_growth`.
     bend = at.bend * at.a
-    growth = at.p.log() + at.slope * rho + bend * (rho * rho)
-    p = growth.clamp_max(0.0).exp()
-    # sum_j P_ij ||f_j - E_i f||^2 is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il
-    # ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    log_p = at.p.log() + at.slope * rho + bend * (rho * rho)
+    p = log_p.clamp_max(0.0).exp()
+    # The variance of f, sum_j P_ij ||f_j - E_i f||^2, is at most E_i ||f||^2; and it is
+    # sum_{j < l} P_ij P_il ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
     others = _others(p).clamp_max(1.0)
     spread = torch.where(at.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
@@ -353,7 +362,8 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     # `widest` times the length of the move.
     z = _deviation(p, at.z) + rho * at.a * widest
     v = _deviation(p, at.w) + rho * at.wv * widest
-    # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
+    # v_j moves by rho ||W_V|| at most, and o_i by rho times its derivative, which is
+    # sum_j P_ij W_V^T f_j + Cov_i(sigma, v) for changes sigma of the logits.
     largest = p.amax(-1, keepdim=True)
     output = at.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (at.wv + output)

@@ -204,17 +204,8 @@ class Ingredients:
         k = _append_bias(to_k)
         v = _append_bias(to_v)
         value = spectral_norm(to_v.weight)
-        root = gram_root(to_q.weight)  # R with R^T R = W_Q^T W_Q
-        # A basis X of the range of W_Q: W_Q = X R but for rounding, ||X|| <= 1. Row by row X
-        # solves x (R + dR) = w with |dR| <= d u |R| (Higham, Theorem 8.5), so
-        # ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||, while ||R y||^2 is at least
-        # (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the error is at most the share
-        # `left` of ||R y||.
-        basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
-        wide, narrow = to_q.weight.shape[-2:]
-        eps = torch.finfo(basis.dtype).eps
-        added = (wide + narrow) * eps
-        left = narrow**1.5 * eps / added**0.5
+        root = gram_root(to_q.weight)  # R with R^T R >= W_Q^T W_Q, (heads, d, d)
+        basis, left = _find_range(to_q.weight, root)
         if self.heads.x_kv is not None:  # queries of another input share no direction with keys
             basis = torch.zeros_like(to_k.weight[..., :1])
         return Weights(
@@ -224,10 +215,10 @@ class Ingredients:
             # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K; with more it is more.
             a=spectral_norm(q @ gram_root(k).mT),
             value=value,
-            # Not gram_root, which is an upper limit: `ball` divides by ||u_i||.
+            # Exact, not `gram_root`, which is an upper limit: bounds on balls divide by ||u_i||.
             to_u=factor(to_k)[:, 0].mT,
             to_a=to_k.weight.mT @ to_v.weight,
-            # kappa enters t_i^2 = ||sum_j P_ij w_ij z_j^T||_F^2, which grows with z's Gram matrix.
+            # An upper limit will do: `query_term` grows with the Gram matrix of W_Q.
             to_z=root.mT,
             to_inside=to_k.weight.mT @ basis,
             shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
@@ -302,6 +293,25 @@ class Ingredients:
         return self.a_norm * (self.tokens.longest + r).square()
 
 
+def _find_range(weight: Tensor, root: Tensor) -> tuple[Tensor, float]:
+    """Return a basis X of the range of W = X R, ||X|| <= 1, and the rounding error of X.
+
+    The error is a share of ||R y||: ||(W - X R) y|| <= share ||R y|| for every y.
+
+    Args:
+        weight: W, (heads, D, d).
+        root: R, from `gram_root`.
+    """
+    # Row by row X solves x (R + dR) = w with |dR| <= d u |R| (Higham, Theorem 8.5), u = eps / 2:
+    # ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||. And ||R y||^2 is at least what `gram_root`
+    # adds, (D + d) eps ||W||_F^2 ||y||^2.
+    basis = torch.linalg.solve_triangular(root, weight, upper=True, left=False)
+    wide, narrow = weight.shape[-2:]
+    eps = torch.finfo(basis.dtype).eps
+    added = (wide + narrow) * eps
+    return basis, narrow**1.5 * eps / added**0.5
+
+
 def _append_bias(projection: Projection) -> Tensor:
     """Return [W; b^T], or W without a bias."""
     if projection.bias is None:
@@ -365,7 +375,7 @@ def _largest_gradient(
 
 def sum_spread(
     p: Float[Tensor, "*batch n m"], gram: Float[Tensor, "*batch m m"], c: Tensor
-) -> Float[Tensor, "three *batch n"]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the fourth power of the Schatten-4 norm of X^T M(P_i), which bounds its norm.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2, g the Gram
@@ -390,7 +400,7 @@ def sum_spread(
     # A - 4 B + 2 W C + 2 R^2
     power = a - 4 * b + 2 * total * cc + 2 * r.square()
     terms = a + 2 * total * cc
-    return torch.stack([power, terms, total])
+    return power, terms, total
 
 
 def bound_token_spread(
@@ -413,14 +423,13 @@ def bound_token_spread(
     # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
-    sums = sum_spread(flat, gram, c)
-    power, terms, total = sums.view(3, *p.shape[:3])
+    power, terms, total = sum_spread(flat, gram, c)
     e = 2 * rounding(p)
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: errors of c move
     # it by at most 2 (e / 2) sum w_j.
     root = (power + 3 * e * terms).clamp_min(0.0).sqrt()
     square = (1 + e) * (root + e * total)
-    square = square.amax(-1) * largest[:, None]
+    square = square.view(p.shape[:3]).amax(-1) * largest[:, None]
     return square.sqrt()
 
 

@@ -344,14 +344,8 @@ class _Krylov:
         self.beta = torch.zeros(count, dtype=torch.float64)
         self.ritz = torch.zeros(count, 0, dtype=torch.float64)
         self.shorter = self.ritz
-        # delta with P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v
-        # fixed. For n = size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
-        half = self.size.double() / 2
-        log_quotient = torch.lgamma(half) - torch.lgamma(half - 0.5)
-        log_density = log_quotient - 0.5 * math.log(math.pi)
-        log_delta = math.log(ETA / 2) - log_density
         # log(1 / delta); `advance` adds log beta_k. p_k(t) = 1 / delta is log det(t - T) = level.
-        self.level = length.log() - log_delta
+        self.level = length.log() - _compute_log_delta(self.size)
         self.exponent = torch.zeros(count, dtype=torch.int64)
         self.repeated = torch.zeros(count, dtype=torch.int64)
 
@@ -451,7 +445,7 @@ class _Krylov:
     def record(self, norms: Norms, mask: Tensor) -> None:
         """Write the results of some problems, True in the mask, into the norms of all."""
         problems = self.index[mask]
-        ritz = self.ritz[mask]
+        ritz = self.ritz[mask]  # estimates of the eigenvalues of A, ascending
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
         limit = torch.where(self.exhausted[mask], top, limit)
@@ -493,6 +487,18 @@ class _Krylov:
     def _vector(self, k: int) -> Tensor:
         """Return basis vector k of every problem, (problems, 1, size), a view."""
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
+
+
+def _compute_log_delta(size: Tensor) -> Tensor:
+    """Return log delta with P(|<u, v>| < delta) <= ETA, for u uniform on the sphere and v fixed.
+
+    `size` is the dimension n of each space. P is at most 2 delta times the density of <u, v>,
+    which for n >= 3 is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+    """
+    half = size.double() / 2
+    log_quotient = torch.lgamma(half) - torch.lgamma(half - 0.5)
+    log_density = log_quotient - 0.5 * math.log(math.pi)
+    return math.log(ETA / 2) - log_density
 
 
 def _choose_exponents(size: Tensor) -> Tensor:

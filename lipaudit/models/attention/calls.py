@@ -83,6 +83,7 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
             biases.append(linear.bias)
 
     def arrange(*parts: Tensor) -> Tensor:
+        """Return the outputs of all maps side by side, one token per row."""
         rows = []
         for linear, y in zip(linears, parts, strict=True):
             rows.append(linear.outputs(y))
@@ -210,14 +211,14 @@ class Explicit:
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
-        pulled = pull_back(
+        pulled: Sequence[Tensor | None] = pull_back(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
-        # A call without a gradient: its graph is cut between q k^T and the logits.
-        parts = [part for part in pulled if part is not None]
-        if len(parts) < len(pulled):
-            return None
-        parts = [part.mT if self.turned else part for part in parts]
+        parts = []
+        for part in pulled:
+            if part is None:  # the graph is cut between q k^T and the logits of this call
+                return None
+            parts.append(part.mT if self.turned else part)
         if len(parts) == 1:
             whole = parts[0]
         else:

@@ -54,6 +54,9 @@ def add_inputs(
         batch: the samples.
         relative: its logits with their graph, from `read_product`.
 
+    Returns:
+        The heads, and the projections of q, k and v by name, without constants.
+
     Raises:
         NotClosedForm: the call does not have this structure.
     """
@@ -370,8 +373,9 @@ class Site:
         """Return the input with respect to which the norm is computed."""
         if self.structure is None:
             return self.module_input
-        read = ONE_INPUT if self.structure.joint else APART
-        return KEYS if self.structure.q is None else read
+        if self.structure.q is None:
+            return KEYS
+        return ONE_INPUT if self.structure.joint else APART
 
     @property
     def module_input(self) -> str:

@@ -55,8 +55,8 @@ class Contraction(NamedTuple):
     def orders(self) -> Iterator[tuple[str, Contraction]]:
         """Yield both orders of the factors, each with the op in the address of the linear map."""
         yield calls.RIGHT, self
-        # A weight on the left is the same for all samples: with axes in common with the other
-        # factor, it is a learned query.
+        # The left factor may be the weight, W x. But not in a batched product (common axes in the
+        # result): there a left factor without samples is a learned query.
         common = set(self.x_letters) & set(self.letters) & set(self.out)
         if not self.entire and not common:
             swapped = Contraction(self.weight, self.letters, self.x, self.x_letters, self.out)
@@ -78,6 +78,7 @@ class Contraction(NamedTuple):
             elif _is_constant_along(x, x_axis):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
+        # Axes of X alone; common axes, with a block of W each; those summed over; those of W alone.
         rows = [a for a in out if a not in letters]
         blocks = [a for a in out if a in x_letters and a in letters]
         summed = [a for a in x_letters if a in letters and a not in out]

@@ -224,9 +224,9 @@ class AttentionMode(TorchFunctionMode):
         """Take the logits of a softmax that contain no product, and their leaves."""
 
     def remember(self, linear: Linear, result: Tensor) -> None:
-        """If a linear map mixes logits or P (talking heads), remember what they are.
+        """If a linear map mixes logits or P (talking heads), note that they lie behind its result.
 
-        Behind the cut at its result, q k^T would be lost.
+        The graph is cut at the result: a walk from there does not find q k^T.
         """
         edges = [product.edge for product in self._products]
         for softmax in self._awaited:
@@ -456,6 +456,7 @@ def _is_turned(logits: Tensor, product: GradientEdge) -> bool:
     path = nodes(logits, [product.node])
     if _MOVES.isdisjoint(op(node) for node in path):
         return False
+    # J^T u with u = 1 in one row of the logits.
     row = torch.zeros_like(logits)
     row[..., logits.shape[-2] // 2, :] = 1.0
     pulled = vjp(logits, product, row)

@@ -121,6 +121,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
         calls: list[AttentionCall] = []
 
         def on_attention(call: AttentionCall, _address: Address) -> None:
+            """End the run with O at the layer's last attention call in the module."""
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
                 joined = call
@@ -201,14 +202,16 @@ def find_residuals(
 
     def find_skip_path(samples: int, frame: trace.Frame, output: Any) -> None:
         """Note a module call as a residual if its output depends on its input by a skip path."""
-        start = _find_first_moving((frame.args, frame.kwargs))
-        end = _find_first_moving(output)
-        if start is None or end is None:
+        first_input = _find_first_moving((frame.args, frame.kwargs))
+        first_output = _find_first_moving(output)
+        if first_input is None or first_output is None:
             return
-        i, x = start
-        j, y = end
-        # The output depends on the input although the graph is cut: a skip path.
-        if x.shape == y.shape and x.grad_fn and leaves(y, {x.grad_fn})[1]:
+        i, x = first_input
+        j, y = first_output
+        if x.shape != y.shape or x.grad_fn is None:
+            return
+        _, hits = leaves(y, {x.grad_fn})
+        if hits:  # the output depends on the input although the graph is cut: a skip path
             key = frame.name, frame.number
             by_sample = y.shape[:1] == (samples,)
             if key in by_call:
@@ -216,7 +219,8 @@ def find_residuals(
             by_call[key] = Residual(*key, i, j, by_sample)
 
     def note_frames(place: trace.CallStack, _call: AttentionCall, address: Address) -> None:
-        frames_around[address] = place.frames[::-1]  # innermost first
+        """Note the module calls in progress at an attention call, innermost first."""
+        frames_around[address] = place.frames[::-1]
 
     # Rows per token may be as many as the samples in one of the passes, not in both.
     for samples in (1, 2):
@@ -284,6 +288,7 @@ def _change_outputs(
     counts = Counter[str]()  # of calls so far, by module
 
     def change_output(name: str, _args: object, output: Any) -> Any:
+        """Return the output of a module call, changed if the call is one of the residuals."""
         residual = by_call.get((name, counts[name]))
         counts[name] += 1
         if residual is None:
@@ -317,8 +322,9 @@ def compute_residual_norms(
     calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
     def copy_arguments(frame: trace.Frame) -> None:
+        """Copy the arguments of a residual's module call, before the call can change them."""
         residual = by_call.get((frame.name, frame.number))
-        if residual is not None:  # copies, before the call can change its arguments
+        if residual is not None:
             copies = tree_map(
                 lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
             )

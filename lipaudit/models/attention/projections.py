@@ -330,17 +330,11 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: the tensor differs from the decoded form.
     """
-    # The outputs of the decoded maps, which must be the leaves behind q, k or v.
-    by_address = {leaf.origin.address: leaf for leaf in leaves}
-    sources = tuple(by_address[address] for address in form.source if address in by_address)
-    linears = [leaf.origin.linear for leaf in sources if leaf.origin.linear is not None]
-    is_same = len(linears) == len(leaves) == len(form.source)
-    is_same = is_same and all(other.reads_same(linears[0]) for other in linears[1:])
-    if not is_same:
-        raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
+    leaves, linears = _require_same_maps(form, leaves)
     # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
-    outputs = tuple(leaf.tensor for leaf in sources)
+    outputs = tuple(leaf.tensor for leaf in leaves)
+    # q, k or v without repeated heads, as a function of the outputs of the maps.
     source = Probed(t[:, :: form.repeat], outputs, linear.outputs)
     total = linear.inputs.shape[0]
     # A text of another length has the same index only if every token is read once, in order.
@@ -351,6 +345,40 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
+    projection = _read_projection(form, source, linear, rows)
+    projection = _repeat_heads(projection, form.repeat)
+    x = graph.take(linear.inputs, rows, 0)
+    return Projected(form, projection, x, index, linear, leaves)
+
+
+def _require_same_maps(
+    form: ProjectionForm, leaves: Sequence[Leaf]
+) -> tuple[tuple[Leaf, ...], list[Linear]]:
+    """Return the outputs of the decoded linear maps in their order, and the maps.
+
+    Raises:
+        NotClosedForm: q, k or v depends on other maps, or they read several inputs.
+    """
+    by_address = {leaf.origin.address: leaf for leaf in leaves}
+    decoded = tuple(by_address[address] for address in form.source if address in by_address)
+    linears = [leaf.origin.linear for leaf in decoded if leaf.origin.linear is not None]
+    is_same = len(linears) == len(leaves) == len(form.source)
+    if not is_same or not all(other.reads_same(linears[0]) for other in linears[1:]):
+        raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
+    return decoded, linears
+
+
+def _read_projection(
+    form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
+) -> Projection:
+    """Return the projection of each head that is not repeated.
+
+    Args:
+        form: its form.
+        source: q, k or v as a function of the output of the linear map.
+        linear: the linear map.
+        rows: the row of the map that each token reads, (windows, tokens).
+    """
     # W and b of the columns that each head reads, (heads, D, e) and (heads, e).
     weight = graph.take(linear.weight, form.columns, 1).transpose(0, 1)
     bias = None
@@ -358,23 +386,18 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         bias = graph.take(linear.bias, form.columns, 0)
     if form.kind == "affine":
         _require_affine(form, source, rows)
-        projection = _mix_channels(form, weight, bias)
-    elif form.kind == "cross-head":
-        # One projection of all heads becomes one per head, each reading all columns.
-        heads = source.t.shape[1]
-        local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
-        local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
-        local = local.transpose(1, 2)  # (windows, heads, tokens, d, e)
-        weight = weight.expand(heads, -1, -1)
-        if bias is not None:
-            bias = bias.expand(heads, -1)
-        projection = Projection(weight, bias, local, form.kind)
-    else:
+        return _mix_channels(form, weight, bias)
+    if form.kind != "cross-head":
         local = _compute_local_map(form, source, rows)
-        projection = Projection(weight, bias, local, form.kind)
-    projection = _repeat_heads(projection, form.repeat)
-    x = graph.take(linear.inputs, rows, 0)
-    return Projected(form, projection, x, index, linear, sources)
+        return Projection(weight, bias, local, form.kind)
+    # One projection of all heads becomes one per head, each reading all columns.
+    heads = source.t.shape[1]
+    local = _compute_local_map(form, source.join_heads(), rows)[:, 0]
+    local = local.reshape(*local.shape[:2], heads, -1, local.shape[3])
+    local = local.transpose(1, 2)  # (windows, heads, tokens, d, e)
+    if bias is not None:
+        bias = bias.expand(heads, -1)
+    return Projection(weight.expand(heads, -1, -1), bias, local, form.kind)
 
 
 def _require_affine(form: ProjectionForm, source: Probed, rows: Tensor) -> None:

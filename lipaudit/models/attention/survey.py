@@ -49,23 +49,19 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     Raises:
         InputError, EvaluationError: as in `survey`.
     """
-    if net.kind == "text":
-        sample = _take_longest(net, batch)
-    else:
-        sample = batch.x[:1]
-    weights = None
+    sample = _take_sample(net, batch)
     if net.surveys:
         weights = _fingerprint_weights(net.module)
-    net.surveys[:] = [known for known in net.surveys if known.weights == weights]
-    known: Survey
-    for known in net.surveys:
-        if sample.shape in known.shapes or known.holds(net, batch):
+        net.surveys[:] = [earlier for earlier in net.surveys if earlier.weights == weights]
+    result: Survey
+    for result in net.surveys:
+        if sample.shape in result.shapes or result.holds(net, batch):
             break
     else:
-        known = survey(net, batch)
-        net.surveys.append(known)
-    known.shapes.add(sample.shape)
-    return known.sites
+        result = survey(net, batch)
+        net.surveys.append(result)
+    result.shapes.add(sample.shape)
+    return result.sites
 
 
 class NoHeadsError(InputError):
@@ -173,10 +169,12 @@ def survey(net: Net, batch: Batch) -> Survey:
             "Replace it. lipaudit attack and lipaudit jacobian from the input record none.",
         ) from error
     # `uses` counts products of two activations: not those of learned queries.
-    counted = (site for site in sites if not site.learned)
-    layers = (address.module for site in counted for address in site.addresses)
-    unread = tuple(dict.fromkeys(uses.beyond(layers)))
-    # Now, as a model may fill buffers in its first pass.
+    modules = []
+    for site in sites:
+        if not site.learned:
+            modules += [address.module for address in site.addresses]
+    unread = tuple(dict.fromkeys(uses.beyond(modules)))
+    # The fingerprint comes last: a model may fill buffers in its first pass.
     return Survey(sites, unread, _fingerprint_weights(net.module), scores)
 
 
@@ -188,8 +186,9 @@ def _observe_passes(
     Also the products of keys and learned queries, at which no pass may cut.
     """
 
-    def observe(loops: Sequence[calls.Loop] = (), *inner: calls.Address) -> Surveyor:
-        surveyor = Surveyor(pair, frozenset(inner), loops)
+    def observe(loops: Sequence[calls.Loop], inner_maps: frozenset[calls.Address]) -> Surveyor:
+        """Run the model once, and check that its output is that of the unobserved pass."""
+        surveyor = Surveyor(pair, inner_maps, loops)
         result = trace.run(net, pair, surveyor)
         if not agree(output, result, each=0):
             requirements.require_repeat(net, pair, pair, output)
@@ -204,23 +203,24 @@ def _observe_passes(
             raise _make_heads_error(net, uses.beyond(()))
         return surveyor
 
-    surveyor = observe()
+    surveyor = observe((), frozenset())
     # Learned queries that all samples share look like a linear map of the keys.
     scores = frozenset(surveyor.scores)
     if scores:
-        surveyor = observe((), *scores)
+        surveyor = observe((), scores)
     loops = surveyor.find_loops()
     if loops:
-        surveyor = observe(loops, *scores)
+        surveyor = observe(loops, scores)
     # Once more with fewer cuts, for keys that are made from a latent of the tokens.
     if surveyor.uncut:
-        surveyor.adopt(observe(loops, *scores, *surveyor.uncut))
+        surveyor.adopt(observe(loops, scores | surveyor.uncut))
+    # A written-out softmax is recognised by a graph from its q or k: cut at what they read.
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
-    written_out = frozenset().union(*(site.sources for site in explicit))
+    sources = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: everything that changes mixes samples.
-    tracer = trace.Tracer(surveyor.compare, wanted=written_out, loops=loops)
-    alone = trace.run(net, other, tracer)
-    if not agree(output[0], alone[0]):
+    tracer = trace.Tracer(surveyor.compare, wanted=sources, loops=loops)
+    other_output = trace.run(net, other, tracer)
+    if not agree(output[0], other_output[0]):
         requirements.require_repeat(net, pair, other, output)
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
@@ -231,20 +231,21 @@ def _observe_passes(
 
 
 def _make_heads_error(net: Net, modules: Sequence[str]) -> NoHeadsError:
+    """Return the error for a model without layers, with the modules of unread attention."""
     name = net.architecture
-    found = (
+    unread = (
         f"no attention was recognised in {name}, and none can be measured ({few(modules)}): "
         "values are multiplied by a product of activations. Attention does so if its weights are "
         "not a softmax over keys, or are reshaped before they multiply the values. So does "
         "attention that is detached or computed sample by sample. State spaces (Mamba-2) and "
         "linear attention do, too"
     )
-    missing = (
+    absent = (
         f"no attention was found in {name}: neither scaled_dot_product_attention nor a "
         "softmax over q k^T was called"
     )
     return NoHeadsError(
-        found if modules else missing,
+        unread if modules else absent,
         "Flash and flex attention, torch.compile, TorchScript, detach, no_grad, vmap and loops "
         "over samples hide the softmax. Load the model uncompiled, with "
         "attn_implementation='sdpa' or 'eager', and leave these out. For a model "
@@ -264,53 +265,58 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     noise inside the box, or noise of the sample's size without a box. Texts keep their token ids,
     and so their special tokens and masks; the returned net adds noise to the embeddings instead.
     """
-
-    def call(x: Tensor, mask: Tensor | None) -> Any:
-        seeds = count()  # from the start in every pass, so that all passes have the same noise
-
-        def move(out: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(next(seeds))
-            noise = torch.randn(out.shape, generator=generator).to(out)
-            return out + _measure_size(out) * noise
-
-        with trace.watch_embeddings(net, move):
-            return net.call(x, mask)
-
-    if net.kind == "text":
-        x = _take_longest(net, batch)
-    else:
-        x = batch.x[:1]
+    x = _take_sample(net, batch)
     # The sample, and two companions that differ from it and from each other by their noise.
     samples = [x, x.flip(-1), x]
-    for seed, t in enumerate(samples if net.kind != "text" else ()):
-        generator = torch.Generator().manual_seed(seed)
-        if net.box is None:
-            noise = torch.randn(x.shape, generator=generator).to(x)
-            samples[seed] = t + _measure_size(t) * noise
-        else:
-            low, high = net.box
-            share = torch.rand(x.shape, generator=generator).to(x)
-            noise = low + (high - low) * share
-            samples[seed] = 0.5 * (t + noise)
+    if net.kind == "text":
+        net = _add_embedding_noise(net)
+    else:
+        for seed, t in enumerate(samples):
+            generator = torch.Generator().manual_seed(seed)
+            if net.box is None:
+                noise = torch.randn(x.shape, generator=generator).to(x)
+                samples[seed] = t + _measure_size(t) * noise
+            else:
+                low, high = net.box
+                share = torch.rand(x.shape, generator=generator).to(x)
+                noise = low + (high - low) * share
+                samples[seed] = 0.5 * (t + noise)
     ids = (batch.ids[0], batch.ids[0] + "-companion")
     generic, first, second = samples
     pair = Batch(torch.cat([generic, first]), None, ids)
     other = Batch(torch.cat([generic, second]), None, ids)
-    noisy = replace(net, call=call) if net.kind == "text" else net
-    return noisy, pair, other
+    return net, pair, other
 
 
-def _take_longest(net: Net, batch: Batch) -> Tensor:
-    """Return the longest sample without its padding, repeated or cut to a useful length."""
+def _add_embedding_noise(net: Net) -> Net:
+    """Return a net that adds seeded noise to its token embeddings, the same in every pass."""
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        seeds = count()  # one for each embedding of the pass
+
+        def add_noise(out: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(next(seeds))
+            noise = torch.randn(out.shape, generator=generator).to(out)
+            return out + _measure_size(out) * noise
+
+        with trace.watch_embeddings(net, add_noise):
+            return net.call(x, mask)
+
+    return replace(net, call=call)
+
+
+def _take_sample(net: Net, batch: Batch) -> Tensor:
+    """Return the first sample; of texts the longest, without padding, at a useful length."""
+    if net.kind != "text":
+        return batch.x[:1]
     ids = batch.x[0]
     if batch.mask is not None:
         longest = int(batch.mask.sum(1).argmax())
         ids = batch.x[longest, batch.mask[longest]]
     fewest = min(FEWEST_TOKENS, net.input_shape[0])
-    wanted = max(len(ids), fewest)
-    repetitions = math.ceil(wanted / len(ids))
-    tokens = ids.repeat(repetitions)
-    return tokens[None, : min(wanted, MOST_TOKENS)]
+    length = max(len(ids), fewest)
+    tokens = ids.repeat(math.ceil(length / len(ids)))
+    return tokens[None, : min(length, MOST_TOKENS)]
 
 
 def _measure_size(x: Tensor) -> Tensor:

@@ -234,7 +234,10 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
-        """Check also whether a linear map is the output projection of a layer."""
+        """Take the first linear map of a layer's output for its output projection, if it is one.
+
+        Also refuse a closed form whose queries W_O treats as tokens.
+        """
         super().remember(linear, result)
         outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
         layers = [self.layers[address] for address in outputs if address in self.layers]

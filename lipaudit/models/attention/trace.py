@@ -211,13 +211,16 @@ class Tracer(AttentionMode):
         return result
 
     def _extend_way(self, x: Tensor, address: Address) -> Way:
-        """Return the way of a linear map of x: see `Origin.way`."""
+        """Return the tensors behind a linear map, from its input x back: see `Way`.
+
+        If x is made from the output of one earlier linear map, they include those behind it; to
+        read these, this map must not be cut.
+        """
         # Marks, not tensors: a chain of inputs would keep all activations of the model.
         way: list[tuple[object, tuple[Address, ...]]] = [(root(x), ())]
-        before = self.origins.leaves(x)
-        if len(before) == 1:
-            # Uncut, this map leads on to the map before it, and along its way.
-            for mark, maps in before[0].origin.way:
+        earlier = self.origins.leaves(x)
+        if len(earlier) == 1:
+            for mark, maps in earlier[0].origin.way:
                 way.append((mark, (address, *maps)))
         return tuple(way[:_DEEPEST])
 

@@ -21,7 +21,7 @@ def appendix_c(ingredients: Ingredients) -> Tensor:
     # The proof is that of Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
     x_norm = ingredients.tokens.norm
     centred = ingredients.tokens.off
-    # An upper limit of max_i ||X^T M(P_i)||, which may exceed the exact ||X|| max_i ||M(P_i)||.
+    # Two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and ||X|| max_i ||M(P_i)||.
     spread = bound_token_spread(ingredients.at.p, centred @ centred.mT)
     spread = spread.minimum(x_norm * ingredients.softmax_norm_max)
     growth = 2 * x_norm * ingredients.a_norm * spread

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def theorem3_g1(ingredients: Ingredients) -> Tensor:
-    """Return Theorem 3 with g_1(P_i) for ||M(P_i)||."""
-    # g_1 = p_(1) (1 - p_(1) + p_(2)) >= ||M(p)||: the eigenvalue solves phi(x) = 0 with
+    """Return Theorem 3 with g_1(P_i), an upper limit of ||M(P_i)||, in its place.
+
+    g_1 = p_(1) (1 - p_(1) + p_(2)), with the largest two entries of a row p = P_i.
+    """
+    # Proof of g_1 >= ||M(p)||, the largest eigenvalue of diag(p) - p p^T. It solves phi(x) = 0,
     # phi(x) = 1 - sum_j p_j^2 / (p_j - x), which falls between p_(2) and p_(1), and phi(g_1) <= 0.
     # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
     # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))

@@ -167,12 +167,12 @@ class Origins:
 
         A constant with gradients enabled by the model does not count: it depends on nothing.
         """
-        found = []
+        result = []
         for t in tensors:
             for leaf in leaves(t)[0]:
                 if leaf in self.by_leaf:
-                    found.append(leaf)
-        return [Leaf(leaf, self.by_leaf[leaf]) for leaf in found]
+                    result.append(Leaf(leaf, self.by_leaf[leaf]))
+        return result
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Contraction(NamedTuple):
             elif _is_constant_along(x, x_axis):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
-        # Axes of X alone; common axes, with a block of W each; those summed over; those of W alone.
+        # Axes of X alone; common ones, with blocks of W; those summed over; axes of W alone.
         rows = [a for a in out if a not in letters]
         blocks = [a for a in out if a in x_letters and a in letters]
         summed = [a for a in x_letters if a in letters and a not in out]

@@ -362,33 +362,34 @@ class AttentionMode(TorchFunctionMode):
 
         return _finish(product, restore)
 
-    def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_softmax(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        dim: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """Note a softmax whose logits contain a noted product, until its values come.
 
         A row with all keys masked is NaN and constant; torch also returns NaN for its gradient.
         """
-        p = func(*args, **kwargs)
-        if args:
-            logits = args[0]
-        else:
-            logits = kwargs["input"]
-        dim = kwargs.get("dim", -1)
-        if len(args) > 1:
-            dim = args[1]
-        if self._products and logits.requires_grad and p.isnan().any():
+        p = func(input, dim, *args, **kwargs)
+        if dim is None:  # of logits, torch then takes an axis that is not that of the keys
+            return p
+        if self._products and input.requires_grad and p.isnan().any():
             # The same values, with gradients of 0 in rows without a key.
-            is_empty = logits.isneginf().all(dim, keepdim=True)
-            other_rows = torch.softmax(logits.where(~is_empty, 0.0), dim)
+            is_empty = input.isneginf().all(dim, keepdim=True)
+            other_rows = torch.softmax(input.where(~is_empty, 0.0), dim)
             p = torch.where(is_empty, p.detach(), other_rows.to(p))
-        self._await_values(logits, p, dim)
+        self._await_values(input, p, dim)
         return p
 
-    def _handle_exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_exp(self, func: Callable[..., Tensor], input: Tensor, **kwargs: Any) -> Tensor:
         """Note an exponential while noted products may be its logits."""
-        e = func(*args, **kwargs)
+        e = func(input, **kwargs)
         if self._products and e.requires_grad:
-            logits = args[0] if args else kwargs["input"]
-            self._exponentials[e] = e.grad_fn, logits
+            self._exponentials[e] = e.grad_fn, input
         return e
 
     def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -416,9 +417,9 @@ class AttentionMode(TorchFunctionMode):
         if not hits:
             self.notice_scores(logits, inputs)
             return
-        found = [product for node, product in product_of.items() if node in hits]
+        candidates = [product for node, product in product_of.items() if node in hits]
         # Beside q k^T there may be linear maps of the tokens, and products with positions.
-        product = max(found, key=_Product.rank)
+        product = max(candidates, key=_Product.rank)
         if _is_turned(logits, product.edge):
             product = _Product(product.edge, product.b.mT, product.a.mT, turned=True)
         self._products.clear()  # products before this softmax do not belong to the next one

@@ -8,7 +8,7 @@ t are these gradients without the first terms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -181,33 +181,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         keys: columns of the keys.
         largest: the nodes of the largest logit of each row.
     """
-    device = product.device
-
-    def pull_logits(u: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return J^T u without the part through the largest logits, and the gradients of these."""
-        gradients: list[Tensor] = []
-
-        def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            gradients.extend(g for g in grads if g is not None)
-            return tuple(None if g is None else 0 * g for g in grads)
-
-        with ExitStack() as hooks:
-            for node in largest:
-                hooks.callback(node.register_prehook(block).remove)
-            return form.pull(u), gradients
-
     if largest:
-        # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
-        # that sum exactly to 0 over a row then give no gradient to it.
-        generator = torch.Generator(device).manual_seed(1)
-        shape = form.logits.shape
-        u = torch.randint(-9, 10, shape, generator=generator, device=device)
-        u = u.to(form.logits.dtype)
-        # Small integers add up to exactly 0 in floating point; random real numbers would not.
-        u[..., -1] -= u.sum(-1)
-        _, gradients = pull_logits(u)
-        if any(bool((gradient != 0).any()) for gradient in gradients):
-            raise NotClosedForm("its logits depend on the largest one of their row")
+        _require_subtracted(form, largest)
 
     def pull(cotangent: Tensor) -> Tensor:
         """Return the slopes times a cotangent of the keys' logits, minus its sum at the sink."""
@@ -216,19 +191,55 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             whole = cotangent.new_zeros(form.logits.shape)
             whole[..., keys] = cotangent
             whole[..., keys.start - 1] = -cotangent.sum(-1)
-        result, _ = pull_logits(whole.to(form.logits.dtype))
+        result, _ = _pull_logits(form, largest, whole.to(form.logits.dtype))
         if result is None:  # a linear map of the logits, where the graph is cut
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)
 
     # If S_ij depends on the product of its own pair only, J^T u = slopes * u for every u.
-    generator = torch.Generator(device).manual_seed(0)
-    u = (torch.rand(product.shape, generator=generator, device=device) < 0.5).to(product)
+    generator = torch.Generator(product.device).manual_seed(0)
+    u = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
+    u = u.to(product)
     slopes = pull(torch.ones_like(u))
     # Where u is 0 exactly 0: a small share of a large head's logits is large in another head.
     if not _is_close(pull(u), slopes * u, 1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
+
+
+def _pull_logits(
+    form: Explicit, largest: Sequence[Node], u: Tensor
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Return J^T u of the logits in q k^T, and the gradients that reach the largest logits.
+
+    These gradients go no further: J^T u lacks the part through the largest logit of each row.
+    """
+    gradients: list[Tensor] = []
+
+    def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        gradients.extend(g for g in grads if g is not None)
+        return tuple(None if g is None else 0 * g for g in grads)
+
+    with ExitStack() as hooks:
+        for node in largest:
+            hooks.callback(node.register_prehook(block).remove)
+        return form.pull(u), gradients
+
+
+def _require_subtracted(form: Explicit, largest: Sequence[Node]) -> None:
+    """Raise NotClosedForm unless a row's largest logit is subtracted equally from all of them.
+
+    Cotangents that sum exactly to 0 over a row then give no gradient to it.
+    """
+    logits = form.logits
+    generator = torch.Generator(logits.device).manual_seed(1)
+    # Small integers add up to exactly 0 in floating point; random real numbers would not.
+    u = torch.randint(-9, 10, logits.shape, generator=generator, device=logits.device)
+    u = u.to(logits.dtype)
+    u[..., -1] -= u.sum(-1)
+    _, gradients = _pull_logits(form, largest, u)
+    if any(bool((gradient != 0).any()) for gradient in gradients):
+        raise NotClosedForm("its logits depend on the largest one of their row")
 
 
 def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:
@@ -341,14 +352,11 @@ def _read_term(
     Raises:
         NotClosedForm: r is too large, or differs between windows.
     """
-    mix = part.form.mix
-    repeat = part.form.repeat
     columns = part.form.columns
-    if part.projection.local is not None or repeat > 1:
-        how = "shared keys" if repeat > 1 else "a rotation or norm"
-        raise NotClosedForm(f"{BESIDE}, behind {how}")
-    if mix is not None and mix.shape[-1] != mix.shape[-2]:
-        raise NotClosedForm(f"{BESIDE}, behind a map to another width")
+    if part.form.repeat > 1:
+        raise NotClosedForm(f"{BESIDE}, behind shared keys")
+    if part.projection.local is not None:
+        raise NotClosedForm(f"{BESIDE}, behind a rotation or norm")
     size = logits[0].numel() * columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm(f"its position terms have {size:.1e} numbers")
@@ -360,26 +368,10 @@ def _read_term(
 
     source = Probed(logits, outputs, read_columns)
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
-    # Changes of the columns of the map, the same at every token, of which each changes one channel
-    # of q in all heads: (d, heads * d). q = M y for a mix M of channels, so y changes by M^-1.
-    unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
-    if mix is None:
-        inverse = unit.expand(len(columns), -1, -1)
-    else:
-        inverse = torch.linalg.inv(mix)
-    moves = inverse.permute(2, 0, 1).flatten(1)
-    # The gradients dS_ij / dq_ic of all pairs, channel by channel. J^T u is linear in u, so its
-    # vector-Jacobian product with a change of all tokens is J times that change. As S_ij depends
-    # on q_i alone, entry ij is the effect of changing q_i: d products suffice for all pairs,
-    # instead of one product per key.
-    u = torch.zeros_like(logits, requires_grad=True)
-    pulled = pull_back(logits, source.leaves, u, create_graph=True)
-    rows = source.as_rows(*pulled)
     channels = list[Tensor]()  # r of each channel, (heads, tokens, others)
     # The largest entries in each head: of how far windows differ, of the gradients, of r.
     largest_spread = largest_gradient = largest = plain.new_zeros(is_live.shape[1])
-    for c, move in enumerate(moves):
-        (gradient,) = pull_back(rows, u, move.expand_as(rows), retain_graph=True)
+    for c, gradient in enumerate(_differentiate_channels(source, part)):
         product_gradient = plain[..., None, :, c]  # f_ij s k_j
         if slope is not None:
             product_gradient = slope * product_gradient
@@ -397,6 +389,39 @@ def _read_term(
     if not bool((largest > rounding).any()):
         return None
     return torch.stack(channels, -1)[None]
+
+
+def _differentiate_channels(source: Probed, part: Projected) -> Iterator[Tensor]:
+    """Yield the gradients dS_ij / dq_ic of all pairs for one channel c of q after the other.
+
+    Args:
+        source: S as a function of the columns of q, in the order of the heads.
+        part: the origin of q.
+
+    Raises:
+        NotClosedForm: q has another width than these columns.
+    """
+    # Changes of the columns of the map, the same at every token, of which each changes one channel
+    # of q in all heads: (d, heads * d). q = M y for a mix M of channels, so y changes by M^-1.
+    columns = part.form.columns
+    mix = part.form.mix
+    if mix is None:
+        unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
+        inverse = unit.expand(len(columns), -1, -1)
+    elif mix.shape[-1] == mix.shape[-2]:
+        inverse = torch.linalg.inv(mix)
+    else:
+        raise NotClosedForm(f"{BESIDE}, behind a map to another width")
+    moves = inverse.permute(2, 0, 1).flatten(1)
+    # J^T u is linear in u, so its vector-Jacobian product with a change of all tokens is J times
+    # that change. As S_ij depends on q_i alone, entry ij is the effect of changing q_i: d products
+    # suffice for all pairs, instead of one product per key.
+    u = torch.zeros_like(source.t, requires_grad=True)
+    pulled = pull_back(source.t, source.leaves, u, create_graph=True)
+    rows = source.as_rows(*pulled)
+    for move in moves:
+        (gradient,) = pull_back(rows, u, move.expand_as(rows), retain_graph=True)
+        yield gradient
 
 
 def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,6 +50,8 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     start = rows.reshape(start.shape)
 
     def compute_head_norms(head: int) -> Norms:
+        """Return ||J|| of one head at every sample."""
+
         def embed(u: Tensor) -> Tensor:
             """Return a cotangent of O that is u in this head and 0 in the others, (1, numbers)."""
             cotangent = torch.zeros_like(layer.output)
@@ -231,23 +233,41 @@ def find_residuals(
             tracer = trace.Tracer(partial(note_frames, place), place=place)
             trace.run(net, copies, tracer)
 
-    def choose(site: Site) -> Residual | None:
-        """Return the residual of a layer."""
-        residuals: list[Residual] = []  # from the smallest to the largest
-        without_others: list[Residual] = []  # those that hold no other attention
-        for frame in frames_around.get(site.address, ()):
-            residual = by_call.get((frame.name, frame.number))
-            if residual is None:
-                continue
-            residuals.append(residual)
-            if set(frame.attentions) <= set(site.addresses):
-                without_others.append(residual)
-        if entire:
-            residuals = [*reversed(without_others), *residuals]
-        # The first with a row per sample, else the first.
-        return min(residuals, key=lambda residual: not residual.by_sample, default=None)
+    chosen = []
+    for site in sites:
+        frames = frames_around.get(site.address, [])
+        chosen.append(_choose_residual(site, frames, by_call, entire=entire))
+    return tuple(chosen)
 
-    return tuple(map(choose, sites))
+
+def _choose_residual(
+    site: Site,
+    frames: Sequence[trace.Frame],
+    by_call: Mapping[tuple[str, int], Residual],
+    *,
+    entire: bool,
+) -> Residual | None:
+    """Return the residual of a layer, as `find_residuals` does.
+
+    Args:
+        site: the layer.
+        frames: the module calls around it, innermost first.
+        by_call: the residuals among all module calls.
+        entire: see there.
+    """
+    residuals: list[Residual] = []  # from the smallest to the largest
+    without_others: list[Residual] = []  # those that hold no other attention
+    for frame in frames:
+        residual = by_call.get((frame.name, frame.number))
+        if residual is None:
+            continue
+        residuals.append(residual)
+        if set(frame.attentions) <= set(site.addresses):
+            without_others.append(residual)
+    if entire:
+        residuals = [*reversed(without_others), *residuals]
+    # The first with a row per sample, else the first.
+    return min(residuals, key=lambda residual: not residual.by_sample, default=None)
 
 
 def record_outputs(

@@ -134,24 +134,7 @@ def survey(net: Net, batch: Batch) -> Survey:
     uses = Uses(place.module)
     try:
         with trace.fork_random(net.module), exact_arithmetic(net.device):
-            # First unobserved, for the output and the places of the attention.
-            if net.kind != "text":
-                uses.mark(pair.x)
-            watched = trace.watch_embeddings(net, uses.mark)
-            with watched, place.following(net.module), uses, torch.no_grad():
-                output = net.output(pair)
-            if output.shape[:1] != (len(pair),):
-                raise InputError(
-                    f"{len(pair)} samples give an output of shape {tuple(output.shape)}, so the "
-                    "model merges the samples of a batch",
-                    "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
-                    "sample.",
-                )
-            if not output.isfinite().all():
-                raise EvaluationError(
-                    "the model's output is not finite",
-                    "Check the weights, and try --dtype float64.",
-                )
+            output = _run_unobserved(net, pair, uses, place)
             try:
                 sites, scores = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
@@ -176,6 +159,32 @@ def survey(net: Net, batch: Batch) -> Survey:
     unread = tuple(dict.fromkeys(uses.beyond(modules)))
     # The fingerprint comes last: a model may fill buffers in its first pass.
     return Survey(sites, unread, _fingerprint_weights(net.module), scores)
+
+
+def _run_unobserved(net: Net, pair: Batch, uses: Uses, place: trace.CallStack) -> Tensor:
+    """Return the output of the model as it is, while `uses` counts the places of its attention.
+
+    Raises:
+        InputError: the output does not have a row per sample.
+        EvaluationError: it is not finite.
+    """
+    if net.kind != "text":
+        uses.mark(pair.x)
+    watched = trace.watch_embeddings(net, uses.mark)
+    with watched, place.following(net.module), uses, torch.no_grad():
+        output = net.output(pair)
+    if output.shape[:1] != (len(pair),):
+        raise InputError(
+            f"{len(pair)} samples give an output of shape {tuple(output.shape)}, so the model "
+            "merges the samples of a batch",
+            "Write a py: factory that returns a ModelSpec whose `call` gives one row per sample.",
+        )
+    if not output.isfinite().all():
+        raise EvaluationError(
+            "the model's output is not finite",
+            "Check the weights, and try --dtype float64.",
+        )
+    return output
 
 
 def _observe_passes(

@@ -40,21 +40,11 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
     The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
     """
     by_address = {origin.address: origin.way for origin in origins if origin.linear}
-    if not by_address:
-        return frozenset()
-    first, *others = by_address.values()
-    for mark, maps in first:
-        inner_maps = set(maps)
-        is_common = True
-        for way in others:
-            # The maps to leave uncut on this way to the same tensor, if it is on it.
-            matches = [its_maps for its_mark, its_maps in way if its_mark is mark]
-            if matches:
-                inner_maps.update(matches[0])
-            else:
-                is_common = False
-        if is_common:
-            return frozenset(inner_maps)
+    # For each origin: the tensors behind it, the nearest first, with the maps to leave uncut.
+    ways = [dict(way) for way in by_address.values()]
+    for mark in ways[0] if ways else ():
+        if all(mark in way for way in ways):
+            return frozenset().union(*(way[mark] for way in ways))
     return frozenset()
 
 

@@ -109,6 +109,7 @@ class CallStack:
         """Keep `frames` up to date while the model runs."""
 
         def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            """Push the frame of a module call that begins."""
             frame = Frame(name, part, args, kwargs, self.counts[name, "call"])
             self.frames.append(frame)
             self.counts[name, "call"] += 1
@@ -166,7 +167,7 @@ class Tracer(AttentionMode):
         self._waiting: dict[Address, AttentionCall] = {}
 
     def input(self, t: Tensor) -> Tensor:
-        """Cut at the model's input."""
+        """Return the model's input, or a text's embeddings, cut off as a leaf if it is wanted."""
         address = self.place.address("input")
         if self.wanted is None or address in self.wanted:
             return self._cut(t, Origin(address))

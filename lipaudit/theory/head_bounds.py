@@ -178,7 +178,7 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     Args:
         heads: self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
-        sharp: the bound at X, where it is ingredients.
+        sharp: the bound at X; computed if None.
 
     Raises:
         UsageError: r is negative.
@@ -186,7 +186,7 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     if not r >= 0:
         raise UsageError(f"the radius of a ball cannot be negative: {r}")
     if heads.x_kv is not None or not are_affine(heads):
-        return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
+        return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
     heads = heads.to(torch.float64)
     if sharp is None:
         sharp = head_bounds(heads, bounds=[SHARP])["sharp"]

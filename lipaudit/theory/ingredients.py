@@ -281,7 +281,7 @@ class Ingredients:
     @property
     def nothing(self) -> PerHead:
         """NaN, for a bound that cannot be given."""
-        return torch.full_like(self.heads.q[..., 0, 0], torch.nan)
+        return self.heads.q.new_full(self.heads.q.shape[:2], torch.nan)
 
     @property
     def a_norm(self) -> PerHead:

@@ -57,7 +57,8 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem."""
-        # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
+        # J = J_qkv (I kron W^T), J_qkv the derivative with respect to q, k, v (`pull`, `push`):
+        # J J^T u = J_qkv (I kron W^T W) J_qkv^T u, with an e x e Gram matrix per head.
         pulled = self.attend.pull(u.view_as(self.attend.o))
         images = []
         for y, gram in zip(pulled, self.grams, strict=True):

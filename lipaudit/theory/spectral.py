@@ -317,6 +317,7 @@ class _Krylov:
     """
 
     def __init__(self, start: Tensor, guess: Tensor | None) -> None:
+        """Begin with u, the normalised start, or the sum of start and guess at equal lengths."""
         count, size = start.shape
         live = start.ne(0).sum(1)  # dimension of each space, without padding
         # By the power of two first: squares may underflow.
@@ -355,6 +356,7 @@ class _Krylov:
         image = self._apply(products, last)
         if self.steps:
             return image
+        # Of each problem: the largest entry, and the exponent that brings it to about one.
         size = image.abs().amax(1).to("cpu", torch.float64)
         change = _choose_exponents(size)
         is_far = change.abs() > _ROOM // 2
@@ -402,10 +404,10 @@ class _Krylov:
         self.coupling = vector_norm(w, dim=2, keepdim=True)
         entries = torch.cat([alpha, self.coupling], 2)
         entries = entries[:, 0].to("cpu", torch.float64)
-        finite = entries.isfinite().all(1)
+        is_finite = entries.isfinite().all(1)
         self.steps += 1
-        if not finite.all():
-            problem = int(self.index[~finite][0])
+        if not is_finite.all():
+            problem = int(self.index[~is_finite][0])
             raise EvaluationError(
                 f"The Jacobian product of problem {problem} is not finite at step {self.steps}.",
                 "Look for infinite weights or activations, or compute in float64.",

@@ -148,6 +148,7 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
     generator = torch.Generator(move.device).manual_seed(0)
     noise = torch.rand(move.shape, generator=generator, dtype=move.dtype, device=move.device)
     move[rows, columns] = noise[rows, columns] + 0.5
+    # The change of t, (..., tokens, width), for this change of y.
     return (source.push(move) != 0).any(-1)
 
 

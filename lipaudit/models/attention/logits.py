@@ -155,8 +155,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:
     """Return which logits of a row belong to keys: those whose weights multiply values."""
-    m = product.shape[-1]
-    extra = form.logits.shape[-1] - product.shape[-1]
+    m = product.shape[-1]  # number of keys
+    extra = form.logits.shape[-1] - m
     if extra == 0:
         return slice(None)
     if extra != 1:
@@ -171,9 +171,8 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
 def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence[Node]) -> Tensor:
     """Return dS_ij / d<q_i, k_j>, after checking that S_ij depends on no other product.
 
-    A value subtracted from all logits of a row does not count: it does not change the softmax.
-    With a sink the cotangents of a row sum to 0 exactly, so a sink that depends on a product
-    appears as another pair's.
+    The largest logit of a row does not count if it is subtracted from all of them: the softmax
+    stays the same. With a sink the cotangents of a row sum to 0, and the check covers the sink.
 
     Args:
         form: the logits.
@@ -364,6 +363,7 @@ def _read_term(
     outputs = tuple(leaf.tensor for leaf in part.leaves)
 
     def read_columns(*y: Tensor) -> Tensor:
+        """Return the columns of q of the map's output, in the order of the heads."""
         return part.linear.outputs(*y)[:, all_columns]
 
     source = Probed(logits, outputs, read_columns)

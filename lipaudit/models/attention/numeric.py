@@ -233,11 +233,11 @@ def find_residuals(
             tracer = trace.Tracer(partial(note_frames, place), place=place)
             trace.run(net, copies, tracer)
 
-    chosen = []
+    residuals = []
     for site in sites:
         frames = frames_around.get(site.address, [])
-        chosen.append(_choose_residual(site, frames, by_call, entire=entire))
-    return tuple(chosen)
+        residuals.append(_choose_residual(site, frames, by_call, entire=entire))
+    return tuple(residuals)
 
 
 def _choose_residual(
@@ -253,7 +253,7 @@ def _choose_residual(
         site: the layer.
         frames: the module calls around it, innermost first.
         by_call: the residuals among all module calls.
-        entire: see there.
+        entire: whether the largest residual without other attention comes first.
     """
     residuals: list[Residual] = []  # from the smallest to the largest
     without_others: list[Residual] = []  # those that hold no other attention

@@ -106,7 +106,8 @@ class Surveyor(Tracer):
         self.uncut: set[Address] = set()
         self.scores: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
-        self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
+        # For each module: whether a call changes with the second sample, of all its calls.
+        self._moved: dict[str, set[bool]] = {}
 
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that another pass, with fewer cuts, could read."""

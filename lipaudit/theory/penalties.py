@@ -47,10 +47,10 @@ def jasmin(
         >>> jasmin(uniform), jasmin(uniform, k=4).abs() < 1e-4
         (tensor(-4.1589), tensor(True))
     """
-    values, counted = jasmin_rows(attention, k)
+    values, is_counted = jasmin_rows(attention, k)
     if mask is not None:
-        counted = counted & mask[:, None]
-    penalties = over_rows(values, counted, reduction)
+        is_counted = is_counted & mask[:, None]
+    penalties = reduce_rows(values, is_counted, reduction)
     return penalties.sum() / len(attention)
 
 
@@ -115,20 +115,22 @@ def _g(top: Tensor, k: int) -> Tensor:
     return kth * (1 - kth + following)
 
 
-def over_rows(
-    values: Float[Tensor, "*maps rows"], counted: Bool[Tensor, "*maps rows"], reduction: Reduction
+def reduce_rows(
+    values: Float[Tensor, "*maps rows"],
+    is_counted: Bool[Tensor, "*maps rows"],
+    reduction: Reduction,
 ) -> Float[Tensor, "*maps"]:
     """Return the largest or the mean value of the rows that count; 0 without any.
 
     Examples:
-        >>> over_rows(torch.tensor([1.0, 3.0]), torch.tensor([True, False]), "mean")
+        >>> reduce_rows(torch.tensor([1.0, 3.0]), torch.tensor([True, False]), "mean")
         tensor(1.)
     """
     if reduction == "mean":
-        total = values.where(counted, 0.0).sum(-1)
-        return total / counted.sum(-1).clamp_min(1)
-    largest = values.where(counted, -torch.inf).amax(-1)
-    return largest.where(counted.any(-1), 0.0)
+        total = values.where(is_counted, 0.0).sum(-1)
+        return total / is_counted.sum(-1).clamp_min(1)
+    largest = values.where(is_counted, -torch.inf).amax(-1)
+    return largest.where(is_counted.any(-1), 0.0)
 
 
 def specformer(

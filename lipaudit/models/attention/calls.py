@@ -259,8 +259,7 @@ class AxisLayout:
         roles = []
         for axis in self.leading:
             roles.append([factor.role for factor in axis])
-        usual = roles == [["sample"], ["head"]]
-        return usual and self.queries == TOKENS
+        return roles == [["sample"], ["head"]] and self.queries == TOKENS
 
     @property
     def keeps_queries(self) -> bool:

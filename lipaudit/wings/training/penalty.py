@@ -106,7 +106,7 @@ class _Watch:
             values, counted = _row_values(call, self.k, self.entries)
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
-        by_map = penalties.over_rows(values, counted, self.reduction)
+        by_map = penalties.reduce_rows(values, counted, self.reduction)
         self.layers.append(by_map.sum() / self.batch)
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:

@@ -268,8 +268,8 @@ def measure(
     Args:
         model: a MODEL of the command line, an `nn.Module` (unchanged afterwards), or a
             `ModelSpec`.
-        name: the name of a measure: bounds, attention, jacobian, attack, corrupt, certify,
-            smoothing, scaling, or that of a plug-in.
+        name: the name of a measure: bounds, attention, jacobian, attack, weights, or that of a
+            wing or another plug-in.
         data: a DATA of the command line, or arrays: x, or (x, y) with labels y.
         input_shape: shape of one sample, for a module that does not declare its input.
         observer: receives progress and notes; nothing is printed.
@@ -335,7 +335,7 @@ def audit(
         input_shape: as in `measure`.
         observer: as in `measure`.
         options: options of every run (`samples=8, seed=1, device="cpu"`), and those of
-            `lipaudit audit`: `eps`, `attack`, `norm`, `full`, `certify`.
+            `lipaudit audit`, such as `eps`, `attack`, `norm`, `full`.
 
     Returns:
         The report, or the report of each model; None with `shard`, as in `measure`.

@@ -460,7 +460,7 @@ def rewrite_characters(
             return []
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]
-        words, letters = _spell_words(draft, lexicon)
+        words, letters = spell_words(draft, lexicon)
         of_words = []
         for i in sorted(words, key=lambda i: -steepness[i]):
             changes = []
@@ -472,7 +472,7 @@ def rewrite_characters(
     return search(oracle, drafts, y, budget, propose, turn.attack.queries)
 
 
-def _spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
+def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
     """Return the words in which errors are possible, by number, and the letters to insert."""
     source = draft.source
     if source is None:
@@ -494,35 +494,7 @@ def _spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[s
     return words, sorted(letters)
 
 
-def mistype(draft: Draft, draw: random.Random, lexicon: Lexicon, kind: str, count: int) -> Draft:
-    """Return a text with random typing errors of one kind.
-
-    The word of an error is drawn by its length, and the error among all of its kind there.
-
-    Args:
-        draft: the text, with its characters.
-        draw: source of random numbers.
-        lexicon: the vocabulary.
-        kind: one of `kinds.TYPING`.
-        count: number of errors; fewer if the text has no room for them.
-    """
-    for _ in range(count):
-        words, letters = _spell_words(draft, lexicon)
-        errors = {}
-        for i, word in words.items():
-            spellings = _list_errors(word, letters)[kind] - {word}
-            if spellings:
-                errors[i] = spellings
-        if not errors:
-            continue
-        lengths = [len(words[i]) for i in errors]
-        i = draw.choices(list(errors), lengths)[0]
-        error = draw.choice(sorted(errors[i]))
-        draft = draft.with_word(i, draft.words[i], error)
-    return draft
-
-
-def _list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
+def list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
     """Return every word with one error, by kind of error."""
     errors: dict[str, set[str]] = {kind: set() for kind in TYPING}
     for i in range(len(word) + 1):
@@ -543,7 +515,7 @@ def _list_misspellings(word: str, letters: Sequence[str]) -> list[str]:
 
     The order mixes kinds and places of errors, and is the same on every machine.
     """
-    errors: set[str] = set().union(*_list_errors(word, letters).values())
+    errors: set[str] = set().union(*list_errors(word, letters).values())
     # The order of a set differs between processes: sort, then mix by the word.
     misspellings = sorted(errors - {word})
     random.Random(word).shuffle(misspellings)

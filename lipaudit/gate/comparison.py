@@ -353,7 +353,7 @@ def _rank_sample(change: SampleChange) -> tuple[int, float]:
 # Ranking
 
 
-EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
+EXAMPLE = "Such as attack.robust@linf,4/255 or jacobian.norm:p95."
 Standing = Literal[
     "best",
     "not distinguishable from the best",

@@ -14,6 +14,7 @@ from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate import pairing
 from lipaudit.gate.rules import Rule, choose_rules
+from lipaudit.measures import load_measures
 from lipaudit.tables import Report, Section
 from lipaudit.tables.report import SCORES
 from lipaudit.tables.trials import WHOLE, is_repeat, parse_budget
@@ -22,8 +23,6 @@ FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
     # The direction of shares is the output of their rows, which is compared.
     | {"shares", "direction"}
-    # Of a denoiser the hash counts, not the place.
-    | {"denoiser"}
 )
 """Settings that may differ between reports: they never change a value, only whether it exists."""
 BINDING = frozenset({"dtype", "preprocess", "score"})
@@ -307,8 +306,11 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
     """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
     new = schema.to_json_values(current.settings)
     old = schema.to_json_values(baseline.settings)
+    free = set(FREE)
+    for measure in load_measures().values():
+        free |= measure.moved.keys()  # files: what they contain counts, not where they are
     changes = list[str]()
-    for key in sorted((new.keys() | old.keys()) - FREE):
+    for key in sorted((new.keys() | old.keys()) - free):
         before = old.get(key, "unset")
         after = new.get(key, "unset")
         if isinstance(before, list) and isinstance(after, list):

@@ -361,7 +361,7 @@ def list_known(report: Report) -> list[str]:
     measured = [i for section in report.sections for i in section.ids]
     if not measured:
         text = "the report has no results for single samples"
-        raise InputError(text, "Use a report of bounds, jacobian, attack, certify or audit.")
+        raise InputError(text, "Use a report of bounds, jacobian, attack or audit.")
     return list(dict.fromkeys([*measured, *report.places]))
 
 

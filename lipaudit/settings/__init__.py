@@ -48,7 +48,7 @@ class RunOptions(Settings):
     max_tokens: int | None = text_option(
         None,
         "Cut texts to this many tokens.",
-        usual="128; for scaling its longest length",
+        usual="128, or what a measure of long texts needs",
         ge=1,
         rare=True,
     )
@@ -124,15 +124,15 @@ class RunOptions(Settings):
     )
     autocast: Literal["bfloat16", "float16"] | None = model_option(
         None,
-        "Judge the predictions of attack and corrupt as torch.autocast computes them: bfloat16 or "
-        "float16. Norms and bounds stay in --dtype.",
+        "Judge predictions as torch.autocast computes them: bfloat16 or float16. Norms and bounds "
+        "stay in --dtype.",
         rare=True,
     )
     classes: str | None = model_option(
         None,
         "File of class names, one per line: CLIP, SigLIP and other image-text models become a "
-        "zero-shot classifier. For train: number of classes of the data; if the model has another "
-        "number, its classifier is replaced by a new one.",
+        "zero-shot classifier. For training, the number of classes of the data: if the model has "
+        "another number, its classifier is replaced by a new one.",
         rare=True,
     )
     prompt: str | None = model_option(

@@ -222,9 +222,9 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
 
 def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
     """Yield the predicted classes of every mistyped copy of texts, cut to what the model takes."""
-    from lipaudit.attacks.rewriting import mistype
     from lipaudit.attacks.text import TextOracle
     from lipaudit.measures import texts
+    from lipaudit.wings.corruptions.typing_errors import mistype
 
     read = texts.read_texts(texts.make_reader(net), batch, characters=True)
     # Texts of one length at a time: then no figure depends on padding.

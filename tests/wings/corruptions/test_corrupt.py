@@ -10,7 +10,6 @@ from scipy import stats
 
 import lipaudit
 from lipaudit.attacks.kinds import TYPING
-from lipaudit.attacks.rewriting import mistype
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate.comparison import compare
@@ -22,6 +21,7 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.tables.columns import wilson
 from lipaudit.wings.corruptions.images import corrupt_image
 from lipaudit.wings.corruptions.measure import CorruptOptions
+from lipaudit.wings.corruptions.typing_errors import mistype
 from tests.attacks.text_folders import FOLDERS, TEXTS, count_typing_errors, save
 from tests.measures.cases import run_measure
 

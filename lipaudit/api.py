@@ -18,6 +18,7 @@ from lipaudit.data.arrays import list_forms
 from lipaudit.data.batch import Samples
 from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job, run_shard
+from lipaudit.engine.launcher import join_processes
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.results import describe_failure, describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
@@ -478,6 +479,8 @@ def open_job(
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     try:
         with ExitStack() as opened:
+            if request.place is not None:  # before anything that takes long
+                opened.enter_context(join_processes(request.place))
             if isinstance(model, Net):
                 net = opened.enter_context(freeze_net(model))
             elif not isinstance(model, str):

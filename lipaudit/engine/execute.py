@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from typing import Any
 from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.engine import results, shards
 from lipaudit.engine.files import Journal
-from lipaudit.engine.launcher import Place, gather, join_processes
+from lipaudit.engine.launcher import Place, gather, wait_for_all
 from lipaudit.engine.prepare import Job, leave_out_layers
 from lipaudit.errors import (
     EvaluationError,
@@ -102,10 +102,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         observer = None
     assert place or not request.run.shard, "a shard has no report: see `run_shard`"
     findings = Findings(observer or Observer())
-    with ExitStack() as stack:
-        if place is not None:
-            stack.enter_context(join_processes(place))
-        stack.enter_context(_explain_resuming(job, findings))
+    with _explain_resuming(job, findings):
         job, shard = _measure_each(job, findings)
         if place is None:
             run = results.describe_run(job)
@@ -120,6 +117,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         findings.parts.clear()
         yield report
     # All processes arrive here once rank 0 has written the report.
+    if place is not None:
+        wait_for_all(place)
     if is_complete:
         for journal in findings.journals:
             journal.clear()

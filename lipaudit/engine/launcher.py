@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from lipaudit.errors import EvaluationError, UsageError, first_line
 from lipaudit.settings import RunOptions
 
-# Longest time that a process waits for the other processes to start.
-JOIN = timedelta(seconds=300)
+# Longest time that a process waits for the other processes to start. They connect before they load
+# the model, so they differ by the imports alone.
+JOIN = timedelta(seconds=120)
 # Seconds to wait for the port that the previous command of the same launcher used.
 CLOSING = 30.0
 # Longest time that a process waits for the shards of other processes (a dead one is noticed at
@@ -106,21 +107,30 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
 
 @contextmanager
 def join_processes(place: Place) -> Iterator[None]:
-    """Connect to the other processes of a run; at the end wait for all of them.
+    """Connect to the other processes of a run, for the duration of the block.
 
     Raises:
-        EvaluationError: a process does not connect, or ends early.
+        EvaluationError: a process does not connect.
     """
     import torch.distributed
 
     _connect(place)
     try:
         yield
-        with _require_others(place):
-            # The store runs in rank 0: if rank 0 left first, the others would be cut off.
-            torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def wait_for_all(place: Place) -> None:
+    """Wait until every process has come here.
+
+    Raises:
+        EvaluationError: another process has ended.
+    """
+    import torch.distributed
+
+    with _require_others(place):
+        torch.distributed.barrier()
 
 
 def gather(value: T, place: Place) -> list[T]:
@@ -164,8 +174,8 @@ def _connect(place: Place) -> None:
                 raise EvaluationError(
                     f"rank {place.rank} of {place.size} cannot reach the other processes at "
                     f"{place.host}:{place.port}: {first_line(error)}",
-                    "Start WORLD_SIZE processes, rank 0 on that machine, and use a free "
-                    "port. To run one process, unset RANK and WORLD_SIZE.",
+                    f"Start WORLD_SIZE processes within {JOIN.seconds} seconds, rank 0 on that "
+                    "machine, and use a free port. To run one process, unset RANK and WORLD_SIZE.",
                 ) from error
             time.sleep(PAUSE)
         else:

@@ -30,7 +30,7 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import load_measures
 from lipaudit.schema import load
 from tests import processes
-from tests.commands import invoke, read_figures, read_without_maps
+from tests.commands import invoke, read_figures, read_without_maps, refuse
 from tests.simulated.conftest import MODELS as SPECS
 from tests.simulated.conftest import SMALL
 
@@ -77,6 +77,16 @@ def test_processes_that_do_not_come_are_missed_and_a_port_in_use_is_named(monkey
             with pytest.raises(EvaluationError, match=says) as error, join_processes(place):
                 pytest.fail("met nobody")
             assert port == used or "WORLD_SIZE" in error.value.advice
+
+
+def test_processes_connect_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "JOIN", timedelta(seconds=0.2))
+    monkeypatch.setattr(launcher, "CLOSING", 0.0)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": processes.free_port()}).items():
+        monkeypatch.setenv(name, value)
+    said = refuse(3, "rank 1 of 2 cannot reach the other processes", "bounds", "./no-such-model")
+    assert "no-such-model" not in said
 
 
 AUDIT = ("audit", "demo", "--only", "attention,jacobian", "-n", "9", "--batch-size", "4", "-q")
@@ -267,7 +277,11 @@ def test_launchers_start_them(launcher, model, tmp_path):
 
 
 def dawdle() -> None:
-    """Take a moment for every batch, so that a kill strikes among them."""
+    """Take a moment for every batch, so that a kill strikes among them.
+
+    Whoever is left alone before they met ends after seconds.
+    """
+    launcher.JOIN = timedelta(seconds=20)
     keep = Journal.keep
 
     def slowly(self: Journal, part: Any) -> None:

@@ -180,15 +180,18 @@ def add_stacks(x: Tensor, y: Tensor) -> Tensor:
 
 
 def align_blocks(x: Form, y: Form) -> None:
-    """Make blocks of errors dense, in place, if both forms have them but their layers differ."""
+    """Store the errors that both forms have alike, in place: in equal layers, or dense.
+
+    Only then can coefficients of the same symbol be added.
+    """
     x_blocks = {block.key: block for block in x.blocks}
     for block in y.blocks:
         shared = x_blocks.get(block.key)
         if shared is not None and not block.has_layers_of(shared):
             x.make_dense()
             break
-    # Errors that are dense in one form must be dense in the other. Making one form dense may add
-    # to the errors that are: hence twice.
+    # A block of one form that is dense in the other. Making one form dense may add to the errors
+    # that are dense: hence twice.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -216,7 +219,9 @@ def expand(x: Any, *shape: Any) -> Any:
     """Return the expanded form, like Tensor.expand."""
     if not isinstance(x, Form):
         return x.expand(*shape)
-    return broadcast(x, torch.empty(()).expand(x.shape).expand(*shape).shape)
+    # torch finds the new shape (-1 keeps a size) on a tensor without memory.
+    expanded = torch.empty(()).expand(x.shape).expand(*shape)
+    return broadcast(x, expanded.shape)
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:

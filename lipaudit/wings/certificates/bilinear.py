@@ -172,13 +172,17 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones and blocks."""
+    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones and blocks.
+
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres.
+    """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
     y.make_dense()
     affine.align_blocks(x, y)
     x_rows, blocks = x.split_by_row().map_coefficients(lambda t: _stack_times(t, y_centre))
     y_rows = _times_stack(x_centre, y.dense)
+    # The stack with fewer symbols is added to the first rows of the other.
     if len(x_rows) < len(y_rows):
         x_rows, y_rows = y_rows, x_rows
     x_rows[: len(y_rows)] += y_rows
@@ -186,12 +190,16 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 
 
 def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx c_y + c_x dy, entry by entry: dense ones and blocks."""
+    """Return the coefficients of dx c_y + c_x dy, entry by entry: dense ones and blocks.
+
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres.
+    """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
     affine.align_blocks(x, y)
     x_blocks = [block.map_coefficients(lambda t: t * y_centre) for block in x.blocks]
     y_blocks = [block.map_coefficients(lambda t: t * x_centre) for block in y.blocks]
+    # The form with fewer symbols is added to the first rows of the other.
     if len(x.dense) >= len(y.dense):
         dense = x.dense * y_centre
         dense[: len(y.dense)].addcmul_(y.dense, x_centre)
@@ -216,10 +224,11 @@ class Remainder(NamedTuple):
 
 
 def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
-    """Bound dx dy around shifted centres; radii below `worthwhile` in sum get no further work.
+    """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
 
     With dx = L_x + R_x and dy = L_y + R_y, L linear in the input: the sum of the bounds of L_x L_y
-    (at order 1), L_x R_y, R_x L_y and R_x R_y, or by polarisation where that is less.
+    (only at order 1: at order 2 coefficients hold it), L_x R_y, R_x L_y and R_x R_y. If that sum
+    is above `worthwhile`, polarisation is tried, too.
     """
     order = x.symbols.order
     is_matmul = f is torch.matmul
@@ -234,6 +243,7 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
         part = f(x_radii[i], y_radii[j])
         if is_matmul:
+            # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
             part = torch.minimum(part, x_lengths[i] * y_lengths[j])
         radius = radius + part
     # Products of matrices at order 2 gain too little from more work, those of entries at order 1.
@@ -243,6 +253,7 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
         below, above = _polarise_matrices(x, y)
     else:
         below, above = _polarise_entries(x, y)
+    # [-below, above] as shift +- radius.
     is_better = below + above < 2 * radius
     radius = torch.where(is_better, round_up((above + below) / 2), radius)
     shift = torch.where(is_better, (above - below) / 2, 0.0)

@@ -229,11 +229,16 @@ class Effects(NamedTuple):
 
 
 def _find_effects(problem: Problem, state: Tensor) -> Effects:
-    """Return what the multipliers add where ReLUs have these signs (table above)."""
+    """Return what a unit of each multiplier adds, where ReLUs have these signs.
+
+    The output of a ReLU is h = a z + m (1 + eps). Its two multipliers are of constraints that are
+    <= 0 (or = 0): -h and z - h if the sign of z is unknown, -z and z - h for z >= 0, -h and z for
+    z <= 0.
+    """
     a = problem.slope
     first_on_z = torch.where(state == 1, -1.0, -a)
     second_on_z = torch.where(state == -1, 1.0, 1 - a)
-    # The constraint of a known sign has no h, and so no eps.
+    # -z and z have no h, and so no eps.
     has_h = torch.stack([state != 1, state != -1])
     return Effects(torch.stack([first_on_z, second_on_z]), has_h * -problem.offset)
 

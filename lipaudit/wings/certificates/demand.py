@@ -22,7 +22,7 @@ from lipaudit.wings.certificates.affine import MOVES, rearrange
 from lipaudit.wings.certificates.form import Form, list_forms
 from lipaudit.wings.certificates.symbols import Symbols
 
-ENTRIES = frozenset(
+ELEMENTWISE = frozenset(
     (
         *("add", "radd", "sub", "rsub", "mul", "rmul", "multiply", "div", "truediv", "rtruediv"),
         *("divide", "true_divide", "neg", "negative", "gelu", "silu", "relu", "tanh", "sigmoid"),
@@ -32,14 +32,14 @@ ENTRIES = frozenset(
 )
 """Elementwise calls: the arguments broadcast to the shape of the result."""
 
-MIXING = frozenset(("matmul", "bmm", "scaled_dot_product_attention"))
+ROW_MIXING = frozenset(("matmul", "bmm", "scaled_dot_product_attention"))
 """Calls where a row of the result depends on that row of the first argument and on all other
 arguments."""
 
-ROWS = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *MIXING))
+ROW_WISE = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *ROW_MIXING))
 """Calls where a row of the result depends only on that row of the first argument."""
 
-PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
+REARRANGING = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
 """Calls that only rearrange entries of their first argument."""
 
 
@@ -88,7 +88,10 @@ class TrialRun:
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
-        """Return the form on which the model runs."""
+        """Return a form with numbers and a node, on which the model runs in a trial.
+
+        Its coefficients and slack are never read.
+        """
         centre = centre.to(self.symbols.model_dtype)
         no_rows = centre.new_empty(0, *centre.shape)
         form = Form(centre, no_rows, centre, self.symbols)
@@ -136,7 +139,7 @@ class Plan:
         # In calls that mix rows only the first argument has the axis.
         axis, _ = cut
         along_axis = 1
-        if name in ENTRIES:
+        if name in ELEMENTWISE:
             along_axis = len(args)
         size = max(_get_size(value, axis) for value in args[:along_axis])
         parts = list(args)
@@ -189,7 +192,7 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
 
 def _mark_read(call: Call) -> Cut | None:
     """Mark the entries that a call reads; return the axis along which one place suffices."""
-    if call.name in PLACES and isinstance(call.args[0], Node):
+    if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
         return None
     cut = _find_cut(call)
@@ -197,7 +200,7 @@ def _mark_read(call: Call) -> Cut | None:
         _mark_all((call.args, call.kwargs))
         return None
     along_axis = 1  # number of leading arguments that have the axis
-    if call.name in ENTRIES:
+    if call.name in ELEMENTWISE:
         along_axis = len(call.args)
     axis, place = cut
     for node in call.args[:along_axis]:
@@ -237,9 +240,13 @@ def _mark_all(values: Any) -> None:
 
 def _find_cut(call: Call) -> Cut | None:
     """Return the axis along which only one place of a row-wise call is read, and the place."""
-    if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _list_nodes(call.kwargs):
+    if (
+        call.name not in ELEMENTWISE | ROW_WISE
+        or len(call.results) != 1
+        or _list_nodes(call.kwargs)
+    ):
         return None
-    if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
+    if call.name in ELEMENTWISE and any(isinstance(each, Tensor) for each in call.kwargs.values()):
         return None
     read = call.results[0].read
     if not read.numel():
@@ -258,7 +265,7 @@ def _find_cut(call: Call) -> Cut | None:
 def _list_axes(call: Call, read: Tensor) -> list[int]:
     """Return the axes along which the results of a call are independent, counted from the last."""
     axes = list(range(-1, -read.ndim - 1, -1))
-    if call.name in ENTRIES:
+    if call.name in ELEMENTWISE:
         return axes
     first = call.args[0]
     if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
@@ -274,7 +281,7 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
         has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
         if has_mask or call.kwargs.get("is_causal"):
             return []
-    if call.name in MIXING and read.ndim > 1:
+    if call.name in ROW_MIXING and read.ndim > 1:
         return [-2]
     return axes[1:]
 

@@ -327,7 +327,7 @@ class Form(Tensor):
 
     @property
     def stale(self) -> bool:
-        """Return whether another name changed it in place."""
+        """Return whether another view of its memory was written to since this one was made."""
         return self.seen != self.memory.writes
 
     def copy(self) -> Form:
@@ -337,9 +337,9 @@ class Form(Tensor):
         return form
 
     def hold(self, result: Form) -> None:
-        """Take over the numbers of a result written into this form."""
+        """Take over the content of a result that is written into this form."""
         memory = self.memory
-        # Cached sizes and ranges belong to the old numbers: they go with them.
+        # Cached radii and ranges belong to the old content: they go with it.
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
         self.memory = memory
@@ -386,7 +386,7 @@ class Form(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Apply the rule of a torch function."""
+        """Apply the rule of a torch function; torch calls this in place of the function."""
         name = find_name(func)
         kwargs = dict(kwargs or {})
         if name in METADATA:
@@ -396,12 +396,13 @@ class Form(Tensor):
         first = forms[0]
         if any(form.stale or form.symbols is not first.symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
-        writes = name.endswith("_") or kwargs.get("inplace")
+        is_in_place = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _apply_rule(first.symbols, func, name, args, kwargs)
-        if writes:
+        if is_in_place:
             return _write_back(name, args[0], result)
         if name in VIEWS:
+            # A later write to the result or to the argument makes the other one stale.
             for view in list_forms(result):
                 view.memory = first.memory
                 view.seen = first.seen
@@ -440,7 +441,7 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:
-    """Write a result into its first argument; other names of that memory become stale."""
+    """Write the result of an operation in place into its first argument; other views are stale."""
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:

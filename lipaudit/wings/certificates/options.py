@@ -199,7 +199,9 @@ class CertifyOptions(MeasureOptions):
             text = f"with --smooth certificates hold for balls, not for changed {self.counted}"
             raise UsageError(text, "Give radii without a unit: --eps 0.25.")
         for field, known in self.options().items():
-            if field not in OF_SMOOTHING and getattr(self, field) != "l2" and self._differs(known):
+            value = getattr(self, field)
+            # --norm l2 only says what holds anyway.
+            if self._differs(known) and field not in OF_SMOOTHING and value != "l2":
                 text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
                 raise UsageError(text, "Leave one of the two out.")
         return "smoothing", SmoothingOptions.parse({n: getattr(self, n) for n in OF_SMOOTHING})

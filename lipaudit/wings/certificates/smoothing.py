@@ -202,7 +202,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part((batch.ids[i],), arrays, {"classes": names})
-            start += seconds
+            start += seconds  # the time of whoever takes the part does not count
 
 
 def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:

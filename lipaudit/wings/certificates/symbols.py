@@ -447,10 +447,11 @@ class Symbols:
     def _bound_quadratic(self, q: Float[Tensor, "b n n"]) -> Float[Tensor, "2 b"]:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
 
-        With any w_i > 0, e^T Q e is at most the largest eigenvalue of Q_ij / (w_i w_j), if
-        positive, times sum w_i^2 e_i^2. On the L2 ball w = 1. On the box w_i^2 = sum_j |Q_ij|: no
-        eigenvalue is then above 1, so the bound is no worse than sum |Q_ij|, exact for a square.
-        For any m > 0 the largest eigenvalue is at most ||Q + m|| - m.
+        L2 ball: the largest eigenvalue of Q. Box: with any w_i > 0, the largest eigenvalue of
+        Q_ij / (w_i w_j), if positive, times sum w_i^2 e_i^2. For w_i^2 = sum_j |Q_ij| no
+        eigenvalue is above 1: the bound is no worse than sum |Q_ij|, and exact for a square.
+
+        For any m > 0 the largest eigenvalue is at most ||Q + m I|| - m.
         """
         dtype = q.dtype
         sum_of_weights = torch.ones(len(q), dtype=DOUBLE, device=q.device)
@@ -460,7 +461,7 @@ class Symbols:
             q = q * inverse[:, :, None] * inverse[:, None, :]
             squared_weights = inverse.to(DOUBLE).square().reciprocal()
             sum_of_weights = round_up(squared_weights.sum(1), self.n + 8)
-        # The largest eigenvalues of Q and -Q are at most ||Q + m|| - m and ||m - Q|| - m.
+        # The largest eigenvalues of Q and -Q are at most ||Q + m I|| - m and ||m I - Q|| - m.
         m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
         shift = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
         m = m.to(DOUBLE)

@@ -287,17 +287,21 @@ def _small(text: str) -> str:
 
 
 def _write_markdown_table(block: Table | Heatmap | Card | Curve) -> Iterator[str]:
+    """Yield the lines of a table; a folded one opens under its title."""
     grid = blocks.lay_out(block)
     folded = isinstance(block, Table) and block.folded
     title = escape_markdown(grid.title)
-    if title:
-        yield f"<details><summary>{title}</summary>" if folded else f"**{title}**"
+    if folded:
+        yield f"<details><summary>{title}</summary>"
         yield ""
-    columns = len(grid.align)
-    yield _join_cells([escape_markdown(head) for head in grid.heads or [""] * columns])
-    yield _join_cells(["--:" if side == "r" else ":--" for side in grid.align])
+    elif title:
+        yield f"**{title}**"
+        yield ""
+    heads = grid.heads or [""] * len(grid.align)  # Markdown has no tables without headings
+    yield _join_cells(map(escape_markdown, heads))
+    yield _join_cells("--:" if side == "r" else ":--" for side in grid.align)
     for index, row in enumerate(grid.rows):
-        texts = [escape_markdown(text) for text in row]
+        texts = list(map(escape_markdown, row))
         if index in grid.strong:
             texts = [f"**{text}**" for text in texts]
         yield _join_cells(texts)
@@ -309,7 +313,8 @@ def _write_markdown_table(block: Table | Heatmap | Card | Curve) -> Iterator[str
         yield "</details>"
 
 
-def _join_cells(texts: Sequence[str]) -> str:
+def _join_cells(texts: Iterable[str]) -> str:
+    """Return a row of a table."""
     return f"| {' | '.join(texts)} |"
 
 

@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -35,11 +36,13 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
 def write_csv(rows: Iterable[Cells]) -> bytes:
     """Write the names, then the rows; missing values are empty, control characters are shown."""
     rows = list(rows)
+    names = dict.fromkeys(chain.from_iterable(rows))
     file = io.StringIO(newline="")
-    names = dict.fromkeys(name for row in rows for name in row)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(map(_format_csv, names))
-    writer.writerows([_format_csv(row.get(name)) for name in names] for row in rows)
+    for row in rows:
+        values = map(row.get, names)
+        writer.writerow(map(_format_csv, values))
     return file.getvalue().encode()
 
 
@@ -96,9 +99,11 @@ def write_junit(judgement: Judgement) -> bytes:
 
 def _choose_kind(judgement: Judgement, verdict: Verdict) -> str:
     """Return the JUnit element of a verdict."""
-    if judgement.fails(verdict):
-        return "error" if verdict.reason else "failure"
-    return "skipped" if verdict.status == "inconclusive" else "system-out"
+    if not judgement.fails(verdict):
+        return "skipped" if verdict.status == "inconclusive" else "system-out"
+    if verdict.reason:
+        return "error"
+    return "failure"
 
 
 def _xml(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from lipaudit.measures import layouts
@@ -58,29 +58,40 @@ def _list_cells(report: Report, measure: str, name: str) -> list[float]:
 
 
 def _read_steepest(report: Report) -> float | None:
+    """Return the norm of the steepest head."""
     return max(_list_cells(report, "bounds", "exact"), default=None)
 
 
 def _read_usual_head(report: Report) -> float | None:
+    """Return the norm of the median head."""
     return middle(_list_cells(report, "bounds", "exact"))
 
 
 def _read_tightness(report: Report) -> float | None:
+    """Return how many times the bound sharp is the exact norm, at the median head."""
     section = report.section("bounds")
     if section is None:
         return None
-    ratios = finite(log10_ratio(row, "sharp") for row in section.rows)
-    return 10 ** median(ratios) if ratios else None
+    exponent = middle(log10_ratio(row, "sharp") for row in section.rows)
+    if exponent is None:
+        return None
+    return 10**exponent
 
 
 def _read_fragile(report: Report) -> float | None:
+    """Return the share of fragile rows (mean over heads)."""
     shares = _list_cells(report, "attention", "intermediate")
-    return fmean(shares) if shares else None
+    if not shares:
+        return None
+    return fmean(shares)
 
 
 def _read_sensitivity(report: Report) -> float | None:
+    """Return the norm of the Jacobian from the input to the output (median over samples)."""
     medians = _list_cells(report, "jacobian", "median")
-    return medians[0] if medians else None
+    if not medians:
+        return None
+    return medians[0]
 
 
 def _name_ends(report: Report) -> str:
@@ -93,6 +104,7 @@ def _name_ends(report: Report) -> str:
 
 
 def _read_patterns(report: Report) -> float | None:
+    """Return the share of the sensitivity through attention maps (median over samples)."""
     section = report.section("jacobian.shares")
     if section is None:
         return None
@@ -102,21 +114,29 @@ def _read_patterns(report: Report) -> float | None:
 def _find_attacked(report: Report) -> Row | None:
     """Return the row of all attacks together in the smallest ball, if attacks ran."""
     section = report.section("attack")
-    rows = section.rows if section else ()
-    for row in rows:
+    if section is None:
+        return None
+    for row in section.rows:
         if row.attack == WORST:
             return row
     return None
 
 
 def _read_robust(report: Report) -> float | None:
+    """Return the accuracy under all attacks together."""
     row = _find_attacked(report)
-    return None if row is None else row.robust
+    if row is None:
+        return None
+    accuracy: float | None = row.robust
+    return accuracy
 
 
 def _name_ball(report: Report) -> str:
+    """Return the ball of that accuracy."""
     row = _find_attacked(report)
-    return "" if row is None else row.trial.ball
+    if row is None:
+        return ""
+    return row.trial.ball
 
 
 YARDSTICKS = (

@@ -51,15 +51,14 @@ def _name_unit(block: Heatmap) -> str:
 
 def _pool_scale(group: Sequence[Heatmap]) -> Scale:
     """Return the scale of the values of several maps; shares begin at 0."""
-    values = tuple(chain.from_iterable(row for block in group for row in block.values))
-    scale = compute_scale(replace(group[0], values=(values,), scale=None))
-    for block in group:
-        if block.scale is not None:
-            low = min(scale.low, block.scale.low)
-            scale = replace(scale, low=low, high=max(scale.high, block.scale.high))
+    rows = chain.from_iterable(block.values for block in group)
+    scale = compute_scale(replace(group[0], values=tuple(rows), scale=None))
+    known = [scale, *(block.scale for block in group if block.scale is not None)]
+    low = min(each.low for each in known)
+    high = max(each.high for each in known)
     if _name_unit(group[0]) == "share":
-        scale = replace(scale, low=min(scale.low, 0.0))
-    return scale
+        low = min(low, 0.0)
+    return Scale(low, high, scale.log)
 
 
 def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str, int]) -> Block:

@@ -85,6 +85,7 @@ def write(page: blocks.Document, stream: TextIO) -> None:
 
 
 def _begins_with_table(chapter: blocks.Chapter) -> bool:
+    """Say whether the first block of a chapter is a table, which has a blank line above it."""
     return bool(chapter.blocks) and isinstance(chapter.blocks[0], Table)
 
 
@@ -215,12 +216,14 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
     widths = _choose_widths(grid, rows, width)
     first, *others = split_columns(widths, keys=grid.keys, width=width)
     yield _write_piece(grid, rows, widths, first)
+    left_out: list[str] = []
     for group in others:
-        if not cut:
+        if cut:
+            left_out += [grid.heads[i] for i in group[grid.keys :]]
+        else:
             yield Text("")
             yield _write_piece(grid, rows, widths, group)
-    if cut and others:
-        left_out = [grid.heads[i] for group in others for i in group[grid.keys :]]
+    if left_out:
         yield _prose(f"More columns with --details: {', '.join(left_out)}.", width, DIM)
     for note in grid.notes:
         yield _prose(note, width, DIM)
@@ -234,7 +237,8 @@ def _write_piece(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
         show_header=bool(grid.heads),
     )  # fmt: skip
-    heads = {i: wrap(grid.heads[i] if grid.heads else "", widths[i]) for i in group}
+    names = grid.heads or [""] * len(widths)
+    heads = {i: wrap(names[i], widths[i]) for i in group}
     height = max(map(len, heads.values()))
     for i, lines in heads.items():
         # Headings end at the same line.

@@ -117,6 +117,7 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
+    """Yield the measures with what their help says, then the sections of reports."""
     group = "Measures and sections"
     for name, measure in load_measures().items():
         text = inspect.getdoc(measure.options) or ""
@@ -202,10 +203,11 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
         values = dict(re.findall(r"^  (\w+) {2,}(\S.*)$", help_text, re.MULTILINE))
         for option in group.options().values():
             flag = option.flags[0]
-            default = f" Default: {option.shown}." if option.shown else ""
             title = f"{flag} of {owner}"
-            words = (flag, *option.flags[1:], option.name)
-            meaning = option.help + default
+            words = (*option.flags, option.name)
+            meaning = option.help
+            if option.shown:
+                meaning += f" Default: {option.shown}."
             yield Topic("Options", flag.removeprefix("--"), title, meaning, words=words)
             for value in option.values():
                 meaning = values.get(value, option.help)

@@ -76,7 +76,7 @@ def test_a_text_classifier_is_attacked_in_its_embeddings_by_what_a_refusal_advis
     how = ("attack", model, "--data", "nowhere.csv", "--attack", "standard", "--eps", "0.1")
     advised = refuse(2, "--attack", *how).strip().removesuffix(".").rpartition("--attack ")[2]
     args = ("--data", table, "--attack", advised, "--norm", norm, "--eps", "0.01,100")
-    found = attack(model, *args)
+    found = attack(model, *args, "--steps", "5", "--queries", "20")
     rows = robust(found["rows"])
     assert (found["rows"][0]["clean"], found["rows"][0]["samples"]) == (1.0, len(TEXTS))
     assert (rows["worst", "0.01"], rows["worst", "100"]) == (1.0, 0.0)

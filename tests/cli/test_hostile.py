@@ -262,7 +262,7 @@ def test_own_models(folder, name):
         show(folder / f"{name}.json")
     run("audit", "demo", model, *how[:4], "--only", "jacobian", "-v")
     run("watch", folder, "--arch", model, *how[:4])
-    run("train", model, *how[:2], "--out", folder / f"out-{name}")
+    run("train", model, *how[:2], "--epochs", 1, "--out", folder / f"out-{name}")
 
 
 def test_trainings(folder):

@@ -329,7 +329,7 @@ def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
     assert (equation, True) not in seen
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, pytest.param(2, marks=pytest.mark.ci), 3])
 def test_branching_bounds_words_by_their_largest_few(most):
     """What the pass leaves open is proven, and no margin above that of all replacements."""
     torch.manual_seed(most)

@@ -126,7 +126,6 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     """
     symbols = x.symbols
     n = symbols.n
-    dtype = symbols.dtype
     is_matmul = f is torch.matmul
     if is_matmul:
         dense, blocks = _multiply_matrices(x, y)
@@ -154,20 +153,20 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
             x_linear = x_linear * keeps_product
         symbols.add_products(dense, x_linear, y.dense[:n], _multiply_stacks if is_matmul else f)
 
-    # What rounding and underflow take from sums of so many products.
     terms = 1
     if is_matmul:
         terms = x.shape[-1]
-    rounding = gamma((2 * terms + 8) * symbols.order, dtype) * radius
-    rounding = rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
+    slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
+    # A sum of so many products: coefficients in their dtype, centres in float64.
+    rounding = gamma((2 * terms + 8) * symbols.order, symbols.dtype) * radius
+    slack = slack + (rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
     # Underflow: every product of every coefficient may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
-    underflow = 8 * count * terms * tiny(dtype) * sizes
-    slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
-    slack = slack + rounding + underflow + gamma(4, DOUBLE) * shift.abs()
-    slack = round_up(slack, terms + 16)
+    slack = slack + 8 * count * terms * tiny(symbols.dtype) * sizes
+    slack = slack + gamma(4, DOUBLE) * shift.abs()
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
+    slack = round_up(slack, terms + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
@@ -410,7 +409,7 @@ def _share_products(
 
     Args:
         symbols: of the pass.
-        pairs: one or two of radii r, (*b, i, j), and coefficients g, (rows, *b, j, d).
+        pairs: one or two of radii r, (*b, i, j), and coefficients g, (symbols, *b, j, d).
         radius: (*b, i, d), no less than the sum of all products, and of what else becomes slack.
         worthwhile: of the sum of `radius`.
     """
@@ -426,22 +425,38 @@ def _share_products(
     if symbols.order == 1 and not symbols.many_symbols:  # at order 2 there are many without these
         symbols.skipped_symbols = True
         return None
-
     radii = []
     stacks = []
-    sizes = []
     for radius_of_weight, coefficients in pairs:
-        r = cast_up(radius_of_weight, dtype).reshape(heads, queries, keys)
-        g = coefficients.movedim(0, -3).reshape(heads, len(coefficients), keys, width)
-        # |r_ij| sum_d |g_sjd|, (heads, queries, rows, keys).
-        size = torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r)
-        radii.append(r)
-        stacks.append(g)
-        sizes.append(size)
+        radii.append(cast_up(radius_of_weight, dtype).reshape(heads, queries, keys))
+        stack = coefficients.movedim(0, -3)
+        stacks.append(stack.reshape(heads, len(coefficients), keys, width))
+    products = _choose_products(radii, stacks, layers)
+    block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
+    of_block = block.coefficients.to(DOUBLE).abs().sum(0)
+    slack = (radius - of_block).clamp_min(0.0)
+    # The radii, and their products with the rows, were rounded: by a share of the whole radius.
+    rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
+    return block, slack + rounding * radius + 4 * layers * tiny(dtype)
+
+
+def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> Tensor:
+    """Return the `layers` largest products r_ij g_sj of each row, (layers, heads, queries, width).
+
+    Args:
+        radii: one or two of r, (heads, queries, keys).
+        stacks: of each the g, (heads, symbols, keys, width).
+        layers: number of products.
+    """
+    sizes = []
+    for r, g in zip(radii, stacks, strict=True):
+        # |r_ij| sum_d |g_sjd|, (heads, queries, symbols, keys).
+        sizes.append(torch.einsum("bsj,bij->bisj", g.abs().sum(-1), r))
     # Products (s, j) of both pairs, one after the other.
     size_of_product = torch.cat(sizes, 2).flatten(2)
     largest = size_of_product.topk(layers, sorted=False).indices  # (heads, queries, layers)
     # Their g_sj, (heads, queries, layers, width).
+    keys, width = stacks[0].shape[2:]
     index = largest.flatten(1)[..., None].expand(-1, -1, width)
     rows = torch.cat(stacks, 1).flatten(1, 2).gather(1, index)
     rows = rows.view(*largest.shape, width)
@@ -450,14 +465,7 @@ def _share_products(
     column = largest % keys + keys * is_of_second_pair
     radius_of_row = torch.cat(radii, -1).gather(-1, column)
     products = rows * radius_of_row[..., None]
-    products = products.movedim(-2, 0)
-    block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
-
-    of_block = block.coefficients.to(DOUBLE).abs().sum(0)
-    slack = (radius - of_block).clamp_min(0.0)
-    # The radii, and their products with the rows, were rounded: by a share of the whole radius.
-    rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
-    return block, slack + rounding * radius + 4 * layers * tiny(dtype)
+    return products.movedim(-2, 0)
 
 
 def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:

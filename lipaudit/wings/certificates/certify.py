@@ -449,46 +449,53 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
 
     arrays = base.join_arrays(parts)
     # A repeated sample counts once in every row.
-    once = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
-    robust = once["robust"]
-    certified = once["certified"]
-    correct = once["correct"]
-    norm = options.norm or "linf"
+    unique = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
+    robust = unique["robust"]
+    certified = unique["certified"]
+    correct = unique["correct"]
     rows = base.make_rows(
         CERTIFY_TABLE,
-        norm=norm,
+        norm=options.norm or "linf",
         eps=[float(radius) for radius in options.eps],
         eps_text=[radius.text for radius in options.eps],
         samples=len(robust),
-        clean=base.reduce_known(correct[once["label"] >= 0], np.mean),
+        clean=base.reduce_known(correct[unique["label"] >= 0], np.mean),
         **base.share_columns("robust", robust),
         **base.share_columns("certified", certified),
         undecided=(robust > certified).sum(0),
-        places=[base.reduce_known(each, np.mean) for each in once["places"].T],
-        order=int(once["order"].max()),
-        nodes=once["nodes"].sum(0),
-        seconds=once["seconds"].sum(0).round(3),
+        places=[base.reduce_known(shares, np.mean) for shares in unique["places"].T],
+        order=int(unique["order"].max()),
+        nodes=unique["nodes"].sum(0),
+        seconds=unique["seconds"].sum(0).round(3),
     )
     notes = _write_notes(parts, arrays, options)
     columns = _make_columns(arrays, rows)
-    first = base.make_section(CERTIFY_TABLE, parts, options, rows, notes, samples=columns)
-    if not options.radius:
-        return [first]
-    radius = once["radius"][correct]
-    nearest = once["radius_adversarial"][correct]
-    broken = np.isfinite(nearest)
+    sections = [base.make_section(CERTIFY_TABLE, parts, options, rows, notes, samples=columns)]
+    if options.radius:
+        sections.append(_summarise_radii(unique, options))
+    return sections
+
+
+def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Section:
+    """Make the section of radii, one row, from the values of all samples."""
+    import numpy as np
+
+    correct = arrays["correct"]
+    radius = arrays["radius"][correct]
+    adversarial = arrays["radius_adversarial"][correct]
+    is_broken = np.isfinite(adversarial)
     row = RADII_TABLE.row(
-        norm=norm,
+        norm=options.norm or "linf",
         samples=len(radius),
         radius=base.reduce_known(radius, np.median),
-        radius_adversarial=base.reduce_known(nearest[broken], np.median),
-        ratio=base.reduce_known(radius[broken] / nearest[broken], np.median),
+        radius_adversarial=base.reduce_known(adversarial[is_broken], np.median),
+        ratio=base.reduce_known(radius[is_broken] / adversarial[is_broken], np.median),
         smallest=base.reduce_known(radius, np.min),
         largest=base.reduce_known(radius, np.max),
-        passes=int(once["passes"].sum()),
-        seconds=round(float(once["searching"].sum()), 3),
+        passes=int(arrays["passes"].sum()),
+        seconds=round(float(arrays["searching"].sum()), 3),
     )
-    return [first, RADII_TABLE.section(settings=options.model_dump(), rows=(row,))]
+    return RADII_TABLE.section(settings=options.model_dump(), rows=(row,))
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:

@@ -122,28 +122,34 @@ def relax(
         raise UnboundedError
     if positive and not (low > 0).all():
         raise UnboundedError
-    middle = (low + high) / 2
-    slope, bend = f.slopes(middle)
+    slope, bend = f.slopes((low + high) / 2)
     parabola = _choose_parabola(z, f, low, high, slope, bend)
     if not (torch.isfinite(parabola.a) & torch.isfinite(parabola.b)).all():
         raise UnboundedError
-
     least, largest = _bound_at_nodes(z.shifted_centre, f, low, high, parabola)
-    # |d''| = |f'' - 2 b| is at most sup |f''| + 2 |b|, and at most |f''(m) - 2 b| at the middle m
-    # plus sup |f'''| times the distance from m.
-    bend_bound = f.second(low, high)
-    at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
-    nearby = at_middle + f.third(low, high) * (high - low) * 0.51
-    bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
-    # Between nodes h apart, d leaves its chord by at most h^2 / 8 sup |d''|.
-    rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
-    h = round_up((high - low) / (NODES - 1) + rounding)
-    widening = round_up(h.square() / 8 * bend_bound)
+    widening = _bound_between_nodes(f, low, high, bend, parabola)
     least = least - widening
     largest = largest + widening
     offset = (least + largest) / 2
     radius = round_up(torch.maximum(largest - offset, offset - least))
     return _apply_parabola(z, parabola, offset, radius)
+
+
+def _bound_between_nodes(
+    f: SmoothFunction, low: Tensor, high: Tensor, bend: Tensor, parabola: Parabola
+) -> Tensor:
+    """Return how far d = f - parabola leaves its chord between nodes h apart: h^2 / 8 sup |d''|.
+
+    |d''| = |f'' - 2 b| is at most sup |f''| + 2 |b|, and at most |f''(m) - 2 b| at the middle m,
+    where f'' is `bend`, plus sup |f'''| times the distance from m.
+    """
+    bend_bound = f.second(low, high)
+    at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
+    nearby = at_middle + f.third(low, high) * (high - low) * 0.51
+    bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
+    rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
+    h = round_up((high - low) / (NODES - 1) + rounding)
+    return round_up(h.square() / 8 * bend_bound)
 
 
 class Parabola(NamedTuple):

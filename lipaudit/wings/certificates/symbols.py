@@ -345,9 +345,11 @@ class Symbols:
         self.slack_share = slack_share
         self.groups = groups
         self.most = most
+        # i and j of each product e_i e_j, i <= j, which has a row of coefficients at order 2.
         self.pairs = torch.empty(2, 0, dtype=torch.long)
         if order == 2:
             self.pairs = torch.triu_indices(n, n)
+        # Rows of coefficients: those of e_i, of the products, then of errors.
         self.first_error = n + self.pairs.shape[1]
         self.restart(many_symbols=True)
 

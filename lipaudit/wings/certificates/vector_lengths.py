@@ -103,7 +103,7 @@ def _bound_combination(
 
     Args:
         stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
-        axis: axis of the vectors, without that of the rows.
+        axis: axis of the vectors, without that of the symbols.
         weight: w >= 0, (*shape); None for 1.
         unit: whether the symbols are a unit vector.
     """
@@ -121,12 +121,11 @@ def _bound_combination(
     sum_of_shares = torch.full((count,), float(unit), dtype=DOUBLE, device=gram.device)
     for stack in stacks:
         for part in stack.split(_ROWS):  # type: ignore[no-untyped-call]
-            weighted = part
+            vectors = part
             if weight is not None:
-                weighted = part * weight
-            vectors = weighted.movedim(axis + 1, -1)
-            vectors = vectors.reshape(len(part), count, k)
-            vectors = vectors.transpose(0, 1)
+                vectors = part * weight
+            vectors = vectors.movedim(axis + 1, -1).reshape(len(part), count, k)
+            vectors = vectors.transpose(0, 1)  # (count, symbols, k)
             if not unit:
                 # s_r = ||h_r||, the choice that is exact for one direction.
                 share = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
@@ -141,8 +140,7 @@ def _bound_combination(
     underflow = rows * k * tiny(dtype)
     roundings = _ROWS + rows // _ROWS + len(stacks) + 32
     error = gamma(roundings, dtype) * trace + underflow
-    symmetric = (gram + gram.mT) / 2
-    gram_norm = bound_norms(symmetric, _SQUARINGS)
+    gram_norm = bound_norms((gram + gram.mT) / 2, _SQUARINGS)
     root = round_up((gram_norm + error).sqrt()) + underflow
     length = round_up(root * round_up(sum_of_shares, rows).sqrt()) + underflow
     return length.view(shape)

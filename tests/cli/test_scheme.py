@@ -74,7 +74,7 @@ def test_a_format_that_cannot_show_it_is_refused_with_those_that_can(args):
 
 def test_defaults_that_help_states_are_those_that_are_taken():
     usual = {name: option.usual for name, option in RunOptions.options().items()}
-    assert usual["max_tokens"].partition(";")[0] == str(DataOptions.max_tokens)
+    assert usual["max_tokens"].partition(",")[0] == str(DataOptions.max_tokens)
     said = next(p.help for p in COMMANDS["train"].params if p.name == "batch_size")
     assert f"[default: {Recipe().batch_size}]" in said
     Path("pyproject.toml").write_text('[tool.lipaudit]\nformat = "html"\n')

@@ -200,9 +200,9 @@ def test_every_audit_has_shares_and_says_so_in_words(report):
     card = " ".join(lipaudit.summarize(report).split())
     patterns = np.median(report.section("jacobian.shares").samples["patterns"])
     line = card.partition("sensitivity via attention maps")[2].split()
-    assert f"{patterns:.0%}" in line[:2]  # behind the mark of its footnote
-    assert f"head {first.layer}.{first.head} alone {first.share:.0%}" in card
-    assert f"head {steep.layer}.{steep.head} (share {share:.0%})" in card
+    assert f"{patterns:.1%}" in line[:2]  # behind the mark of its footnote
+    assert f"head {first.layer}.{first.head} alone {first.share:.1%}" in card
+    assert f"head {steep.layer}.{steep.head} (share {share:.1%})" in card
     (figure,) = find_figures(lipaudit.measures.summarise(report), "sensitivity_in_maps")
     assert figure.value == pytest.approx(patterns)
 
@@ -220,7 +220,7 @@ def test_no_penalty_on_maps_is_suggested_where_they_carry_little(report):
     )
     assert "most others near " in before.text
     assert "most others near " not in after.text
-    assert "a penalty on them acts on 10% of the sensitivity" in after.text
+    assert "a penalty on them acts on 10.0% of the sensitivity" in after.text
 
 
 def test_a_sample_names_the_heads_that_carry_it(report):

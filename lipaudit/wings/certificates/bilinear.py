@@ -236,8 +236,8 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
     if is_matmul:
         x_lengths = bound_lengths(x, -1, around=x.centre_shift)
         y_lengths = bound_lengths(y, -2, around=y.centre_shift)
-    none = torch.zeros((), dtype=DOUBLE, device=x.device)
-    radius = none
+    zero = torch.zeros((), dtype=DOUBLE, device=x.device)
+    radius = zero
     # (0, 0) is L_x L_y, (0, 1) is L_x R_y and so on; order 2 begins with the second.
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[order - 1 :]:
         part = f(x_radii[i], y_radii[j])
@@ -247,7 +247,7 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
         radius = radius + part
     # Products of matrices at order 2 gain too little from more work, those of entries at order 1.
     if not radius.sum() > worthwhile or is_matmul == (order == 2):
-        return Remainder(none, radius, None)
+        return Remainder(zero, radius, None)
     if is_matmul:
         below, above = _polarise_matrices(x, y)
     else:

@@ -315,16 +315,16 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     counts = sorted(int(eps) for eps in radii if bracket.adversarial_radius > eps)
     if not counts or counts[-1] == 1:
         return False
-    most = counts[-1]
+    patches = counts[-1]
     began = time.monotonic()
     brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL)
-    certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, most, brief)
+    certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     limit = "at most"
     if bracket.proof.nodes > 1:
         # Boxes may be split. But a proof of the most patches is one of fewer, too.
         limit = "at least, unless one breaks it"
-        counts = [most]
+        counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
     choice = f"choice of {' or '.join(map(str, counts))} patches"
     unit = f"passes {limit} (one for each {choice}; limit: --seconds)"

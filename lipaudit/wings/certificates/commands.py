@@ -55,9 +55,9 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
-    given = run.model_fields_set - run._configured or output.model_fields_set
-    if given:
-        text = f"{flag(min(given))} has no effect with --verify"
+    set_options = run.model_fields_set - run._configured or output.model_fields_set
+    if set_options:
+        text = f"{flag(min(set_options))} has no effect with --verify"
         raise UsageError(text, "Leave it out: the report has the run.")
     failed = 0
     for sample, radius, is_proven in verify_proofs(schema.load(options.verify), options.proofs):

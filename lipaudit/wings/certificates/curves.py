@@ -177,7 +177,7 @@ def _choose_parabola(
     is_wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
     chord = torch.where(is_wide, (at_high - at_low) / (2 * w), slope)
     if z.symbols.order == 1:
-        a = chord.to(dtype).to(DOUBLE)
+        a = _round_to(chord, dtype)
         return Parabola(a, torch.zeros_like(a))
     second_difference = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
     is_wide = w > 1e-4 * m.abs() + 1e-6
@@ -187,7 +187,12 @@ def _choose_parabola(
     a = slope + part * (chord - slope)
     # So far a is the slope at m; the parabola has it at c.
     a = a - 2 * b * (m - c)
-    return Parabola(a.to(dtype).to(DOUBLE), b.to(dtype).to(DOUBLE))
+    return Parabola(_round_to(a, dtype), _round_to(b, dtype))
+
+
+def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float64 numbers rounded to the precision of another dtype."""
+    return x.to(dtype).to(DOUBLE)
 
 
 def _bound_at_nodes(
@@ -304,7 +309,7 @@ def square(input: Form) -> Form:
     """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2; the last is kept at order 2, else bounded."""
     symbols = input.symbols
     c = input.shifted_centre
-    a = (2 * c).to(symbols.dtype).to(DOUBLE)
+    a = _round_to(2 * c, symbols.dtype)
     reach = round_up(input.symbol_radius + input.slack)
     if symbols.order == 2:
         b = torch.ones_like(c)
@@ -409,7 +414,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
     if not (torch.isfinite(low) & torch.isfinite(high)).all():
         raise UnboundedError
     is_mixed = (low < 0) & (high > 0)
-    chord = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
+    chord = _round_to(high / (high - low), dtype).clamp(0, 1)
     a = torch.where(is_mixed, chord, (low >= 0).to(DOUBLE))
     m = round_up(torch.maximum(-a * low, (1 - a) * high) / 2)
     m = cast_up(m * is_mixed, dtype)

@@ -130,8 +130,8 @@ class Plan:
         Raises:
             DeviationError: the model calls other functions than in the trial run.
         """
-        planned, cut = next(self.cuts, ("nothing", None))
-        if name != planned:
+        expected_name, cut = next(self.cuts, ("nothing", None))
+        if name != expected_name:
             raise DeviationError
         if cut is None:
             return rule(*args, **kwargs)

@@ -322,8 +322,8 @@ class Form(Tensor):
         high = self.centre + radius + high + rounding
         if self.weights is None:
             return low, high
-        least, most = self.weights
-        return torch.maximum(low, least), torch.minimum(high, most)
+        low_weight, high_weight = self.weights
+        return torch.maximum(low, low_weight), torch.minimum(high, high_weight)
 
     @property
     def stale(self) -> bool:

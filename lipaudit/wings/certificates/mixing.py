@@ -60,7 +60,7 @@ def softmax(
 
 
 def _softmax_rows(rows: Form) -> Form:
-    """Return exp(log softmax) over the last axis, with the range [least, most] of each weight."""
+    """Return exp(log softmax) over the last axis, with the range of each weight."""
     log_p, hidden = _log_softmax(rows)
     low, high = _bound_logarithms(log_p, hidden)
     p = curves.relax(log_p, curves.EXP, within=(low, high))
@@ -70,11 +70,11 @@ def _softmax_rows(rows: Form) -> Form:
     # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings; the
     # product and the sum below are rounded once each.
     error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
-    least = low.exp() * (1 - error) - _UNDERFLOW
-    least = least.clamp_min(0.0).masked_fill(hidden, 0.0)
-    most = high.exp() * (1 + error) + _UNDERFLOW
-    most = most.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
-    p.weights = (least, most)
+    low_weight = low.exp() * (1 - error) - _UNDERFLOW
+    low_weight = low_weight.clamp_min(0.0).masked_fill(hidden, 0.0)
+    high_weight = high.exp() * (1 + error) + _UNDERFLOW
+    high_weight = high_weight.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
+    p.weights = (low_weight, high_weight)
     return p
 
 
@@ -116,23 +116,23 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
     if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE).any():
         return low, high
     # The ends of 1 / p_j; the logarithms of p differ like the scores.
-    least = torch.zeros_like(low)
-    most = torch.zeros_like(high)
+    low_sum = torch.zeros_like(low)
+    high_sum = torch.zeros_like(high)
     for k in range(log_p.shape[-1]):
         key = cast("Form", log_p[..., k : k + 1])
         below, above = affine.sub(key, log_p).range()
         key_hidden = hidden[..., k : k + 1]
-        least = least + below.exp().masked_fill(key_hidden, 0.0)
-        most = most + above.exp().masked_fill(key_hidden, 0.0)
+        low_sum = low_sum + below.exp().masked_fill(key_hidden, 0.0)
+        high_sum = high_sum + above.exp().masked_fill(key_hidden, 0.0)
     # A sum that overflows is no less than the largest number: that of a key far below the others.
-    least = least.clamp_max(torch.finfo(DOUBLE).max)
+    low_sum = low_sum.clamp_max(torch.finfo(DOUBLE).max)
     # The roundings of exp, of the sum, and of the logarithm.
     error = gamma(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
-    least = (least * (1 - error)).log()
-    most = (most * (1 + error)).log()
-    least = least - error * least.abs()
-    most = most + error * most.abs()
-    return torch.maximum(low, -most), torch.minimum(high, -least)
+    low_sum = (low_sum * (1 - error)).log()
+    high_sum = (high_sum * (1 + error)).log()
+    low_sum = low_sum - error * low_sum.abs()
+    high_sum = high_sum + error * high_sum.abs()
+    return torch.maximum(low, -high_sum), torch.minimum(high, -low_sum)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
@@ -236,7 +236,7 @@ def _hide_keys(s: Form) -> tuple[Form, Tensor]:
     """
     radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
     radius = radius.masked_fill(s.centre == -torch.inf, 0.0)
-    # What the largest score of a row is at least.
+    # The largest score of a row is at least this.
     largest = (s.centre - radius).amax(-1, keepdim=True)
     hidden = s.centre + radius < largest - _NEGLIGIBLE
     if hidden.any():

@@ -1,4 +1,4 @@
-"""What `certify` is asked to prove: its options."""
+"""The options of `certify`."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ class CertifyOptions(MeasureOptions):
         patch = self.choose_patch(net)
         if patch is None:
             return 0
-        most = max(map(float, self.eps), default=0)
-        return int(most) * net.input_shape[0] * math.prod(patch)
+        patches = max(map(float, self.eps), default=0)
+        return int(patches) * net.input_shape[0] * math.prod(patch)
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return the attacks on these balls, the smallest ball first.
@@ -275,25 +275,25 @@ class CertifyOptions(MeasureOptions):
             UsageError: an attack is unknown, or does not work on balls.
         """
         attack = self.attack or self.counted or "pgd"
-        named = attack.removeprefix("custom:").split(",")
-        for kind in (attack_kinds().get(name.strip()) for name in named):
+        names = attack.removeprefix("custom:").split(",")
+        for kind in (attack_kinds().get(name.strip()) for name in names):
             if kind is not None and kind.counts is None and self.counted:
                 text = f"--attack {attack} cannot change {self.counted}"
                 raise UsageError(text, f"Leave it out, or use --attack {self.counted}.")
             if kind is not None and kind.counts != self.counted:
                 text = f"certificates hold for balls, not for changed {kind.counts}"
                 raise UsageError(f"--attack {attack}: {text}", "Use --attack pgd.")
-        planned = read_plan(attack, norm=self.norm, radii=radii)
-        return tuple(sorted(planned, key=lambda trial: trial.radius.value))
+        trials = read_plan(attack, norm=self.norm, radii=radii)
+        return tuple(sorted(trials, key=lambda trial: trial.radius.value))
 
 
-def plan_certificates(asked: AuditRequest) -> CertifyOptions:
+def plan_certificates(request: AuditRequest) -> CertifyOptions:
     """Return the certificates of an audit: of the attacked balls, and of norms that have any.
 
     Raises:
         UsageError: for a bad radius, attack or norm.
     """
-    attacks = plan_attacks(asked)
+    attacks = plan_attacks(request)
     return CertifyOptions(
         eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
         usual_eps=attacks.usual_eps,

@@ -204,17 +204,17 @@ def hull(
     x: Float[Tensor, "1 ..."],
     moves: Float[Tensor, "n 1 ..."],
     groups: Sequence[int],
-    most: int,
+    max_words: int,
     *,
     dtype: torch.dtype = DOUBLE,
 ) -> Form:
-    """Return the form of x plus at most one move of each of at most `most` groups.
+    """Return the form of x plus at most one move of each of at most `max_words` groups.
 
     Args:
         x: one input.
         moves: what may be added to it, float64.
         groups: number of moves in each group, in order; moves of two groups add up.
-        most: number of groups that move at once.
+        max_words: number of groups that move at once.
         dtype: dtype of the coefficients; every dtype gives proven bounds.
     """
     symbols = Symbols(
@@ -225,13 +225,13 @@ def hull(
         rules=RULES,
         model_dtype=x.dtype,
         groups=groups,
-        most=most,
+        max_words=max_words,
     )
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
-    # What the differences and the coefficients were rounded by, of `most` moves at once.
+    # What the differences and the coefficients were rounded by, of `max_words` moves at once.
     rounding = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
-    return Form(x, rows, round_up(most * rounding.amax(0)), symbols)
+    return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
 
 
 @torch.no_grad()

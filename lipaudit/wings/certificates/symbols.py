@@ -312,7 +312,7 @@ class Symbols:
         slack_share: see `SLACK_SHARE`; affects tightness and size of forms, never validity.
         groups: for the norm words, the number of coordinates in each group of the input: they are
             in [0, 1] and add up to at most 1.
-        most: number of groups that may differ from 0 at once, for the norm words.
+        max_words: number of groups that may differ from 0 at once, for the norm words.
 
     Attributes:
         dense_keys: the blocks that became rows in some form.
@@ -334,7 +334,7 @@ class Symbols:
         model_dtype: torch.dtype = DOUBLE,
         slack_share: float = SLACK_SHARE,
         groups: Sequence[int] = (),
-        most: int = 1,
+        max_words: int = 1,
     ) -> None:
         self.n = n
         self.norm = norm
@@ -344,7 +344,7 @@ class Symbols:
         self.model_dtype = model_dtype
         self.slack_share = slack_share
         self.groups = groups
-        self.most = most
+        self.max_words = max_words
         # i and j of each product e_i e_j, i <= j, which has a row of coefficients at order 2.
         self.pairs = torch.empty(2, 0, dtype=torch.long)
         if order == 2:
@@ -383,7 +383,7 @@ class Symbols:
         return PartRadii(linear_radius, _sum_absolute(quadratic), error_radius)
 
     def maximise_over_words(self, linear: Float[Tensor, "n ..."]) -> Float[Tensor, "*shape"]:
-        """Return the largest value >= 0 of linear parts if at most `most` words change.
+        """Return the largest value >= 0 of linear parts if at most `max_words` words change.
 
         Each word has a group of coefficients, one per replacement. It moves to a convex
         combination of its replacements, which adds no more than the largest of these.
@@ -391,14 +391,14 @@ class Symbols:
         if not len(linear):  # a constant
             return torch.zeros(linear.shape[1:], dtype=DOUBLE, device=linear.device)
         _, largest_of_words = self._split_words(linear)
-        most = min(self.most, len(largest_of_words))
-        return round_up_sum(largest_of_words.topk(most, 0).values.sum(0), most)
+        count = min(self.max_words, len(largest_of_words))
+        return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
 
     def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """Return the symbols, 0 or 1, at which linear parts reach `maximise_over_words`."""
         groups, largest_of_words = self._split_words(linear)
-        most = min(self.most, len(largest_of_words))
-        moving = largest_of_words.topk(most, 0).indices
+        count = min(self.max_words, len(largest_of_words))
+        moving = largest_of_words.topk(count, 0).indices
         is_moving = torch.zeros_like(largest_of_words).scatter_(0, moving, 1.0)
         # A word whose replacements all lower the value stays as it is.
         is_moving = is_moving * largest_of_words.sign()

@@ -37,11 +37,11 @@ def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: s
         lines.append(f"(declare-const X_{i} Real)")
     for i in range(classes):
         lines.append(f"(declare-const Y_{i} Real)")
-    lowest = low.flatten().tolist()
-    highest = high.flatten().tolist()
-    for i, (least, most) in enumerate(zip(lowest, highest, strict=True)):
-        lines.append(f"(assert (>= X_{i} {_write_decimal(least)}))")
-        lines.append(f"(assert (<= X_{i} {_write_decimal(most)}))")
+    lows = low.flatten().tolist()
+    highs = high.flatten().tolist()
+    for i, (smallest, largest) in enumerate(zip(lows, highs, strict=True)):
+        lines.append(f"(assert (>= X_{i} {_write_decimal(smallest)}))")
+        lines.append(f"(assert (<= X_{i} {_write_decimal(largest)}))")
     lines.append("(assert (or")
     for i in range(classes):
         if i != label:

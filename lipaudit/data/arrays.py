@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -106,18 +106,18 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
                     if array.dtype.kind in "uifb":
-                        native = array.astype(array.dtype.newbyteorder("="), copy=False)
-                        arrays[name] = torch.from_numpy(native)
+                        arrays[name] = _make_native(array)
                     else:  # beside the numbers: a credit, or names of classes
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
             label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
             label_file = path.with_name(label_name)
             if label_file == path:
-                idx_files = {"labels": path}
+                arrays["labels"] = _read_idx(path)
             else:
-                idx_files = {"x": path, "y": label_file}
-            arrays = {key: _read_idx(file) for key, file in idx_files.items() if file.is_file()}
+                arrays["x"] = _read_idx(path)
+                if label_file.is_file():
+                    arrays["y"] = _read_idx(label_file)
     x = _find_array(INPUTS, arrays, texts, advice)
     y = _find_array(LABELS, arrays, texts, advice)
     if x is None:
@@ -143,8 +143,15 @@ def _read_idx(path: Path) -> Tensor:
         axes = data[3]
         shape = np.frombuffer(data, ">i4", count=axes, offset=4)
         values = np.frombuffer(data, kind, offset=4 + 4 * axes)
-        native = values.astype(kind.newbyteorder("="))
-        return torch.from_numpy(native.reshape(shape))
+        return _make_native(values.reshape(shape))
+
+
+def _make_native(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return an array as a tensor, in the byte order of this machine."""
+    # The buffer of a file is read-only, and a tensor may not be: then it is copied.
+    dtype = array.dtype.newbyteorder("=")
+    native = array.astype(dtype, copy=not array.flags.writeable)
+    return torch.from_numpy(native)
 
 
 def draw_arrays(
@@ -215,7 +222,8 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     shape = tuple(x.shape[1:])
     if net.kind == "image":
         channels, *size = input_shape
-        if shape != input_shape and shape == (*size, channels):
+        has_channels_last = shape == (*size, channels)
+        if shape != input_shape and has_channels_last:
             x = x.movedim(-1, 1)
         elif channels == 1 and shape == tuple(size):
             x = x[:, None]  # grey images may lack the channel axis
@@ -268,13 +276,7 @@ def read_token_ids(
     if x.is_floating_point() or x.ndim != 2 or x.shape[1] == 0:
         raise InputError(f"{text}; the model takes token ids (samples, tokens)", advice)
     x = x.long()
-    is_token = x != HIDDEN
-    if net.pad_id is not None:
-        is_token &= x != net.pad_id
-    # From the first to the last token of each text: a pad id between them is a token.
-    has_begun = is_token.cumsum(1) > 0
-    is_going_on = is_token.flip(1).cumsum(1).flip(1) > 0
-    inside = has_begun & is_going_on
+    inside = _find_texts(x, net)
     samples = []
     for place, ids, is_inside in zip(places, x, inside, strict=True):
         if not is_inside.any():
@@ -285,23 +287,45 @@ def read_token_ids(
     if longest > limit:
         text = f"{text}; the model takes token ids (samples, at most {limit})"
         raise InputError(text, advice)
-    ids = torch.cat(samples)
-    if ids.min() < 0 or (net.vocabulary is not None and ids.max() >= net.vocabulary):
-        text = f"{origin} holds token ids from {ids.min()} to {ids.max()}"
-        text = f"{text}; the vocabulary has {net.vocabulary}"
-        raise InputError(text, "Use the tokenizer of this model.")
-    count = int((~inside).any(1).sum())
-    if count == 0:
+    _require_vocabulary(torch.cat(samples), net, origin)
+    padded = int((~inside).any(1).sum())
+    if padded == 0:
         return samples, _note_unnamed_padding(x, net)
     shortest = min(samples, key=len)
-    if not (x == HIDDEN).any() and not _is_accepted(shortest, net):
+    has_mask = (x == HIDDEN).any()
+    if not has_mask and not _is_accepted(shortest, net):
         text = (
-            f"{count} texts of {origin} are padded (id {net.pad_id}), and the model takes only "
+            f"{padded} texts of {origin} are padded (id {net.pad_id}), and the model takes only "
             f"texts of {x.shape[1]} tokens. Padding counts as tokens"
         )
         return list(x), (Note.warn("padding-kept", text),)
-    text = f"{count} of {len(x)} texts of {origin} are padded; their padding was removed"
+    text = f"{padded} of {len(x)} texts of {origin} are padded; their padding was removed"
     return samples, (Note.info("padding-removed", text),)
+
+
+def _find_texts(x: Tensor, net: Taker) -> Tensor:
+    """Return a mask of the columns from the first to the last token of each text.
+
+    A pad id between the two is a token.
+    """
+    is_token = x != HIDDEN
+    if net.pad_id is not None:
+        is_token &= x != net.pad_id
+    has_begun = is_token.cumsum(1) > 0
+    goes_on = is_token.flip(1).cumsum(1).flip(1) > 0
+    return has_begun & goes_on
+
+
+def _require_vocabulary(ids: Tensor, net: Taker, origin: str) -> None:
+    """Refuse token ids that the model does not have."""
+    smallest = ids.min()
+    largest = ids.max()
+    if smallest < 0 or (net.vocabulary is not None and largest >= net.vocabulary):
+        raise InputError(
+            f"{origin} holds token ids from {smallest} to {largest}; the vocabulary has "
+            f"{net.vocabulary}",
+            "Use the tokenizer of this model.",
+        )
 
 
 def _is_accepted(ids: Tensor, net: Taker) -> bool:
@@ -380,12 +404,13 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     if len(shape) > 3:
         return (SampleForm("tokens", shape),)
     if len(shape) == 3:
-        first, *_, last = shape
-        as_given = SampleForm("image", shape)
+        first, middle, last = shape
+        channels_first = SampleForm("image", shape)
         # (8, 5, 4) is 8 channels first or 4 channels last; (3, 32, 32) can only be channels first.
         if last in CHANNELS and first not in CHANNELS:
-            return as_given, SampleForm("image", (last, *shape[:2]))
-        return (as_given,)
+            channels_last = SampleForm("image", (last, first, middle))
+            return channels_first, channels_last
+        return (channels_first,)
     if len(shape) == 2:
         grey = (1, *shape)
         if x.dtype == torch.uint8:

@@ -128,7 +128,8 @@ class Batch:
         """Return the same samples without trailing columns that are padding in every sample."""
         if self.mask is None or bool(self.mask[:, -1].any()):
             return self
-        length = int(self.mask.any(0).nonzero().max()) + 1
+        used_columns = self.mask.any(0).nonzero()
+        length = int(used_columns.max()) + 1
         return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,8 +173,7 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
 
     packer = Packer(tokenize, vocabulary, limit)
 
-    def pack_row(i: int) -> tuple[Tensor, bool]:
-        """Return the packed ids of a row, and whether its prompt was cut."""
+    def pack_row(i: int) -> _PackedRow:
         question = questions[i]
         prompt, follow = packer.encode(question.prompt, question.continuations)
         shown = question.prompt[:40]
@@ -190,35 +189,41 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
                 f"within {limit} tokens",
                 "Raise --max-tokens, or leave such rows out with --skip-bad.",
             )
-        return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
+        return _PackedRow(pack(prompt[-room:], follow, vocabulary), len(prompt) > room)
 
-    rows_read, skipped = tables.draw_rows(table, options, pack_row, what="rows")
-    packed, right, origins, prompts, continuations = [], [], [], [], []
-    cut = 0
-    for i, (ids, is_cut) in rows_read:
-        cut += is_cut
-        question = questions[i]
-        packed.append(ids)
-        right.append(question.right)
-        prompts.append((question.prompt,))
-        continuations.append(question.continuations)
-        origins.append(SampleOrigin(table.name(i), tables.shorten((question.prompt,))))
+    rows_drawn, packed, skipped = tables.draw_rows(table, options, pack_row, what="rows")
+    cut = sum(row.is_cut for row in packed)
     if cut:
         text = (
-            f"{cut} of {len(rows_read)} prompts were cut at their beginning, so that prompt and "
+            f"{cut} of {len(packed)} prompts were cut at their beginning, so that prompt and "
             f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (Note.warn("text-cut", text),)
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
     classes = names.get(form.kind, tuple(LETTERS[:choices]))
+    drawn = [questions[i] for i in rows_drawn]
+    prompts = [(question.prompt,) for question in drawn]
+    right = [question.right for question in drawn]
     batch = replace(
-        make_batch(packed, net, right),
+        make_batch([row.ids for row in packed], net, right),
         texts=tuple(prompts),
         limit=limit,
-        continuations=tuple(continuations),
+        continuations=tuple(question.continuations for question in drawn),
     )
-    task = Task(form.kind, classes)
-    return Samples(batch, skipped + notes, origins=tuple(origins), task=task)
+    places = map(table.name, rows_drawn)
+    return Samples(
+        batch,
+        skipped + notes,
+        origins=tuple(map(SampleOrigin, places, map(tables.shorten, prompts))),
+        task=Task(form.kind, classes),
+    )
+
+
+class _PackedRow(NamedTuple):
+    """The packed ids of a row (see `pack`), and whether its prompt was cut."""
+
+    ids: Tensor
+    is_cut: bool
 
 
 def _read_questions(
@@ -246,12 +251,14 @@ def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]
     """Split the ids of a prompt with its continuation, given the ids of the prompt alone."""
     # Some tokenizers end every text with a token: [prompt, end] and [prompt, continuation, end].
     # The continuation lies between the two, and the end belongs to neither.
-    without_end = prompt[:-1]
-    ends_alike = bool(prompt) and both[-1:] == prompt[-1:]
-    starts_alike = both[: len(without_end)] == without_end
-    if ends_alike and starts_alike and both[: len(prompt)] != prompt:
-        return without_end, both[len(without_end) : -1]
-    return prompt, both[len(prompt) :]
+    length = len(prompt)
+    if prompt and both[:length] != prompt:
+        last = length - 1
+        starts_alike = both[:last] == prompt[:last]
+        ends_alike = both[-1:] == prompt[-1:]
+        if starts_alike and ends_alike:
+            return prompt[:last], both[last:-1]
+    return prompt, both[length:]
 
 
 def _choose_form(
@@ -262,8 +269,7 @@ def _choose_form(
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
     """
-    columns = table.columns
-    choices = next((name for name in CHOICES if name in columns), "")
+    choices = tables.choose_column(table, None, CHOICES)
     usual: Sequence[str] = tables.LABELS
     if choices:
         usual = (*ANSWERS, *usual)
@@ -274,19 +280,21 @@ def _choose_form(
         return QuestionForm("continuation", (prompt,), continuation)
     if label is None:
         raise InputError(
-            f"{table.origin} has no column to score (columns: {', '.join(columns)})",
+            f"{table.origin} has no column to score ({table.column_list})",
             "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
             "choices and answer (--label-column); or a text and a label.",
         )
     prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
     if choices:
         return QuestionForm("choices", prompts, choices, label)
-    known = table.classes.get(label)
-    if known is not None:
-        return QuestionForm("labels", prompts, "", label, tuple(known), range(len(known)))
+    classes = table.classes.get(label)
+    if classes is not None:  # labels are their numbers
+        words = tuple(classes)
+        return QuestionForm("labels", prompts, "", label, words, range(len(words)))
     words = _list_words(rows.values(), prompts, label)
     for word in words:
-        if word.strip().lstrip("-").replace(".", "").isdigit():
+        digits = word.strip().lstrip("-").replace(".", "")
+        if digits.isdigit():
             raise InputError(
                 f"{table.origin}: {label!r} holds numbers ({word}), but a language model needs "
                 "words",
@@ -323,9 +331,10 @@ def _list_words(
 def _read_choices(value: Any) -> tuple[str, ...]:
     """Return the choices of a question as texts."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if is_list and 2 <= len(value) <= len(LETTERS) and not any(map(tables.is_empty, value)):
-        return tuple(map(str, value))
-    raise InputError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
+    most = len(LETTERS)
+    if not is_list or not 2 <= len(value) <= most or any(map(tables.is_empty, value)):
+        raise InputError(f"has no list of 2 to {most} choices, none of them empty")
+    return tuple(map(str, value))
 
 
 def _find_answer(value: Any, choices: Sequence[str]) -> int:

@@ -316,11 +316,11 @@ class Resizing:
                 ImageStep(f"scaled to cover {width} x {height}, then cropped in the middle")
             )
         done.append(ImageStep("divided by 255"))
-        array = np.asarray(image, dtype=np.float32) / 255
-        if array.ndim == 2:
-            planes = array[None]
+        pixels = np.asarray(image, dtype=np.float32) / 255
+        if pixels.ndim == 2:  # grey
+            planes = pixels[None]
         else:
-            planes = array.transpose(2, 0, 1).copy()
+            planes = pixels.transpose(2, 0, 1).copy()
         return torch.from_numpy(planes), done
 
     def _follow_model(
@@ -334,7 +334,7 @@ class Resizing:
             value = step(value)
             if isinstance(value, Image.Image):
                 columns, rows = value.size
-            else:
+            else:  # a tensor, (channels, rows, columns)
                 *_, rows, columns = value.shape
             done.append(ImageStep(f"{name}: {columns} x {rows} pixels"))
         if tuple(value.shape) != tuple(self.shape):

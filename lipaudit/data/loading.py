@@ -69,36 +69,36 @@ def load_data(spec: str | None, net: Taker, options: DataOptions | None = None) 
                 "Give your own data, or --data random.",
             )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            samples = _draw_file(file, net, options)
+            samples = _draw_from_arrays(file, net, options)
     elif spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
-        samples = replace(_draw_rows(table, net, options), commit=commit)
+        samples = replace(_draw_from_table(table, net, options), commit=commit)
     elif path.is_dir():
         if net.kind != "image":
             raise InputError(
                 f"{path} is a folder of images; {takes}",
                 "Give --data a text file, an .npz file, or random.",
             )
-        samples = _draw_rows(tables.read_folder(path), net, options)
+        samples = _draw_from_table(tables.read_folder(path), net, options)
     elif _are_arrays(path):
-        samples = _draw_file(path, net, options)
+        samples = _draw_from_arrays(path, net, options)
     else:
         if net.kind != "text":
             raise InputError(f"{path} holds text; {takes}", "Give a folder or an .npz file.")
         if path.suffix == ".txt":
             samples = tables.read_text(path, net, options)
         else:
-            samples = _draw_rows(tables.read_table(path), net, options)
+            samples = _draw_from_table(tables.read_table(path), net, options)
     return _complete_samples(samples, spec, net, options)
 
 
-def _draw_file(path: Path, net: Taker, options: DataOptions) -> Samples:
+def _draw_from_arrays(path: Path, net: Taker, options: DataOptions) -> Samples:
     """Draw samples from a file of arrays."""
     x, y = arrays.load_arrays(path)
     return arrays.draw_arrays(x, y, net, options, origin=str(path))
 
 
-def _draw_rows(table: tables.SampleTable, net: Taker, options: DataOptions) -> Samples:
+def _draw_from_table(table: tables.SampleTable, net: Taker, options: DataOptions) -> Samples:
     """Draw samples from a table, with the groups of --group-column if that is a column."""
     if options.scored and net.kind == "text":
         samples = read_continuations(table, net, options)

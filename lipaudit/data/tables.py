@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,20 +102,21 @@ def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tenso
     Raises:
         InputError: the model has no tokenizer for this, or the text has no tokens.
     """
-    if len(texts) == 1 and net.tokenize is not None:
-        tokens = net.tokenize(texts[0], limit)
-    elif len(texts) == 2 and net.tokenize_pair is not None:
-        tokens = net.tokenize_pair(texts[0], texts[1], limit)
+    first, *others = texts
+    if not others and net.tokenize is not None:
+        tokens = net.tokenize(first, limit)
+    elif len(others) == 1 and net.tokenize_pair is not None:
+        tokens = net.tokenize_pair(first, others[0], limit)
     else:
+        what = "a pair of texts" if others else "text"
         raise InputError(
-            f"{origin} holds {'a pair of texts' if len(texts) > 1 else 'text'}, and the model has "
-            "no tokenizer for it",
+            f"{origin} holds {what}, and the model has no tokenizer for it",
             "Put tokenizer.json beside config.json, read one column with --text-column, or give "
             "token ids as an .npz file.",
         )
     if not tokens:
         raise InputError(
-            f"{origin}: {texts[0][:40]!r} has no tokens",
+            f"{origin}: {first[:40]!r} has no tokens",
             "Remove empty texts, or leave them out with --skip-bad.",
         )
     return torch.as_tensor(tokens, dtype=torch.int64)
@@ -163,6 +164,11 @@ class SampleTable:
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+
+    @property
+    def column_list(self) -> str:
+        """Return the names of its columns, for messages."""
+        return f"columns: {', '.join(self.columns)}"
 
     @property
     def sound(self) -> list[int]:
@@ -375,8 +381,8 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
 
 def draw_rows(
     table: SampleTable, options: DataOptions, read: Callable[[int], T], *, what: str
-) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
-    """Return the requested number of rows in random order, as (index, `read(index)`), and notes.
+) -> tuple[list[int], list[T], tuple[Note, ...]]:
+    """Draw the requested number of rows: return their indices, `read(index)` of each, and notes.
 
     With `skip_bad`, rows with faults are left out, and samples that `read` refuses are replaced
     by the next ones.
@@ -392,22 +398,27 @@ def draw_rows(
     """
     table.require_rows(options)
     sound = table.sound
-    rows: list[tuple[int, T]] = []
+    rows: list[int] = []
+    values = []
     refusals = []
     for k in batch.draw_indices(len(sound), len(sound), options.seed):
         if len(rows) == options.samples:
             break
+        row = sound[k]
         try:
-            rows.append((sound[k], read(sound[k])))
+            values.append(read(row))
         except InputError as error:
             if not options.skip_bad:
                 raise
             refusals.append(error.message)
+        else:
+            rows.append(row)
     if not rows:
         first = "".join(refusals[:1])
         raise InputError(f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
     faults = [f"{table.places[i]} {fault}" for i, fault in sorted(table.faults.items())]
-    return rows, _note_skipped("rows", faults) + _note_skipped(what, refusals)
+    notes = _note_skipped("rows", faults) + _note_skipped(what, refusals)
+    return rows, values, notes
 
 
 def _note_skipped(what: str, reasons: Sequence[str]) -> tuple[Note, ...]:
@@ -485,8 +496,7 @@ def _draw_images(
         pixels, steps = read_image(values[column], table.places[i], net)
         return Picture(to_box(pixels, net.box), steps)
 
-    rows_read, skipped = draw_rows(table, options, read, what="images")
-    rows, pictures = zip(*rows_read, strict=True)
+    rows, pictures, skipped = draw_rows(table, options, read, what="images")
     places = [table.name(i) for i in rows]
     steps = [picture.steps for picture in pictures]
     pixels = [picture.pixels for picture in pictures]
@@ -505,14 +515,21 @@ def _select_labels(labels: _Labels, rows: Sequence[int]) -> list[int] | None:
     return [labels[i] for i in rows]
 
 
+class _EncodedTexts(NamedTuple):
+    """A text or a pair of texts, their token ids together, and whether they were cut."""
+
+    texts: tuple[str, ...]
+    tokens: Tensor
+    is_cut: bool
+
+
 def _draw_texts(
     table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
     """Draw texts, or pairs of texts, from one or two columns of a table."""
     limit, notes = limit_tokens(net, options)
 
-    def read(i: int) -> tuple[Tensor, tuple[str, ...], bool]:
-        """Return the token ids of a row, its texts, and whether they were cut."""
+    def read(i: int) -> _EncodedTexts:
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)
@@ -520,16 +537,16 @@ def _draw_texts(
         # One token more than allowed distinguishes a text that is cut from one that just fits.
         tokens = encode(texts, net, limit + 1, origin)
         if len(tokens) <= limit:
-            return tokens, texts, False
-        return encode(texts, net, limit, origin), texts, True
+            return _EncodedTexts(texts, tokens, is_cut=False)
+        return _EncodedTexts(texts, encode(texts, net, limit, origin), is_cut=True)
 
-    rows_read, skipped = draw_rows(table, options, read, what="texts")
-    rows, encoded = zip(*rows_read, strict=True)
-    tokens, texts, are_cut = zip(*encoded, strict=True)
-    cut = sum(are_cut)
+    rows, encoded, skipped = draw_rows(table, options, read, what="texts")
+    cut = sum(row.is_cut for row in encoded)
     if cut:
         text = f"{cut} of {len(rows)} texts were cut to {limit} tokens (--max-tokens)"
         notes += (Note.warn("text-cut", text),)
+    tokens = [row.tokens for row in encoded]
+    texts = tuple(row.texts for row in encoded)
     samples = make_batch(tokens, net, _select_labels(labels, rows))
     places = map(table.name, rows)
     return Samples(
@@ -547,7 +564,7 @@ def _choose_inputs(table: SampleTable, net: Taker, options: DataOptions) -> tupl
     image = choose_column(table, None, IMAGES)
     if net.kind != "image" or image is None:
         raise InputError(
-            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
+            f"{table.origin} has no column of images ({table.column_list})",
             f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
         )
     return (image,)
@@ -587,7 +604,7 @@ def choose_text_columns(
     advice = "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
     if Path(table.origin).suffix in SEPARATORS:
         advice += " If the first line is data, add a line with column names above it: text,label."
-    raise InputError(f"{table.origin} has no text column (columns: {', '.join(columns)})", advice)
+    raise InputError(f"{table.origin} has no text column ({table.column_list})", advice)
 
 
 def choose_column(table: SampleTable, requested: str | None, usual: Sequence[str]) -> str | None:

@@ -133,7 +133,11 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
 
 
 def _read_idx(path: Path) -> Tensor:
-    """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
+    """Read an IDX file, compressed or not.
+
+    Its bytes are 0, 0, the type of the numbers, and the number of axes; then, big-endian, the
+    sizes (int32) and the numbers.
+    """
     advice = "Copy or download it again."
     with explain_failure(f"{path} is not a readable IDX file", advice, Exception):
         data = path.read_bytes()

@@ -217,7 +217,7 @@ def _require_readable(image: Image.Image, name: str) -> None:
     Raises:
         InputError: signed bytes, or colours of 16 bits in separate planes, without compression.
     """
-    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    tags = getattr(image, "tag_v2", {})  # of TIFF files
     is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())  # 2: signed integers
     # Planes one after another, without compression.
     is_planar = tags.get(PLANES) == 2 and tags.get(COMPRESSION) == 1
@@ -251,7 +251,7 @@ def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, ImageStep
             "belong to is unknown",
             "Save images with 8 or 16 bits, or as floats in [0, 1].",
         )
-    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    tags = getattr(image, "tag_v2", {})  # of TIFF files
     if tags.get(PHOTOMETRIC) == 0:  # white is 0; Pillow inverts only 8 bits
         values = 255 - values
         text = f"{text}, inverted"

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from lipaudit.data.batch import Batch, ProcessBatches
 from lipaudit.engine import results, shards
@@ -254,14 +253,15 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     # A traceback holds the frames of its measure, and with them the model.
     errors.clear()
     left_out = tuple(name for name in request.measures if name not in job.request.measures)
-    outcome: dict[str, Any] = {
-        "notes": job.notes,
-        "is_finished": True,
-        "left_out": left_out,
-        "failures": findings.failures,
-        "remainder": findings.remainder,
-    }
-    shard = planned.model_copy(update=outcome)
+    shard = planned.model_copy(
+        update={
+            "notes": job.notes,
+            "is_finished": True,
+            "left_out": left_out,
+            "failures": findings.failures,
+            "remainder": findings.remainder,
+        }
+    )
     if request.run.parts is not None:
         shards.save_shard(shard, request.run.parts)
     return job, shard
@@ -294,14 +294,8 @@ def run_measure(
     end = job.request.started + (run.time_limit or math.inf)
     whole_first, batches = job.batches(name)
     first = whole_first
-    facts = results.identify(job, name, options)
-    journal = Journal(facts, run.parts, keeps=job.stores)
-    findings.journals.append(journal)
     ids = list(chain.from_iterable(batch.ids for batch in batches))
-    # By their first samples: a part replaces an incomplete one of the same samples.
-    parts: dict[str, Part] = {}
-    if job.continues:
-        parts = {part.ids[0]: part for part in _read_parts(journal, name, ids, observer)}
+    journal, parts = _open_journal(job, name, options, ids, findings)
     remaining = list_unfinished(batches, select_complete(parts.values()))
     total = sum(map(len, remaining))
     observer.begins(name, total)
@@ -368,8 +362,18 @@ def _note_cost(
     observer.note(Note.info("cost", text))
 
 
-def _read_parts(journal: Journal, name: str, ids: Sequence[str], observer: Observer) -> list[Part]:
-    """Return the parts of an interrupted run, and say how many samples it finished."""
+def _open_journal(
+    job: Job, name: str, options: MeasureOptions, ids: Sequence[str], findings: Findings
+) -> tuple[Journal, dict[str, Part]]:
+    """Return the journal of a measure, and the parts that an interrupted run left in it.
+
+    Parts are by their first samples: a new one replaces an incomplete one of the same samples.
+    """
+    facts = results.identify(job, name, options)
+    journal = Journal(facts, job.request.run.parts, keeps=job.stores)
+    findings.journals.append(journal)
+    if not job.continues:
+        return journal, {}
     parts = journal.read_parts(ids)
     if parts:
         finished = sample_ids(select_complete(parts))
@@ -377,8 +381,8 @@ def _read_parts(journal: Journal, name: str, ids: Sequence[str], observer: Obser
         begun = len(sample_ids(parts)) - len(finished)
         if begun:
             text += f" and began {begun}"
-        observer.note(Note.info("reused", f"{text}: continuing from there"))
-    return parts
+        findings.observer.note(Note.info("reused", f"{text}: continuing from there"))
+    return journal, {part.ids[0]: part for part in parts}
 
 
 def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:

@@ -379,7 +379,7 @@ class _Graph:
         attention_nodes = sorted(self._layer_of, key=get_order)
         steps: list[tuple[int, Step]] = []  # with the order of their last node
         added_layers: set[int] = set()  # layers inside an addition
-        starts: set[int] = set()  # additions that begin a block
+        starts = set()  # additions that begin a block
         for i, addition in enumerate(self._additions):
             order = get_order(addition.sum.node)
             inside = [self._layer_of[node] for node in attention_nodes if addition.holds(node)]

@@ -145,7 +145,7 @@ def divides_channels(t: Tensor) -> bool:
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:
     """Yield every node behind t once, without going beyond the nodes of `stop`."""
-    seen: set[Node] = set()
+    seen = set()
     todo = [t.grad_fn]
     while todo:
         node = todo.pop()
@@ -314,7 +314,10 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
 
 
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
-    """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
+    """Return G (1, 1, tokens, d, e) with t_i = G_i y_i at each token i, or None.
+
+    G_i, such as a rotation by the position of the token, is the same in all windows and heads.
+    """
     local = compute_map(source, rows, columns, shared=(0, 1))
     if not is_linear(source, local, rows, columns):
         return None

@@ -258,11 +258,7 @@ def compute_margins(
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
-    of_class = y[:, None]
-    # The other classes j by f_y - f_j, the smallest first: the class itself is last, and cut off.
-    order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
-    order = order[:, :-1]
-    gaps = logits.gather(1, of_class) - logits.gather(1, order)  # f_y - f_j
+    order, gaps = _sort_rivals(logits, y)
     gaps = gaps.cpu().double()
     count = gaps.shape[1]
     is_dense = linear.outputs <= DENSE
@@ -327,6 +323,18 @@ def compute_margins(
         complete=complete,
         direction=direction,
     )
+
+
+def _sort_rivals(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes j != y of each sample by f_y - f_j, the smallest first, and f_y - f_j.
+
+    Both are (samples, classes - 1).
+    """
+    of_class = y[:, None]
+    # The class itself comes last, and is cut off.
+    order = logits.scatter(1, of_class, -torch.inf).argsort(1, descending=True)
+    order = order[:, :-1]
+    return order, logits.gather(1, of_class) - logits.gather(1, order)
 
 
 def _make_exact(

@@ -259,19 +259,25 @@ class EntrySearch:
         return False
 
     def observe(self, name: str, args: tuple[Any, ...], output: Any) -> None:
-        """Record what a candidate takes and returns in a forward pass."""
+        """Record what a candidate takes and returns in a forward pass on the sample.
+
+        The model may transpose its ids to (tokens, batch) before it embeds them.
+        """
         if self.spec.kind == "image":
             self.readers.append(name)
             return
-        columns = self.x.mT  # ids of a model with tokens first
-        if isinstance(output, Tensor) and output.shape[:2] == columns.shape != self.x.shape:
+        ids = self.x
+        transposed = ids.mT
+        if isinstance(output, Tensor) and output.shape[:2] == transposed.shape != ids.shape:
             self.tokens_first.add(name)
         if not args or not isinstance(args[0], Tensor):
             return
-        ids = self.x if args[0].shape == self.x.shape else columns
-        if args[0].shape != ids.shape:
+        argument = args[0]
+        if argument.shape != ids.shape:
+            ids = transposed
+        if argument.shape != ids.shape:
             return
-        if bool((args[0] == ids).all()):
+        if bool((argument == ids).all()):
             self.readers.append(name)
         else:
             self.similar_readers.append(name)

@@ -344,6 +344,7 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
         logits = score(z)
         without_last = score(z[:, :-1])
         logits_of_ids = net.output(Batch(ids, None, ("",)))
+        # The gradient of the logits at the first token must not reach later embeddings.
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             first = score(leaf)[:, 0]

@@ -300,7 +300,7 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
     """Return the complete description, and a function that preprocesses samples and runs them."""
-    image_options: dict[str, object] = {
+    image_options = {
         "--mean": options.mean,
         "--std": options.std,
         "--input-size": options.input_size,

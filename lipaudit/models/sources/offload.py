@@ -284,7 +284,7 @@ def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[st
 
 def _name_blocks(module: nn.Module) -> set[str]:
     """Return the class names of the blocks of a model: elements of lists that have parts."""
-    blocks: set[str] = set()
+    blocks = set()
     for parent in module.modules():
         if not isinstance(parent, LISTS):
             continue

@@ -323,6 +323,7 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     formats = Counter[str]()  # number of weights of each
     count = 0
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
+        # What `dequantise_codes` takes.
         parts: dict[str, Tensor] = {}
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             name = f"{layer}.{part}"

@@ -191,9 +191,9 @@ class Probed:
         return moved
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the entries of y that each token of t is computed from, in its order.
+        """Return the entries of y that each head and token of t is computed from.
 
-        The shape is (windows, heads, tokens, e); arguments as of `take_entries`.
+        The shape is (windows, heads, tokens, e). Arguments are those of `take_entries`.
         """
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
         return take_entries(y, rows, columns)

@@ -289,6 +289,8 @@ def compute_margins(
     # The nearest class so far, one rank of `order` after the other for all samples. Gaps and
     # classes are on the CPU, the order is on the device of the gradients.
     radius = torch.full_like(gaps[:, 0], torch.inf)
+    no_class = radius[:, None]
+    next_gaps = torch.cat([gaps[:, 1:], no_class], 1)
     classes = order.cpu()
     closest = classes[:, 0].clone()
     examined = torch.zeros_like(classes[:, 0])
@@ -304,11 +306,8 @@ def compute_margins(
         radius = distance.where(nearer, radius)
         closest = classes[:, i].where(nearer, closest)
         examined += ~complete
-        # Later gaps are at least the next one: no class is nearer than next_gap / G.
-        if i + 1 < gaps.shape[1]:
-            next_gap = gaps[:, i + 1]
-        else:
-            next_gap = torch.full_like(radius, torch.inf)
+        # Later gaps are at least the next one: no later class is nearer than next_gap / G.
+        next_gap = next_gaps[:, i]
         complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
         if complete.all():
             break

@@ -318,7 +318,7 @@ def convert_on_read(
         place: returns the device of a module path; None: the device of its tensors.
 
     Returns:
-        the stored dtypes that need conversion.
+        The stored dtypes that need conversion.
     """
     for path, part in module.named_modules():
         device = None
@@ -328,13 +328,14 @@ def convert_on_read(
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                kind = dtype if buffer.is_floating_point() else buffer.dtype
-                part._buffers[name] = buffer.to(device, kind)
+                buffer_dtype = dtype if buffer.is_floating_point() else buffer.dtype
+                part._buffers[name] = buffer.to(device, buffer_dtype)
         parameters = [p for p in part._parameters.values() if p is not None]
         for p in parameters:
             if p.is_floating_point() and not _is_narrower(p, dtype):
                 p.data = p.data.to(dtype)
         if any(_needs_conversion(p, dtype, device) for p in parameters):
+            # `module.weight` looks up the weight in this table, which then converts it.
             part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
     return {p.dtype for p in module.parameters() if _is_narrower(p, dtype)}
 

@@ -123,7 +123,8 @@ def _read_addition(
     """
     # Of the two operands, the skip is computed first.
     skip, branch = sorted(_list_parents(node), key=lambda edge: get_order(edge.node))
-    # F may read an earlier x of the stream: x + f(x) + g(x) is two additions with one x.
+    # The nodes of F lie between x and the branch. F may read an earlier x of the stream: in
+    # (x + f(x)) + g(x), the second addition has the sum of the first one as its skip.
     stream = _strip_views(skip.node)
     inside = _find_between(branch.node, stream)
     while inside is None and stream in found:

@@ -146,9 +146,10 @@ def _load_checkpoint(
     formats = _read_formats(path)
     offload = options.device_map is not None
     later = options.weights == "stored" and not offload
-    quantised, remarks, state = plan_dequantising(config, path, {*formats.values()}, later=later)
+    plan = plan_dequantising(config, path, {*formats.values()}, later=later)
+    state = plan.state
     # Weights that transformers dequantises are floats of its choice.
-    as_stored = (later or offload) and (not quantised or state is not None)
+    as_stored = (later or offload) and (not plan.text or state is not None)
     module, report, notes = _load_weights(
         loader, path, config, formats, state, as_stored=as_stored
     )
@@ -165,8 +166,8 @@ def _load_checkpoint(
         if name.endswith(".bias") and not value.any():
             zero_biases.add(name)
     surplus = [name for name in surplus if name not in zero_biases]
-    notes = _require_complete(module, missing, surplus, wrong, path) + remarks + notes
-    return module, quantised, notes
+    notes = _require_complete(module, missing, surplus, wrong, path) + plan.notes + notes
+    return module, plan.text, notes
 
 
 def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:

@@ -492,23 +492,23 @@ def borrow(
             f"{name} is not a model",
             "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
         )
-    text = "classes works only for models that are loaded by name, not for a module"
-    advice = "Leave classes out: it needs the tokenizer in the folder of a model."
     if options.class_names:
-        raise UsageError(text, advice)
+        raise UsageError(
+            "classes works only for models that are loaded by name, not for a module",
+            "Leave classes out: it needs the tokenizer in the folder of a model.",
+        )
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
     else:
         axes = 0
         if isinstance(input_shape, Sequence):
             axes = len(input_shape)
-        text = f"input_shape {input_shape} is not the shape of a sample"
-        advice = (
-            "Give (channels, height, width), (tokens, width), (samples,), or the four axes of a "
-            "volume or video."
-        )
         if axes not in own.KINDS:
-            raise UsageError(text, advice)
+            raise UsageError(
+                f"input_shape {input_shape} is not the shape of a sample",
+                "Give (channels, height, width), (tokens, width), (samples,), or the four axes of "
+                "a volume or video.",
+            )
         spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
     name = type(spec.module).__name__
     if options.device == "auto":

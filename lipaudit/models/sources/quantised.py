@@ -190,26 +190,35 @@ def _find_fixed(module: Any) -> set[int]:
     return fixed
 
 
-def plan_dequantising(
-    config: Any, path: Path, kinds: Set[str], *, later: bool
-) -> tuple[str, tuple[Note, ...], dict[str, Any] | None]:
-    """Have a checkpoint dequantised on loading, where that is possible; describe it then.
+class Dequantising(NamedTuple):
+    """How a checkpoint of transformers is dequantised on loading.
+
+    Attributes:
+        text: a description; empty if its weights are not quantised, or `dequantise` does it.
+        state: all weights by name, if transformers cannot read the files.
+        notes: notes for the report.
+    """
+
+    text: str = ""
+    state: dict[str, Any] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool) -> Dequantising:
+    """Have a checkpoint dequantised on loading, if it is quantised.
 
     Args:
         config: the configuration of the model, which is changed.
         path: its directory.
-        kinds: number formats of its weights, as safetensors spells them; empty if unknown.
+        formats: number formats of its weights, as safetensors spells them; empty if unknown.
         later: see `read_codes`.
-
-    Returns:
-        What is dequantised; notes; and all weights, where transformers cannot read the files.
 
     Raises:
         InputError: the method cannot be dequantised, or its library is not installed.
     """
     stored = getattr(config, "quantization_config", None)
     if not stored:
-        return "", (), None
+        return Dequantising()
     method = str(stored.get("quant_method") or "bitsandbytes")  # old files lack it
     layout = ""
     obstacle = _find_obstacle(stored)
@@ -232,21 +241,21 @@ def plan_dequantising(
             f"{path} is quantised by {method}, and its library is not installed",
             f"Run pip install {library.replace('_', '-')}.",
         )
-    if kinds and kinds <= FLOATS:
+    if formats and formats <= FLOATS:
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"
         note = Note.warn("not-quantised", f"config.json names {method}, {text}")
-        return "", (note,), None
+        return Dequantising(notes=(note,))
     if method in LAYOUTS:
         del config.quantization_config
         if method == "awq":
             layout = method
         text, state = read_codes(path, layout, later=later)
-        return text, (), state
+        return Dequantising(text, state)
     if method in ("torchao", "bitsandbytes"):
-        return "", (), None  # by `dequantise`
-    stored["dequantize"] = True
-    return f"weights stored as {method} were dequantised by transformers on loading", (), None
+        return Dequantising()
+    stored["dequantize"] = True  # transformers reads this
+    return Dequantising(f"weights stored as {method} were dequantised by transformers on loading")
 
 
 def _find_obstacle(stored: Mapping[str, Any]) -> str:
@@ -394,17 +403,9 @@ def dequantise_codes(
         zeros = _unpack_by_places(qzeros)
     else:
         codes = _unpack(qweight.T, bits).T
-        largest = 2**bits - 1
-        if layout != "gptq":
-            zeros = _unpack(qzeros, bits)
-        # Version 1 stores zero - 1. As its kernels do, 1 is added to all values of a word at once,
-        # with carries, unless values cross the ends of words.
-        elif 32 % bits == 0:
-            ones = (2**32 - 1) // largest  # a 1 in each value
-            zeros = _unpack(qzeros + ones, bits)
-        else:
-            zeros = _unpack(qzeros, bits) + 1
-        zeros &= largest
+        zeros = _unpack(qzeros, bits)
+    if layout == "gptq":
+        zeros = _add_one(qzeros, zeros, bits)
     if g_idx is None:
         g_idx = torch.arange(len(scales), device=codes.device)
         g_idx = g_idx.repeat_interleave(len(codes) // len(scales))
@@ -419,6 +420,24 @@ def dequantise_codes(
     # (code - zero) scale, (inputs, outputs)
     values = (codes.to(dtype) - zeros.to(dtype)[group]) * scales[group]
     return values.T.contiguous()
+
+
+def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """Return the zeros of GPTQ's first version, which stores zero - 1.
+
+    As in its kernels, 1 is added to all values of a word at once, with carries, unless values
+    cross the ends of words.
+
+    Args:
+        words: the packed zeros.
+        zeros: the same, unpacked.
+        bits: of a value.
+    """
+    largest = 2**bits - 1
+    if 32 % bits:
+        return (zeros + 1) & largest
+    ones = (2**32 - 1) // largest  # a word with 1 in each value
+    return _unpack(words + ones, bits)
 
 
 def _unpack_by_places(words: Tensor) -> Tensor:

@@ -306,11 +306,13 @@ def _choose_form(
 def _find_pair(
     table: SampleTable, label: str | None, options: DataOptions
 ) -> Sequence[str] | None:
-    """Return the columns of a prompt and its continuation, of the usual names or requested."""
-    requested = options.text_column
-    if requested is None and options.label_column is None:
+    """Return the columns of a prompt and its continuation; None if the table asks otherwise.
+
+    They have usual names, or --text-column names two and there is no label.
+    """
+    if options.text_column is None and options.label_column is None:
         return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
-    if requested is None or label is not None:
+    if options.text_column is None or label is not None:
         return None
     texts = tables.choose_text_columns(table, options)
     return texts if len(texts) == 2 else None

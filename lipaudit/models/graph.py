@@ -100,15 +100,15 @@ def is_affine(t: Tensor) -> bool:
 
 
 def root(t: Tensor) -> object:
-    """Return a mark of the tensor behind t's views: equal marks mean parts of one tensor.
+    """Return an object that identifies the tensor behind t's views: parts of one have the same.
 
-    Two results of the same computation have different roots. The mark is not the graph node
-    itself, because a stored node keeps its whole graph in memory.
+    Two results of the same computation are two tensors. The object is not the graph node itself,
+    because a stored node keeps its whole graph in memory.
     """
     node = t.grad_fn
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = _find_operand(node)
-    if node is None or hasattr(node, "variable"):
+    if node is None or hasattr(node, "variable"):  # views of a leaf, or of a tensor without graph
         return _roots.setdefault(getattr(node, "variable", t), object())
     marks = cast("dict[str, object]", node.metadata)  # torch declares a method, but it is a dict
     return marks.setdefault("root", object())
@@ -123,9 +123,10 @@ def _find_operand(node: Node) -> Node | None:
 
 
 def divides_channels(t: Tensor) -> bool:
-    """Say whether the rows of t are parts of one vector of the tensor behind t's views.
+    """Say whether each row of t is a part of a longer row of the tensor behind t's views.
 
-    Windows of tokens contain whole vectors; heads that share one small map are parts of a vector.
+    This is so for heads, which are parts of the channels of a token; windows of tokens contain
+    whole rows.
     """
     width = t.shape[-1]
     node = t.grad_fn
@@ -176,14 +177,17 @@ class Probed:
     as_rows: Callable[..., Tensor]
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return J^T u with respect to y, one token per row; 0 where nothing leads there."""
+        """Return J^T u for a cotangent u of t, where J = dt/dy, in the shape of y.
+
+        It is 0 at entries of y that t does not depend on. Rows are tokens.
+        """
         pulled = pull_back(
             self.t, self.leaves, cotangent, retain_graph=True, materialize_grads=True
         )
         return self.as_rows(*pulled)
 
     def push(self, move: Tensor) -> Tensor:
-        """Return J m, the change of t for a change m of y, one token per row."""
+        """Return J m, the change of t for a change m of y, where J = dt/dy."""
         # J^T u is linear in u, so its vector-Jacobian product with m is J m.
         u = torch.zeros_like(self.t, requires_grad=True)
         pulled = pull_back(self.t, self.leaves, u, create_graph=True, materialize_grads=True)

@@ -404,12 +404,14 @@ class _Parameters(dict[str, Any]):
         super().__setitem__(name, value)
 
     def items(self) -> Any:
+        """Return the weights by name: converted while a model runs, else as stored."""
         parameters = super().items()
         if not self.running:
             return parameters
         return ((name, self._convert(p)) for name, p in parameters)
 
     def values(self) -> Any:
+        """Return the weights, as of `items`."""
         parameters = super().values()
         if not self.running:
             return parameters

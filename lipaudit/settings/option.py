@@ -247,19 +247,15 @@ class Settings(BaseModel):
         kind = cls.complete()
         known = kind.options()
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
-        typed = dict(values)
+        accepted = dict(values)
         for name, value in values.items():
             # JSON and the command line read integers of any size.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
-            # Text may be given as a number or a list from Python: order=1, attack=["fgsm", "pgd"].
             if name in known and _is_text(kind.model_fields[name].annotation):
-                if isinstance(value, list | tuple):
-                    typed[name] = ",".join(map(str, value))
-                elif isinstance(value, int | float) and not isinstance(value, bool):
-                    typed[name] = str(value)
+                accepted[name] = _write_text(value)
         try:
-            settings = kind.model_validate(typed)
+            settings = kind.model_validate(accepted)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = ""
@@ -272,6 +268,18 @@ class Settings(BaseModel):
             raise UsageError(f"{spell(name)}: {first['input']!r}: {reason}", advice) from None
         settings._configured = frozenset(configured)
         return settings
+
+
+def _write_text(value: Any) -> Any:
+    """Return the text of an option that Python may give as a number or a list.
+
+    Examples are order=1 and attack=["fgsm", "pgd"]. Other values stay as they are.
+    """
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return value
 
 
 def flag(name: str) -> str:

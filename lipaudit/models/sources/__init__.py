@@ -44,9 +44,9 @@ def demo_names() -> tuple[str, ...]:
 
 def similar_models(spec: str) -> list[str]:
     """Return MODEL arguments similar to a name that was not found."""
-    models = [*demo_names(), *(f"timm:{name}" for name in timm_names())]
-    # By the name after the prefix: vit_base for timm:vit_base; demo has none.
-    by_name = {model.partition(":")[2] or model: model for model in models}
-    # Without a prefix, and without the weights' name of timm: vit_base.in1k.
+    by_name = {"demo": "demo"}
+    by_name |= {name: f"demo:{name}" for name in DEMOS}
+    by_name |= {name: f"timm:{name}" for name in timm_names()}
+    # Without a prefix, and without the name of weights in timm: vit_base.in1k.
     name = spec.rpartition(":")[2].partition(".")[0]
-    return [by_name[close] for close in similar(name, by_name)]
+    return [by_name[known] for known in similar(name, by_name)]

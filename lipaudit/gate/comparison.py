@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, permutations
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import EACH, Rule, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL, Movement
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.measures import list_headlines, summarise
+from lipaudit.measures import find_headline, list_headlines, summarise
 from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
 from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
@@ -110,6 +110,8 @@ class Comparison(Frozen):
 
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns compared head by head. In other sections: all columns with a better direction."""
+OF_HEADS_ALONE = frozenset({"jacobian.shares.carried"})
+"""Columns compared head by head alone: what one head carries less, another may carry more."""
 STILL = 0.01
 """Heads of which half of the samples change by less than 1% hardly move."""
 LISTED = 6
@@ -143,58 +145,101 @@ def compare(reports: Sequence[Report]) -> Comparison:
     return Comparison(models=tuple(names), pairs=pairs)
 
 
+@dataclass
+class Changes:
+    """Everything that changed between two reports, in the order in which it is found.
+
+    Attributes:
+        verdicts: one per figure.
+        heads: the changes of heads.
+        groups: the changes of groups of samples.
+        sampled: the contrasts of figures that every sample has.
+        unpaired: sections and figures that one report alone has, and whether it is the second.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    heads: list[HeadChange] = field(default_factory=list)
+    groups: list[Verdict] = field(default_factory=list)
+    sampled: list[tuple[Rule, Contrast]] = field(default_factory=list)
+    unpaired: list[tuple[str, bool]] = field(default_factory=list)
+
+
 def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
-    measured = [_index_sections(report) for report in (old, new)]
+    before = _index_sections(old)
+    after = _index_sections(new)
     differing = conditions.list_differences(new, old)
     warnings = [text for kind, text in differing if kind in conditions.SPOILING]
-    warnings += [by_place] if by_place else []
+    if by_place:
+        warnings.append(by_place)
     if conditions.has_same_weights(new, old):
         warnings.append("both reports are of the same weights")
-    # Sections and columns of one report alone, and whether it is the second.
-    unpaired = [(name, name in measured[1]) for name in measured[0].keys() ^ measured[1].keys()]
-    verdicts, heads = list[Verdict](), list[HeadChange]()
-    of_groups = list[Verdict]()
-    sampled = list[tuple[Rule, Contrast]]()
-    for measure in (name for name in measured[0] if name in measured[1]):
-        before, after = (sections[measure] for sections in measured)
-        warnings += _describe_left_out(before, after)
-        for name in _list_columns(before, after):
-            metric = f"{measure}.{name}"
-            figures = [_list_figures(section, name) for section in (before, after)]
-            if not all(figures):
-                unpaired += [(metric, not figures[0])] if any(figures) else []
-                continue
-            # Rows that are no heads are few: they are compared one by one.
-            stats = ["median" if "layer" in after.columns else "each"]
-            if name in before.sample_columns:
-                stats = ["mean"] if name in FLAGS else ["median", "p95"]
-            for stat in stats:
-                rule = no_change(f"{metric}:{stat}", chain(*figures), (before, after))
-                examined = examine(rule, new, old, lenient=True)
-                if isinstance(examined, Verdict):
-                    verdicts.append(examined)
-                    continue
-                verdicts += (judge_change(rule, contrast) for contrast in examined)
-                if rule.per_sample and stat != "p95":  # its samples are those of the median
-                    sampled += ((rule, contrast) for contrast in examined)
-                    of_groups += _judge_groups(rule, old, new)
-            if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
-                rule = no_change(f"{metric}:each", chain(*figures), (before, after))
-                heads += _judge_heads(rule, old, new)
-    alone = sorted(unpaired)
-    notes = [f"not compared, because only {names[i]} has it: {name}" for name, i in alone]
+    changes = Changes()
+    for measure in before.keys() ^ after.keys():
+        changes.unpaired.append((measure, measure in after))
+    for measure, section in before.items():
+        if measure in after:
+            warnings += _describe_left_out(section, after[measure])
+            _compare_sections(old, new, section, after[measure], changes)
+    notes = []
+    for name, is_new in sorted(changes.unpaired):
+        notes.append(f"not compared, because only {names[is_new]} has it: {name}")
     notes += (text for kind, text in differing if kind not in conditions.SPOILING)
     return Pair(
         old=names[0],
         new=names[1],
-        verdicts=tuple(verdicts),
-        heads=tuple(heads),
-        groups=tuple(of_groups),
+        verdicts=tuple(changes.verdicts),
+        heads=tuple(changes.heads),
+        groups=tuple(changes.groups),
         predictions=describe_movement(new, old),
-        samples=_list_samples(sampled, old.places | new.places),
+        samples=_list_samples(changes.sampled, old.places | new.places),
         warnings=tuple(warnings),
         notes=tuple(notes),
     )
+
+
+def _compare_sections(
+    old: Report, new: Report, before: Section, after: Section, changes: Changes
+) -> None:
+    """Add the changes of the columns of a section."""
+    has_heads = {"layer", "head"} <= after.columns.keys()
+    for name in _list_columns(before, after):
+        metric = f"{before.measure}.{name}"
+        old_figures = _list_figures(before, name)
+        new_figures = _list_figures(after, name)
+        if not (old_figures and new_figures):
+            if old_figures or new_figures:
+                changes.unpaired.append((metric, not old_figures))
+            continue
+        figures = old_figures + new_figures
+        if metric not in OF_HEADS_ALONE:
+            for stat in _choose_statistics(before, after, name):
+                rule = no_change(f"{metric}:{stat}", figures, (before, after))
+                _compare_figure(rule, old, new, changes)
+        if has_heads and name in MAPPED.get(before.measure, (name,)):
+            rule = no_change(f"{metric}:each", figures, (before, after))
+            changes.heads += _judge_heads(rule, old, new)
+
+
+def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
+    """Return the statistics of a column: over the samples, else over the heads."""
+    if name in before.sample_columns:
+        return ["mean"] if name in FLAGS else ["median", "p95"]
+    if "layer" not in after.columns:  # rows that are no heads are few: each is compared
+        return ["each"]
+    headline = find_headline(after.measure, name)
+    return [headline.over_heads if headline else "median"]
+
+
+def _compare_figure(rule: Rule, old: Report, new: Report, changes: Changes) -> None:
+    """Add the change of a figure, and of its samples and their groups."""
+    examined = examine(rule, new, old, lenient=True)
+    if isinstance(examined, Verdict):
+        changes.verdicts.append(examined)
+        return
+    changes.verdicts += (judge_change(rule, contrast) for contrast in examined)
+    if rule.per_sample and rule.stat != "p95":  # its samples are those of the median
+        changes.sampled += ((rule, contrast) for contrast in examined)
+        changes.groups += _judge_groups(rule, old, new)
 
 
 def _index_sections(report: Report) -> dict[str, Section]:

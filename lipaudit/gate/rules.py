@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.measures import USUAL, layouts, list_headlines, load_measures
+from lipaudit.measures import USUAL, find_headline, layouts, list_headlines, load_measures
 from lipaudit.tables import Column, Layout, Report, Section
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.plugins import explain_missing
@@ -252,14 +252,17 @@ def list_default_rules() -> list[Rule]:
 
 def find_words(measure: str, column: str) -> str:
     """Return the words for a figure of a section in a sentence; empty if it has none."""
-    layout = layouts().get(measure)
-    for headline in layout.headlines if layout else ():
-        if headline.column == column:
-            return headline.words or headline.label
+    headline = find_headline(measure, column)
+    if headline is not None:
+        return headline.words or headline.label
     return WORDS.get(f"{measure}.{column}", "")
 
 
-WORDS = {"bounds.exact_max": "largest head norm", "jacobian.margin": "margin"}
+WORDS = {
+    "bounds.exact_max": "largest head norm",
+    "jacobian.margin": "margin",
+    "jacobian.shares.carried": "norm that a head carries",
+}
 """Words for figures that are compared and no headline."""
 
 

@@ -97,6 +97,15 @@ def list_headlines() -> list[tuple[str, Headline]]:
     return sorted(pairs, key=lambda pair: pair[1].place)
 
 
+def find_headline(section: str, column: str) -> Headline | None:
+    """Return the first figure of a section that its column is, if there is one."""
+    layout = layouts().get(section)
+    for headline in layout.headlines if layout else ():
+        if headline.column == column:
+            return headline
+    return None
+
+
 def find_column(metric: str) -> Column:
     """Return the column of a metric (`bounds.exact:median`, `attack.robust@pgd`).
 

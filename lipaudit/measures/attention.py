@@ -151,6 +151,7 @@ ATTENTION_TABLE = Layout(
             meaning="Share of rows neither flat nor one-hot, where softmax reacts.",
             place=70,
             read=read_fragile,
+            over_heads="mean",
         ),
     ),
     display=Display(

@@ -83,6 +83,15 @@ CHANGES = BRIEF_CHANGES | pick_columns(
 HEADS = pick_columns("head", "change", limits="95% limits", p_adjusted="p (Holm)", stands="stands")
 
 
+OF_FIGURES = (
+    "Figures of samples are medians and 95th percentiles over the samples, figures of heads are "
+    "medians or means over the heads, as on the scorecard. One differs: exact_max takes the "
+    "steepest head of each sample, and the scorecard's steepest head is one for all samples. A "
+    "paired change is the median change of a sample; its limits hold for this figure alone."
+)
+OF_HEADS = "p (Holm), corrected over all heads, is at most 5% (column stands)."
+
+
 def make_comparison_page(
     comparison: Comparison, reports: Sequence[Report], *, short: bool
 ) -> Document:
@@ -189,6 +198,8 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     if len(shown) < len(judged):
         title = f"The first {len(shown)} of {len(judged)}"
     found += tabulate_rows(columns, map(read_verdict, shown), title, strong=moved)
+    if shown and not short:
+        found.append(Paragraph(OF_FIGURES))
     if not short:
         found += blocks.list_notes(Note.info("differs", text) for text in pair.notes)
     return found
@@ -234,9 +245,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
                 row[key] = same and getattr(same, when)
         maps.append(_map_changes(metric, heads))
     proven = sum(head.stands for head in changes)
-    found: list[Block] = [
-        Paragraph(f"{proven} of {len(changes)} changes are proven (column stands).")
-    ]
+    found: list[Block] = [Paragraph(f"{proven} of {len(changes)} changes are proven: {OF_HEADS}")]
     strong = {i for i, head in enumerate(shown) if head.stands}
     title = f"Heads that moved most{count_part(shown, ranked)}, by {first}"
     found += tabulate_rows(columns, rows, title, strong=strong)
@@ -315,7 +324,8 @@ def show_ranking(ranking: Ranking, reports: Sequence[Report], *, short: bool) ->
     if ranking.criterion:
         title = "Which model is the most robust?"
         keys = 2
-        text = f"Ranked by {ranking.criterion}. Limits of differences: 95%, paired"
+        text = f"Ranked by {ranking.criterion}; rank 1 has the best model and every one that is "
+        text += "not distinguishable from it. Limits of differences: 95%, paired"
         if ranking.compared > 1:
             text += f", each corrected for {ranking.compared} comparisons"
         criterion.append(Paragraph(f"{text}."))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lipaudit.tables.columns import (
     ACCURACY,
@@ -63,6 +63,7 @@ class Headline:
         rule: the default rule of the gate; empty for none.
         ranks: whether models are ranked by it.
         labelled: whether only labelled samples have it.
+        over_heads: how figures of heads become one, in comparisons as on the scorecard.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Headline:
     rule: str = ""
     ranks: bool = False
     labelled: bool = False
+    over_heads: Literal["median", "mean"] = "median"
 
     def row(
         self,

@@ -24,7 +24,7 @@ def test_what_is_named_is_seen_in_nine_of_ten_runs(n):
     section = with_samples(jacobian(norms), correct=flags(n // 2, n))
     lines = [*describe_power(report(section))]
     drop = named(lines[0], "a drop of ", " points") / 100
-    growth = named(lines[1], "growth of ", " %") / 100
+    growth = named(lines[1], "growth of ", "%") / 100
     assert "clean accuracy" in lines[0]
     level, runs = 0.05 / 2, 2000
     flips = rng.multinomial(n, [CHURN + drop, CHURN, 1 - 2 * CHURN - drop], runs)

@@ -18,6 +18,7 @@ from lipaudit.report.charts import draw_svg
 from lipaudit.report.judgements import describe_ranking, list_models
 from lipaudit.tables import Column, Note
 from lipaudit.tables.report import Example
+from lipaudit.tables.summary import find_figures
 from tests.gate import cases
 from tests.gate.cases import flags
 from tests.report.conftest import find_chapter, keep, rename, swap
@@ -371,6 +372,14 @@ def test_reports_without_a_common_fact_or_warning_have_a_screen(before, after):
     assert "The models, in order" in terminal.render(page).decode()
 
 
+def test_fragile_rows_are_the_same_figure_on_a_scorecard(report, other):
+    for one, two in ((report, other), (other, report)):
+        verdicts = {v.metric: v for v in compare([one, two]).pairs[0].verdicts}
+        (figure,) = find_figures(summarise(one), "fragile_rows")
+        assert verdicts["attention.intermediate:mean"].old == pytest.approx(figure.value)
+        assert not any(metric.startswith("jacobian.shares") for metric in verdicts)
+
+
 PAGES = ("table", "markdown", "html")
 RANDOM = Note(level="warning", code="random-weights", text="the weights are random numbers")
 FEWER = Note(level="info", code="fewer-samples", text="only a handful of samples were there")
@@ -421,7 +430,7 @@ def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report)
     other = keep(report, layers, attention)
     text = render(of_comparison(compare([report, other]), [report, other]), "table").decode()
     words = " ".join(text.split())
-    metrics = ", ".join(f"attention.{n}:median" for n in ("g1", "softmax_norm", "intermediate"))
+    metrics = "attention.g1:median, attention.softmax_norm:median, attention.intermediate:mean"
     assert words.count(f"gamma 0.1 became unset; k 10 became 3: {metrics}") == 1
     for measure in ("bounds", "bounds.ball", "jacobian", "attack", "certify"):
         assert f"has it: {measure} " in words

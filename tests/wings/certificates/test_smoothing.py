@@ -281,10 +281,10 @@ def test_a_denoiser_is_known_by_its_source_and_its_buffers(tmp_path):
 def test_no_search_in_the_ball_changes_the_vote():
     """PGD on the averaged loss of noisy copies, to 0.99 of each radius; fresh copies judge."""
     sigma, copies = 0.25, 400
-    given = {"smooth": sigma, "samples": 6, "noise_samples": "100,2000", "batch_size": 512}
+    given = {"smooth": sigma, "samples": 3, "noise_samples": "100,2000", "batch_size": 512}
     told = lipaudit.measure("demo", "certify", **given).section("smoothing").samples
     net, generator = load_net("demo"), torch.Generator().manual_seed(5)
-    batch = load_data("demo", net, DataOptions(samples=6)).batch
+    batch = load_data("demo", net, DataOptions(samples=3)).batch
     x = dict(zip(batch.ids, batch.x, strict=True))
     tried = 0
     for name, label, radius in zip(told["ids"], told["predicted"], told["radius"], strict=True):
@@ -305,7 +305,7 @@ def test_no_search_in_the_ball_changes_the_vote():
             votes = net.call(fresh, None).argmax(1).bincount(minlength=10)
         assert votes.argmax() == label
         assert votes[label] > 2000
-    assert tried >= 4
+    assert tried >= 2
 
 
 def test_output_that_is_not_finite_under_noise_is_an_error():

@@ -54,6 +54,8 @@ class Topic:
 
 FORMULA = "Formula: "
 """Beginning of a paragraph with a formula."""
+SOURCE = "Source: "
+"""Beginning of the line of a bound that names its source."""
 DOMAINS = {"at X": "", "ball": "In the ball. "}
 """Sentences on where a figure holds; at X, the sentence on its status says it."""
 
@@ -147,7 +149,9 @@ def _list_columns() -> Iterator[Topic]:
 
 def _describe_column(group: str, section: str, name: str, column: Column) -> Topic:
     """Return the topic of a column: how to read it, what it does not say, and its formula."""
-    reading = column.reading.splitlines()
+    lines = column.reading.splitlines()
+    sources = [line for line in lines if line.startswith(SOURCE)]
+    reading = [line for line in lines if line not in sources]
     if column.better:
         reading.append(f"{column.better.capitalize()} is better.")
     details = []
@@ -158,6 +162,7 @@ def _describe_column(group: str, section: str, name: str, column: Column) -> Top
         details.append(f"What it does not say: {where}{cells.STATUS[column.status]}")
     if column.formula:
         details.append(f"{FORMULA}{column.formula}")
+    details += sources
     full = f"{section}.{name}"
     words = (full, section, column.label)
     return Topic(group, name, full, column.meaning, tuple(details), words)

@@ -133,6 +133,8 @@ def test_explain_prints_a_paragraph_once_and_suggests_what_can_be_typed():
     assert any(line.startswith("jacobian.shares.share: ") for line in lines)
     assert any(line.startswith("jacobian.paths.share: ") for line in lines)
     assert sum("How to read it: Exact at the samples" in line for line in lines) == 1
+    lines = invoke("explain", "bounds.theorem3", columns=80).stdout.splitlines()
+    assert any(line.startswith("  Source: Yudin et al. 2025 Theorem 3; ") for line in lines)
     said = refuse(2, "nothing is called 'steep'", "explain", "steep")
     assert "'steepest attention head'" in said
     assert said.isascii()

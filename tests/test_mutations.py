@@ -94,11 +94,11 @@ logits beyond single precision are refused with what helps
 + if False:
 rivals are looked at until no other can be nearer
   models/model_norms.py tests/models/test_model_norms.py
-- complete |= (later >= 0) & (later >= radius * most) | later.isinf()
+- complete |= (next_gap >= 0) & (next_gap >= radius * steepest) | next_gap.isinf()
 + complete |= True
 only a weight's own standardisation may use batch statistics
   models/linearize.py tests/models/test_independence.py
-- if training and (running_mean is not None or mixes):
+- if training and (running_mean is not None or mixes_samples):
 + if False:
 """
 """The guard; its file and the tests; its code, and what stands there without it."""

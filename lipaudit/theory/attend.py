@@ -238,18 +238,18 @@ class Attend:
     sides: list[InputSide]
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Return the cotangent of x W of every input for the cotangent u of O."""
+        """Backpropagate a gradient u in O: return the gradients in x W of every input."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
         largest = (u * self.c).sum(-1, keepdim=True)  # <u_i, c_ia>
-        # The cotangents of q, k and v, those that are not constant.
+        # The gradients in q, k and v, those that are not constant.
         total = {}
         for side in self.sides:
             for name in side.names:
                 total[name] = torch.zeros_like(getattr(self, name))
         for block in map_rows(self.heads, self.p):
             p, queries, keys = block
-            # ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), and <u_i, c_ia> at key a.
+            # In the logits: ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), at key a apart.
             u_rows = u[:, queries]
             ds = u_rows @ self.v[:, keys].mT
             ds.sub_(inner[:, queries]).mul_(p)
@@ -278,8 +278,8 @@ class Attend:
         return pulled
 
     def push(self, inputs: list[Tensor]) -> Tensor:
-        """Return the tangent of O for the tangents of x W of every input."""
-        tangents: dict[str, Tensor] = {}
+        """Return the change dO for the changes of x W of every input (forward mode)."""
+        tangents: dict[str, Tensor] = {}  # dq, dk and dv
         for side, y in zip(self.sides, inputs, strict=True):
             parts = torch.split(y, side.widths, -1)
             tangents |= zip(side.names, parts, strict=True)

@@ -221,7 +221,8 @@ def block_norms(
     """Return M: upper limits of the norms of the blocks of J J^T, but for A B^T.
 
     M_il bounds block (i, l) of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T, where J = A + B
-    + C: what moves through values, keys and queries.
+    + C: what moves through values, keys and queries. w_ij = v_j - o_i, u_i = s W_K q_i, F_i has
+    the columns P_ij w_ij, Phi = W_V^T, and X is a basis of the range of W_Q.
 
     Args:
         at: maps and values.

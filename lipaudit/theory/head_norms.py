@@ -372,11 +372,12 @@ def _sum_error(heads: Heads) -> Tensor:
 
 
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return T(c) and T(d), (batch, heads) each: upper limits of the parts of J.
+    """Return T(c) and T(d), (batch, heads) each: upper limits of ||J||, and of its cancellation.
 
     T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
-    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||, with the gradients b and a of the logits in keys
-    and queries. T(d) has d_ij, the cancellation in v_j - o_i, for c_ij = P_ij (v_j - o_i).
+    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||, the parts of J through values, keys and queries,
+    with the gradients b and a of the logits in keys and queries. T(d) has d_ij, which bounds the
+    cancellation in v_j - o_i, in place of c_ij = P_ij (v_j - o_i).
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)

@@ -254,8 +254,7 @@ def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
     problems, n, _ = attend.q.shape
     images = attend.v.new_ones(problems, 1, n)
     for _ in range(_TOKEN_STEPS):
-        # b = sum_h size_h P_h^T images_h, (problems, 1, m), of length one, the same for all heads
-        # of a row.
+        # b = sum_h size_h P_h^T images_h, of length one, the same for all heads of a row.
         pulled = attend.v.new_zeros(problems, 1, attend.k.shape[1])
         for p, queries, keys in map_rows(attend.heads, attend.p):
             pulled[..., keys] += images[..., queries] @ p

@@ -65,6 +65,7 @@ class Contraction(NamedTuple):
     def read(self) -> Linear | None:
         """Return the linear map y = x W; None if nothing is summed over.
 
+        In "ab,bc->ac" the rows of X are along a, its channels along b, the columns of W along c.
         Along common axes that are not summed over, each entry has its own block of W.
         """
         x, x_letters, weight, letters, out = self[:5]
@@ -78,11 +79,10 @@ class Contraction(NamedTuple):
             elif _is_constant_along(x, x_axis):
                 x = x.select(x_axis, 0)
                 x_letters = x_letters.replace(letter, "")
-        # Axes of X alone; common ones, with blocks of W; those summed over; axes of W alone.
-        rows = [a for a in out if a not in letters]
+        rows = [a for a in out if a not in letters]  # axes of x alone
         blocks = [a for a in out if a in x_letters and a in letters]
         summed = [a for a in x_letters if a in letters and a not in out]
-        columns = [a for a in out if a not in x_letters]
+        columns = [a for a in out if a not in x_letters]  # axes of W alone
         if not summed:
             return None
         x = x.permute([x_letters.index(a) for a in rows + blocks + summed])

@@ -225,9 +225,9 @@ class Surveyor(Tracer):
         return replace(site, reason=reason, inputs=())
 
     def remember(self, linear: calls.Linear, result: Tensor) -> None:
-        """Take the first linear map of a layer's output for its output projection, if it is one.
+        """If a linear map is the first that reads a layer's output, read W_O from it.
 
-        Also refuse a closed form whose queries W_O treats as tokens.
+        A closed form is refused if W_O mixes what it takes for heads like tokens.
         """
         super().remember(linear, result)
         outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
@@ -376,11 +376,14 @@ def _reads_as_tokens(source: graph.Probed, heads: int) -> bool:
 def _reads_inputs(
     scope: Frame, origins: Sequence[Sequence[Origin]], structure: capture.Structure
 ) -> bool:
-    """Say whether the projections of q and k read the inputs of a module call, each its own."""
-    inputs = {id(graph.root(value)) for value in scope.inputs.values()}
-    read = [id(origin.root) for part in origins[:2] for origin in part]
-    are_apart = structure.joint or len(set(read)) == len(read)
-    return are_apart and inputs.issuperset(read)
+    """Say whether the projections of q and k read arguments of a module call directly.
+
+    With two inputs, q and k must read different arguments.
+    """
+    arguments = {id(graph.root(value)) for value in scope.inputs.values()}
+    sources = [id(origin.root) for part in origins[:2] for origin in part]
+    are_apart = structure.joint or len(set(sources)) == len(sources)
+    return are_apart and arguments.issuperset(sources)
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> Reads:

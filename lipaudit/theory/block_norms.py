@@ -36,17 +36,20 @@ if TYPE_CHECKING:
 
     PerHead = Float[Tensor, "batch heads"]
     Rows = Float[Tensor, "batch heads n"]
+    Maps = Float[Tensor, "batch heads n m"]
+    OfHeads = Float[Tensor, "batch heads 1 1"]
+    OfRows = Float[Tensor, "batch heads n 1"]
 
 
 @dataclass(frozen=True)
 class AffineRows:
     """Norms and inner products of u_i, a_i and z_j, which the bounds of affine heads need."""
 
-    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
-    shared: Float[Tensor, "batch heads 1 1"]  # ||W_V^T X||, W_Q = X R, X^T X <= 1
-    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    wv: OfHeads  # ||W_V||
+    shared: OfHeads  # ||W_V^T X||, W_Q = X R, X^T X <= 1
+    u: OfRows  # ||u_i||
     images: Float[Tensor, "batch heads n r"]  # u_i, in coordinates that keep inner products
-    inside: Float[Tensor, "batch heads n 1"]  # ||X^T u_i||
+    inside: OfRows  # ||X^T u_i||
     a: Float[Tensor, "batch heads n dv"]  # W_V^T u_i
     z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
 
@@ -80,7 +83,7 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     )
 
 
-def query_term(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n"]:
+def query_term(at: Centred, rows: AffineRows) -> Rows:
     """Bound s ||T_i W_Q^T||_F, how far query i moves O, by N x N kernels: no T_i is formed.
 
     s T_i W_Q^T = sum_j P_ij w_ij z_j^T, w_ij = v_j - o_i. With kappa_jl = <z_j, z_l> and
@@ -212,7 +215,7 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
 def block_norms(
     at: Centred,
     rows: AffineRows,
-    pw: Float[Tensor, "batch heads n m"],
+    pw: Maps,
     t: Rows,
     f: Rows,
     *,
@@ -257,7 +260,7 @@ def block_norms(
     return matrix
 
 
-def row_lengths(at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n m"]) -> Rows:
+def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
     """Bound ||F_i|| of every query, F_i with the columns P_ij w_ij, given pw_ij = P_ij ||w_ij||.
 
     By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
@@ -314,7 +317,18 @@ def value_key_norm(
 
     A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l. With rho_l >= ||P F_l^T||,
     ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||: the result is
-    ||diag(rho) a||. For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0, so that
+    ||diag(rho) a||, or its Schatten-8 norm, which is no smaller.
+    """
+    rho = _bound_mixed_rows(at, f, e)
+    scaled = rho[..., None] * rows.a
+    gram = scaled.mT @ scaled
+    return matrix_norm(gram @ gram).sqrt().sqrt()
+
+
+def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
+    """Return rho_l >= ||P F_l^T|| of every query, given limits f_l of ||F_l||.
+
+    For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0, so that
     rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2. Any e >= 0 will do; near the leading left singular
     vector of P, P' is small.
     """
@@ -337,12 +351,7 @@ def value_key_norm(
     leading = e.mT @ y
     others = (p - leading).abs_().add_(leading, alpha=share)
     others_norm = matrix_norms.nonnegative_norm(others, 3)[..., None]
-    # rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2
-    rho = (1 + share) * torch.hypot(image + off, others_norm * f)
-    # ||diag(rho) a|| is at most its Schatten-8 norm.
-    scaled = rho[..., None] * rows.a
-    gram = scaled.mT @ scaled
-    return matrix_norm(gram @ gram).sqrt().sqrt()
+    return (1 + share) * torch.hypot(image + off, others_norm * f)
 
 
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
@@ -405,13 +414,7 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         u = (root @ key_map) @ b
         a = _pick(value_maps, j) @ mixed @ key_map
         a = a @ b
-        # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
-        is_largest = rows.key.mT == tokens[j, None]
-        is_largest = is_largest[:, :, :, None]
-        outputs = rows.o.mT[:, :, None]
-        gaps = rows.gap.mT[:, :, None]
-        w = at.v[..., j, :, None] - outputs
-        w = torch.where(is_largest, gaps, w)
+        w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
@@ -424,6 +427,18 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         square = norm.square() + u2 * w2 + torch.minimum(split, triangle)
         beta[..., j] = square.sqrt().mT
     return beta
+
+
+def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:
+    """Return w_ij = v_j - o_i, (batch, heads, keys, d_v, n), given some keys and their values.
+
+    For the key with the largest entry of its row it is computed without cancellation.
+    """
+    is_largest = rows.key.mT == keys[:, None]
+    outputs = rows.o.mT[:, :, None]
+    gaps = rows.gap.mT[:, :, None]
+    w = v[..., None] - outputs
+    return torch.where(is_largest[:, :, :, None], gaps, w)
 
 
 def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
     PerHead = Float[Tensor, "batch heads"]
+    Maps = Float[Tensor, "batch heads n m"]
+    OfHeads = Float[Tensor, "batch heads 1 1"]
+    Flags = Bool[Tensor, "batch heads n 1"]
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
@@ -237,16 +240,16 @@ def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
 class BallPoint:
     """What is known at X, the centre of all balls, and which of two limits each row uses."""
 
-    p: Float[Tensor, "batch heads n m"]  # 0 where masked, at least the smallest number elsewhere
-    z: Float[Tensor, "batch heads n m"]  # ||z_j - E_i z||
-    w: Float[Tensor, "batch heads n m"]  # ||v_j - o_i||, 0 where masked
+    p: Maps  # 0 where masked, at least the smallest number elsewhere
+    z: Maps  # ||z_j - E_i z||
+    w: Maps  # ||v_j - o_i||, 0 where masked
     u: Float[Tensor, "batch heads n 1"]  # ||u_i||
-    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
-    a: Float[Tensor, "batch heads 1 1"]  # ||A||
-    slope: Float[Tensor, "batch heads n m"]  # of log P_ij: a_ij of `_log_growth`
-    bend: Float[Tensor, "batch heads n m"]  # b_ij of `_log_growth`
-    one_hot: Bool[Tensor, "batch heads n 1"]  # `spread` is 2 P (1 - P) in place of P
-    uneven: Bool[Tensor, "batch heads n 1"]  # the limit with weights is `bound_weights`
+    wv: OfHeads  # ||W_V||
+    a: OfHeads  # ||A||
+    slope: Maps  # of log P_ij: a_ij of `_log_growth`
+    bend: Maps  # b_ij of `_log_growth`
+    one_hot: Flags  # `spread` is 2 P (1 - P) in place of P
+    uneven: Flags  # the limit with weights is `bound_weights`
 
 
 def read_point(heads: Heads) -> BallPoint:

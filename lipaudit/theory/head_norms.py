@@ -201,7 +201,7 @@ def _solve(
     again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]  # indices of problems
     upper = torch.maximum(norms.upper, norm)
     norms = replace(norms, norm=norm, upper=upper, vector=None)
-    if len(again):
+    if len(again):  # these iterations once more, in double precision
         rows = again.to(start.device)
         start = start[rows].double()
         guess = guess[rows].double()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
     PerHead = Float[Tensor, "batch heads"]
+    Norm = Float[Tensor, " heads"]
 
 T = TypeVar("T")
 
@@ -117,17 +118,17 @@ class Weights:
         to_z: to what has the inner products of W_Q k.
     """
 
-    q: Float[Tensor, " heads"]
-    k: Float[Tensor, " heads"]
-    v: Float[Tensor, " heads"]
-    a: Float[Tensor, " heads"]
-    value: Float[Tensor, " heads"]
+    q: Norm
+    k: Norm
+    v: Norm
+    a: Norm
+    value: Norm
     to_u: Float[Tensor, "heads d r"]
     to_a: Float[Tensor, "heads d dv"]
     to_z: Float[Tensor, "heads d d"]
     to_inside: Float[Tensor, "heads d e"]
-    shared: Float[Tensor, " heads"]
-    left: Float[Tensor, " heads"]
+    shared: Norm
+    left: Norm
 
 
 class Tokens:

@@ -30,7 +30,7 @@ from lipaudit.theory.attend import (
     mean_value,
 )
 from lipaudit.theory.heads import Heads, local_map, projections
-from lipaudit.theory.spectral import random_starts, spectral_norms
+from lipaudit.theory.spectral import Products, random_starts, spectral_norms
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -203,24 +203,29 @@ class LayerProducts:
             return t.flatten(1) @ all_values.mT
 
         start = random_starts([0], len(all_values)).to(all_values)
-        start = start.expand(len(inner), -1)
-        norms = spectral_norms(
-            lambda _: multiply,
-            start,
-            tol=1e-3,
-            max_steps=_CHANNEL_STEPS,
-            within=math.inf,
-            rebuild=2.0,
-            vectors=True,
-        )
-        # The image of b y^T for the leading y.
-        assert norms.vector is not None
-        t = (norms.vector @ all_values).view(-1, count, dv)
+        y = _find_leading(multiply, start.expand(len(inner), -1))
+        # Its image, (rows, n, channels).
+        t = (y @ all_values).view(-1, count, dv)
         if out is None:
             image = a.mT[..., None] * t[:, None]
         else:
             image = a.mT @ torch.einsum("bhd,hdo->bho", t, out)
         return image.flatten(1)
+
+
+def _find_leading(multiply: Products, start: Tensor) -> Tensor:
+    """Return vectors near the leading ones of A by a few Lanczos steps, given y -> A y."""
+    norms = spectral_norms(
+        lambda _: multiply,
+        start,
+        tol=1e-3,
+        max_steps=_CHANNEL_STEPS,
+        within=math.inf,
+        rebuild=2.0,
+        vectors=True,
+    )
+    assert norms.vector is not None
+    return norms.vector
 
 
 def head_products(heads: Heads) -> HeadProducts:

@@ -20,6 +20,8 @@ from lipaudit.theory import SHORT_ROW
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    PerRow = Float[Tensor, "*rows"]
+
 LEFT_OUT = -1
 UNIFORM = 0
 INTERMEDIATE = 1
@@ -68,13 +70,13 @@ class RowProfile(NamedTuple):
         keys: how many the query can see.
     """
 
-    first: Float[Tensor, "*rows"]
-    second: Float[Tensor, "*rows"]
-    g1: Float[Tensor, "*rows"]
-    gk: Float[Tensor, "*rows"]
-    following: Float[Tensor, "*rows"]
-    norm: Float[Tensor, "*rows"]
-    entropy: Float[Tensor, "*rows"]
+    first: PerRow
+    second: PerRow
+    g1: PerRow
+    gk: PerRow
+    following: PerRow
+    norm: PerRow
+    entropy: PerRow
     keys: Int[Tensor, "*rows"]
 
 
@@ -204,36 +206,44 @@ def _secular_root(rows: _Ordered) -> Tensor:
     = 0, the characteristic equation of diag(p) - p p^T. Ties p_(1) = p_(2) give p_(1), one-hot
     rows 0.
 
-    It is solved for t = lambda - p_(2), downwards from g_1, where t = (1 - p_(1)) gap with
-    gap = p_(1) - p_(2). With r_j(t) = p_j / (lambda - p_j) the equation is
-    sum_{j>1} r_j(t) = p_(1) / (gap - t). A Newton-like step models the left side by c + b / t',
-    which agrees with it at t'= t in value and slope, if b = t^2 sum_j r_j (1 + r_j) / lambda, and
-    lies above it elsewhere; it goes to the root t' of (c + b / t') (gap - t') = p_(1).
+    It is solved for t = lambda - p_(2) by `_step_secular`, downwards from g_1, where
+    t = (1 - p_(1)) gap with gap = p_(1) - p_(2).
     """
-    tail = rows.p[..., :-1]  # all entries but p_(1)
     gap = rows.first - rows.second
-    below = rows.second[..., None] - tail
     start = rows.others * gap
     t = start
     for _ in range(_SECULAR_STEPS):
-        # r_j = p_j / (lambda - p_j), lambda - p_j = t + p_(2) - p_j
-        r = below + t[..., None]
-        torch.div(tail, r, out=r)
-        total = r.sum(-1)
-        # b / t = t sum_j r_j (1 + r_j) / lambda, c = sum_j r_j - b / t
-        slope = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
-        slope.mul_(t / (rows.second + t))
-        c = total - slope
-        b = slope.mul_(t)
-        # (c + b / t') (gap - t') = p_(1) is c t'^2 + 2 half t' - b gap = 0 with
-        # 2 half = p_(1) + b - c gap. Its root is b gap / (half + (half^2 + b gap c)^1/2).
-        half = rows.first + b
-        half.addcmul_(c, gap, value=-1).mul_(0.5)
-        b.mul_(gap)
-        root = half.square().addcmul_(b, c).sqrt_()
         before = t
-        t = b / root.add_(half)
+        t = _step_secular(rows, gap, t)
         if not ((before - t).abs_() > 1e-6 * t).any():  # the next step squares the error
             break
     norm = torch.where(start > 0, rows.second + t, rows.second)
     return torch.minimum(norm, rows.g1)  # ||M|| <= g_1, which rounding of the sum may exceed
+
+
+def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
+    """Return a better solution t' of the secular equation, lambda = p_(2) + t'.
+
+    With r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t). The
+    step models the left side by c + b / t', which agrees with it at t' = t in value and slope, if
+    b = t^2 sum_j r_j (1 + r_j) / lambda, and lies above it elsewhere; t' is the root of
+    (c + b / t') (gap - t') = p_(1).
+    """
+    tail = rows.p[..., :-1]  # all entries but p_(1)
+    # lambda - p_j = t + p_(2) - p_j
+    r = rows.second[..., None] - tail
+    r += t[..., None]
+    torch.div(tail, r, out=r)
+    total = r.sum(-1)
+    # b / t = t sum_j r_j (1 + r_j) / lambda, c = sum_j r_j - b / t
+    slope = torch.linalg.vector_norm(r, dim=-1).square_().add_(total)
+    slope.mul_(t / (rows.second + t))
+    c = total - slope
+    b = slope.mul_(t)
+    # (c + b / t') (gap - t') = p_(1) is c t'^2 + 2 half t' - b gap = 0 with
+    # 2 half = p_(1) + b - c gap. Its root is b gap / (half + (half^2 + b gap c)^1/2).
+    half = rows.first + b
+    half.addcmul_(c, gap, value=-1).mul_(0.5)
+    b.mul_(gap)
+    root = half.square().addcmul_(b, c).sqrt_()
+    return b / root.add_(half)

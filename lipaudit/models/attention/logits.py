@@ -129,12 +129,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     scale = sizes.amax((-2, -1), keepdim=True)  # s of each head
     is_scaled = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~is_live
-    # Through affine ops only, slopes are constant: at other samples, too.
-    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
-    if sink is not None:
-        allowed = allowed | {"ConstantPadNd"}
-    is_plain = is_scaled and not form.others
-    if is_plain and all(op(node) in allowed and not _is_cut_off(node) for node in path):
+    if is_scaled and not form.others and _is_affine_path(path, has_sink=sink is not None):
         # S = s q k^T + B
         ops = {op(node) for node in path}
         shifted = sink is None and not _LARGEST.isdisjoint(ops)
@@ -151,6 +146,14 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     pairs = Pairs(None if is_one and form.others else f)
     fields = {"scale": scale[..., 0, 0], "bias": bias, "sink": sink, "pairs": pairs}
     return fields, form.logits if form.others else None
+
+
+def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:
+    """Say whether ops from q k^T to the logits are affine: slopes are the same at all samples."""
+    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST
+    if has_sink:
+        allowed = allowed | {"ConstantPadNd"}
+    return all(op(node) in allowed and not _is_cut_off(node) for node in path)
 
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:

@@ -173,6 +173,20 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         _refuse_large(source.join_heads(), form)
         return form
     form = ProjectionForm("affine", addresses, index, columns, repeat)
+    return _classify(form, source, rows, columns)
+
+
+def _classify(
+    form: ProjectionForm, source: Probed, rows: Tensor, columns: Tensor
+) -> ProjectionForm:
+    """Return the form with its kind: affine, rotation, linear-pos or local.
+
+    Args:
+        form: the form of t, as if it were affine.
+        source: t as a function of the output y of the linear map.
+        rows: rows of y that the tokens read.
+        columns: columns of y that each head reads.
+    """
     if not is_affine(source.t):
         _refuse_large(source, form)
         return replace(form, kind="local")

@@ -484,16 +484,9 @@ def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
     Everything else that q, k, v and the logits depend on must enter it as an argument.
     """
     tensors = call.q, call.k, call.v
-    leaves_of = [call.origins.leaves(t) for t in tensors]
-    origins = [origin for leaves in leaves_of for _, origin in leaves]
+    origins = [leaf.origin for leaf in call.origins.leaves(*tensors)]
     maps = [origin for origin in origins if origin.linear]
-    # Modules of the projections. Values that are the input of the keys' map come from no map of
-    # this layer.
-    modules = []
-    for t, leaves in zip(tensors, leaves_of, strict=True):
-        mark = graph.root(t)
-        if len(leaves) == 1 and leaves[0].origin.linear and all(o.root is not mark for o in maps):
-            modules.append(leaves[0].origin.address.module)
+    modules = _list_projection_modules(call, maps)
     for frame in reversed(frames):
         if not all(map(frame.holds, modules)):
             continue
@@ -516,3 +509,17 @@ def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
         if all(frame.holds(o.address.module) for o in other_origins if o is not None):
             return frame
     return frames[0]
+
+
+def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> list[str]:
+    """Return the modules of the linear maps whose outputs alone q, k or v is made from.
+
+    Not of values that such a map reads: they come from no map of this layer.
+    """
+    modules = []
+    for t in (call.q, call.k, call.v):
+        leaves = call.origins.leaves(t)
+        is_input = any(origin.root is graph.root(t) for origin in maps)
+        if len(leaves) == 1 and leaves[0].origin.linear and not is_input:
+            modules.append(leaves[0].origin.address.module)
+    return modules

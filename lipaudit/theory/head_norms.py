@@ -314,8 +314,9 @@ def forward_error(heads: Heads) -> PerHead:
 def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
-    E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), with E = gamma (T(c) + T(d)), once for each: see
-    the top of this file for T.
+    For the norm E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), for the bound E, with
+    E = gamma (T(c) + T(d)): gamma is the error of sums, T(c) bounds ||J||, and T(d) what cancels
+    (see the top of this file).
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -339,9 +340,10 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
 def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
-    It is E = gamma (T(c) + T(d)), see the top of this file. Within r P is any map: ||P||^2 <= N.
-    Autograd subtracts o_i from every v_j, so that c and d are both at most 2 P_ij max ||v||, v
-    less its mean under P at X.
+    It is E = gamma (T(c) + T(d)): gamma is the error of sums, T(c) bounds ||J||, T(d) what cancels
+    in v_j - o_i (see the top of this file). Within r P is any map: ||P||^2 <= N. Autograd
+    subtracts o_i from every v_j, so that c and d are both at most 2 P_ij max ||v||, v less its
+    mean under P at X.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||

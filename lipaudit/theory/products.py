@@ -279,11 +279,14 @@ def sketched_vjp_x(
     size: Float[Tensor, "batch heads"],
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return u, scaled, and R^T J^T u for X_q (`x`) and X_kv (`x_kv`), if the heads read them.
+    """Scale u in each head such that ||R^T J^T u|| is `size`; return it, and R^T J^T u by input.
+
+    R^T J^T u is summed over the heads, (batch, tokens, r), for X_q (`x`) and X_kv (`x_kv`) if the
+    heads read them: the gradients in a few directions of the channels.
 
     Args:
         heads: the heads of one layer.
-        u: a cotangent of O; each head and row is scaled such that ||R^T J^T u|| is `size`.
+        u: a gradient in O.
         size: the norm for each head and row.
         sketches: R, directions in the channels of each input, (D, r).
 

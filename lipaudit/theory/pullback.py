@@ -59,7 +59,12 @@ def pull_back(
 
 
 def pull_back_rows(value: Tensor, leaf: Tensor, cotangents: Tensor) -> Tensor:
-    """Return J^T u of several u, (u, *value), in one backward pass; the graph is kept.
+    """Return J^T u of several u in one backward pass, by vmap; the graph is kept.
+
+    Args:
+        value: the output.
+        leaf: the input.
+        cotangents: the u, (number, *shape of the value).
 
     Raises:
         RuntimeError: an operation cannot be mapped over.

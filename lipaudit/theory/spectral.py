@@ -437,9 +437,9 @@ class _Krylov:
         return (self.proves(within) & is_accurate) | self.exhausted
 
     def proves(self, share: float) -> Tensor:
-        """Return where the norm is proven to be at most 1 + share times that of the Ritz value."""
-        # lambda_1 <= t, with the start's probability, where p_k(t) >= 1 / delta; p_k increases
-        # beyond theta_1. log det(t - T) = sum_i log(t - theta_i) at t = (1 + share)^2 theta_1.
+        """Return where the norm is proven to be at most 1 + share times the estimate."""
+        # Of A, the estimate is theta_1, the largest Ritz value, and the limit t. lambda_1 <= t if
+        # log det(t - T) = sum_i log(t - theta_i) reaches the level: see `probabilistic_limit`.
         t = (1 + share) ** 2 * self.ritz[:, -1:]
         log_det = (t - self.ritz).log().sum(1)
         return log_det >= self.level

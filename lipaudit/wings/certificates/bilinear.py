@@ -260,9 +260,11 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0: dx dy around shifted centres lies in [-l, m], entry by entry; order 2.
+    """Return l, m >= 0: dx dy lies in [-l, m], entry by entry; for order 2.
 
-    With u = s dx and v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t).
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. With u = s dx and
+    v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are forms, in which
+    symbols that both x and y have add up or cancel.
     """
     # The reciprocals of the radii, so that u and v are of one size.
     s = (x.radii.linear + x.rest_radius).clamp_min(_STILL).reciprocal()
@@ -355,11 +357,11 @@ def _one_norm_distance(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _average_values(x: Form, y: Form) -> Form | None:
-    """Return x @ y for weights x in [0, 1] at order 1; None where `_share_products` is None.
+    """Return x @ y for attention weights x and values y at order 1; None as `_share_products`.
 
-    With m -+ r the range of x and c the centre of y, x y = m y + (x - m) c + (x - m) (y - c). With
-    y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, the last term is the sum of r_ij g_sj
-    times eta e_s: new symbols in [-1, 1], which act on all channels.
+    The range of x is m -+ r, c is the centre of y: x y = m y + (x - m) c + (x - m) (y - c). With
+    y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, eta in [-1, 1], the last term is the sum
+    of r_ij g_sj eta e_s: the products eta e_s become new symbols, which act on all channels.
     """
     keys = x.shape[-1]
     low, high = x.range()

@@ -125,7 +125,9 @@ class Plan:
         self.cuts = iter(cuts)
 
     def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
-        """Apply a rule to the needed part of the arguments.
+        """Apply a rule; if later calls read one place of an axis only, to that place alone.
+
+        Such a place is the class token. The result is repeated along the axis, without memory.
 
         Raises:
             DeviationError: the model calls other functions than in the trial run.
@@ -135,10 +137,8 @@ class Plan:
             raise DeviationError
         if cut is None:
             return rule(*args, **kwargs)
-        # Later calls read one place of this axis: compute that one, and repeat it to full width.
-        # In calls that mix rows only the first argument has the axis.
         axis, _ = cut
-        along_axis = 1
+        along_axis = 1  # number of leading arguments that have the axis
         if name in ELEMENTWISE:
             along_axis = len(args)
         size = max(_get_size(value, axis) for value in args[:along_axis])
@@ -301,9 +301,10 @@ def _get_size(value: Any, axis: int) -> int:
 
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
-    """Repeat a form along the axis, and mark the entries that are not read."""
-    if form.pending_quotient:
-        parts = form.pending_quotient.move(lambda part: _repeat_form(part, cut, size))
+    """Repeat a form of one place along its axis, and mark the other places as not computed."""
+    quotient = form.pending_quotient
+    if quotient:
+        parts = quotient.move(lambda part: _repeat_form(part, cut, size))
         result = Form.from_quotient(parts)
         result.__dict__["parts"] = {cut: form}
         return result
@@ -314,6 +315,7 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
     wide.slack.narrow(axis, place, 1).copy_(form.slack)
+    # Later calls that read the place alone take the form itself (`_narrow`).
     wide.__dict__["parts"] = {cut: form}
     if form.weights:
         low, high = form.weights

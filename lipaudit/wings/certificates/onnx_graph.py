@@ -466,7 +466,10 @@ class Query(nn.Module):
         return "float64" if self.graph.dtype == torch.float64 else "float32"
 
     def forward(self, u: Tensor) -> Tensor:
-        """Return the logits of (batch, inputs)."""
+        """Return the logits (batch, 1 + clauses) of inputs u in [-1, 1], (batch, inputs).
+
+        The logit of a clause is the least of its conditions; that of class 0 is 0.
+        """
         x = self.centre + u * self.radius
         y = F.linear(self.graph(x), self.rows, self.limits)
         if self.conditions == 1:

@@ -125,11 +125,14 @@ class ErrorBlock:
         return int(self.numbers.max()) + 1
 
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
-        """Apply an operation that acts on each entry, or on each row of the last axis."""
+        """Apply an operation on the coefficients, entry by entry or within rows of the last axis.
+
+        One that works within rows may change their width, such as a product with weights.
+        """
         coefficients = op(self.coefficients)
         if coefficients.shape == self.coefficients.shape:
             return replace(self, coefficients=coefficients)
-        # The rows have another width now: each row is one group, so any entry tells it.
+        # Each row is one group (`split_by_row`), so any of its entries tells it.
         group = self.group[..., :1].expand(coefficients.shape[1:])
         return replace(self, coefficients=coefficients, group=group)
 

@@ -224,13 +224,13 @@ def _choose_next(report: Report, saved: str) -> str:
     from lipaudit.measures import summarise
     from lipaudit.report.opening import list_obstacles, write_answer
     from lipaudit.tables.formats import CHARACTERS
-    from lipaudit.tables.weakest import worst
+    from lipaudit.tables.weakest import find_worst
 
     obstacles = " ".join(list_obstacles(report).values())
     if obstacles:
         return obstacles
     answer = write_answer(summarise(report))
-    weakest = worst(report)
+    weakest = find_worst(report)
     if answer is not None and answer.tone == "broken" and weakest:
         return f"lipaudit inspect {saved} {weakest[0][:CHARACTERS]}"
     return f"lipaudit baseline save {saved}"

@@ -24,7 +24,7 @@ from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.plugins import load_wings
 from lipaudit.tables.report import Failure
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 
 if TYPE_CHECKING:
     from lipaudit.data.hub import Commit
@@ -47,7 +47,7 @@ def make_report(
     if any(section.failure or section.unmeasured for section in sections):
         status = "partial"
     report = Report(run=run, status=status, samples=dict(samples), sections=tuple(sections))
-    worst_samples = worst(report)
+    worst_samples = find_worst(report)
     smaller = []
     for section in sections:
         pictures = _select(section.examples, worst_samples)

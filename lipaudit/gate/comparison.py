@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, permutations
+from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -133,16 +133,20 @@ def compare(reports: Sequence[Report]) -> Comparison:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
     names = model_labels(reports)
     matched, by_place = pairing.match_samples(reports, names)
-    others = [((names[0], name), by_place.get(name, "")) for name in names[1:]]
-    both = zip(matched[1:], others, strict=True)
-    pairs = tuple(_compare_with_first(matched[0], report, *known) for report, known in both)
-    verdicts = [verdict for pair in pairs for verdict in pair.verdicts]
-    if all(verdict.reason for verdict in verdicts):
-        reason = verdicts[0].reason if verdicts else "they have no common section"
-        whole = all(report.status == "complete" for report in reports)
-        advice = REPEAT if whole else UNFINISHED
+    first, *others = matched
+    pairs = list[Pair]()
+    reasons = list[str]()
+    for name, report in zip(names[1:], others, strict=True):
+        pair = _compare_with_first(first, report, (names[0], name), by_place.get(name, ""))
+        pairs.append(pair)
+        reasons += (verdict.reason for verdict in pair.verdicts)
+    if all(reasons):
+        reason = next(iter(reasons), "they have no common section")
+        advice = REPEAT
+        if any(report.status != "complete" for report in reports):
+            advice = UNFINISHED
         raise BaselineError(f"the reports cannot be compared: {reason}", advice)
-    return Comparison(models=tuple(names), pairs=pairs)
+    return Comparison(models=tuple(names), pairs=tuple(pairs))
 
 
 @dataclass
@@ -304,11 +308,12 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
     if isinstance(examined, Verdict):
         yield examined
         return
-    # A group may change either way: the test of the other way is that of the other direction.
-    opposite = examine(replace(rule, op=">=" if rule.op == "<=" else "<="), new, old, lenient=True)
+    # A group may change either way, and a test is of one way.
+    other_way: Literal["<=", ">="] = "<=" if rule.op == ">=" else ">="
+    opposite = examine(replace(rule, op=other_way), new, old, lenient=True)
     assert not isinstance(opposite, Verdict)
     tests = dict[tuple[str, str], float]()
-    for contrast in chain(examined, opposite):
+    for contrast in (*examined, *opposite):
         evidence = contrast.evidence
         if evidence is not None and evidence.samples >= evidence.least:
             tests[contrast.key] = min(tests.get(contrast.key, 0.5), evidence.p(0.0))
@@ -322,7 +327,8 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     """Yield the change of every head in a column; none if the models cannot be compared."""
-    examined, section = examine(rule, new, old, lenient=True), new.section(rule.measure)
+    examined = examine(rule, new, old, lenient=True)
+    section = new.section(rule.measure)
     if isinstance(examined, Verdict) or section is None:
         return
     tested = [contrast for contrast in examined if contrast.evidence is not None]
@@ -331,12 +337,11 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
         changes = np.stack([contrast.changes for contrast in tested])
         # A head may move either way. Half of the level is for those that move by 1% or more, or a
         # loud one would be lost among many that tremble.
-        families = [
-            statistics.correct_jointly(changes, quiet, both_sides=True)
-            for quiet in (TOLERANCE, STILL)
-        ]
-        shares = np.minimum(1.0, 2 * np.minimum(*families))
-        adjusted = {c.name: float(p) for c, p in zip(tested, shares, strict=True)}
+        of_all = statistics.correct_jointly(changes, TOLERANCE, both_sides=True)
+        of_loud = statistics.correct_jointly(changes, STILL, both_sides=True)
+        shares = np.minimum(1.0, 2 * np.minimum(of_all, of_loud))
+        for contrast, share in zip(tested, shares, strict=True):
+            adjusted[contrast.name] = float(share)
     rows = pairing.index_rows(section)
     for contrast in examined:
         name = contrast.name
@@ -352,15 +357,15 @@ def _list_samples(
     flags: dict[str, int] = {}
     owners: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:
-        trial = TrialKey.parse(contrast.name)
-        # Attacks and certificates repeat what others say of the same ball: the first one counts.
-        owner = owners.setdefault((rule.column, trial.ball if trial else ""), rule.measure)
-        if rule.column in FLAGS and owner != rule.measure:
-            continue
         name = f"{rule.measure}.{rule.column}"
         if contrast.name:
             name += f"@{contrast.name}"
         if rule.column in FLAGS:
+            trial = TrialKey.parse(contrast.name)
+            ball = trial.ball if trial else ""
+            # Several measures may have the same result of the same ball: the first one counts.
+            if owners.setdefault((rule.column, ball), rule.measure) != rule.measure:
+                continue
             flags[name] = rule.worse
         for sample, before, now in zip(contrast.ids, contrast.before, contrast.now, strict=False):
             known = figures.setdefault(sample, {})
@@ -516,16 +521,18 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     # addition.
     apart: dict[frozenset[int], str] = {}
     for i, j in permutations(models, 2):
-        if reason := _compare_two(rule, reports[i], reports[j]).reason:
+        reason = _compare_two(rule, reports[i], reports[j]).reason
+        if reason:
             apart[frozenset((i, j))] = reason
     # The one that most can be compared with decides who is ranked, or a model with other attacks
     # and the best figure would leave all others unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = [i for i in models if frozenset((i, base)) not in apart]
     # Bonferroni, over the comparisons with the best.
-    level, best = LEVEL / max(1, len(ranked) - 1), ranked[0]
-    for i in ranked:  # the model with the best figure may not be the best sample by sample
-        if i != best and _compare_two(rule, reports[i], reports[best], level).status == "improved":
+    level = LEVEL / max(1, len(ranked) - 1)
+    best, *others = ranked
+    for i in others:  # the model with the best figure may not be the best sample by sample
+        if _compare_two(rule, reports[i], reports[best], level).status == "improved":
             best = i
     found: dict[int, dict[str, Any]] = {best: {"rank": 1, "outcome": "best", "difference": None}}
     for i in ranked:
@@ -554,8 +561,10 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
     """Return the change from one model to another, in the words of `compare`."""
     examined = examine(rule, new, old, lenient=True)
-    verdict = examined if isinstance(examined, Verdict) else judge_change(rule, examined[0], level)
-    if verdict.low is None and verdict.status != "unchanged" and not verdict.reason:
+    if isinstance(examined, Verdict):
+        return examined
+    verdict = judge_change(rule, examined[0], level)
+    if verdict.low is None and verdict.status != "unchanged":
         return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
     return verdict
 
@@ -570,14 +579,17 @@ def make_rule(metric: str) -> Rule:
         UsageError: the metric does not exist, has no better direction, or is not a single figure.
     """
     plain = parse_rule(f"{metric} <= +0")
-    faults = {
-        "has no better direction": not (plain.about.better or plain.column in FLAGS),
-        "has one value per row": plain.stat == "each",
-        "varies too much by chance (a maximum)": plain.stat == "max",
-        "is of a group of samples": plain.group != "",
-    }
-    if why := next(filter(faults.get, faults), ""):
-        raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
+    fault = ""
+    if not plain.about.better and plain.column not in FLAGS:
+        fault = "has no better direction"
+    elif plain.stat == "each":
+        fault = "has one value per row"
+    elif plain.stat == "max":
+        fault = "varies too much by chance (a maximum)"
+    elif plain.group:
+        fault = "is of a group of samples"
+    if fault:
+        raise UsageError(f"models cannot be ranked by {metric}: it {fault}", EXAMPLE)
     return no_change(metric)
 
 
@@ -595,28 +607,41 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
         if headline.ranks and any(report.section(name) for report in reports):
             usual.setdefault(headline.name, f"{name}.{headline.column}")
     metrics = [by] if by else usual.values()
-    found = [each for metric in metrics for each in _read_criteria(metric, reports)]
-    if by and len(found) != 1:
-        several = f"{by} matches several values: {'; '.join(str(each.name) for each in found)}"
-        raise UsageError(several if found else f"no report has {by}", EXAMPLE)
+    found = list[Criterion]()
+    for metric in metrics:
+        found += _read_criteria(metric, reports)
+    if by and not found:
+        raise UsageError(f"no report has {by}", EXAMPLE)
+    if by and len(found) > 1:
+        names = "; ".join(str(each.name) for each in found)
+        raise UsageError(f"{by} matches several values: {names}", EXAMPLE)
     return sorted(found, key=lambda criterion: -len(criterion.figures))
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
     """Yield a metric for each of its balls, the smaller ones first, with the models' figures."""
-    rule, figures = make_rule(metric), dict[Key, dict[int, float]]()
+    rule = make_rule(metric)
+    figures = dict[Key, dict[int, float]]()
     for i, report in enumerate(reports):
         section = report.section(rule.measure)
+        if section is None:
+            continue
         with suppress(LipauditError):  # raised if nothing matches
-            for name, value in pairing.read(rule, section).points.items() if section else ():
+            for name, value in pairing.read(rule, section).points.items():
                 figures.setdefault(name, {})[i] = value
 
-    def size(name: Key) -> tuple[str, float]:
-        return (name.norm, float(name.radius)) if isinstance(name, TrialKey) else ("", 1.0)
-
-    for name in sorted(figures, key=size):
+    for name in sorted(figures, key=_order_by_size):
         each = rule
-        if isinstance(name, TrialKey) and not rule.selector:
-            each = replace(rule, selector=(name.norm, name.radius.text))
-        if size(name)[1] > 0:  # in the ball of radius 0 nothing is attacked
-            yield Criterion(each, name, figures[name])
+        if isinstance(name, TrialKey):
+            if not float(name.radius):  # in the ball of radius 0 nothing is attacked
+                continue
+            if not rule.selector:
+                each = replace(rule, selector=(name.norm, name.radius.text))
+        yield Criterion(each, name, figures[name])
+
+
+def _order_by_size(name: Key) -> tuple[str, float]:
+    """Order balls by their norms and radii, behind what is of no ball."""
+    if not isinstance(name, TrialKey):
+        return "", 0.0
+    return name.norm, float(name.radius)

@@ -230,8 +230,8 @@ def list_examples(report: Report) -> dict[str, str]:
 
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between the conditions of two runs: the kind of each, and a text."""
-    new = _list_conditions(current)
-    old = _list_conditions(baseline)
+    new = _read_conditions(current)
+    old = _read_conditions(baseline)
     # Another version may record more packages, and a resizing that was not recorded: ids of
     # samples come from resized pixels, so another resizing gives other samples.
     always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
@@ -284,7 +284,7 @@ def _tries_transfer(section: Section) -> bool:
     return any(row.get("attack") == "transfer" for row in section.rows)
 
 
-def _list_conditions(report: Report) -> dict[str, object]:
+def _read_conditions(report: Report) -> dict[str, object]:
     """Return the conditions of a run by their names in messages."""
     run = report.run
     found: dict[str, object] = {"seed": run.seed, "device": run.device.split(":")[0]}

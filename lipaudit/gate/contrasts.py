@@ -30,6 +30,8 @@ ROUNDING = 1e-6
 OF_WEIGHTS = "the weights"
 """Domain of figures that depend on no sample: any change of them is certain."""
 NONE = np.zeros(0)
+LISTED = 8
+"""Number of rows that a message names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,9 @@ def examine(
     except (BaselineError, EvaluationError, UsageError) as error:
         if typed and isinstance(error, UsageError):
             raise
-        status: VerdictStatus = "error" if isinstance(error, EvaluationError) else "not comparable"
+        status: VerdictStatus = "not comparable"
+        if isinstance(error, EvaluationError):
+            status = "error"
         return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=error.message)
 
 
@@ -102,9 +106,10 @@ def _contrast_reports(
         BaselineError: the two reports are not comparable.
         UsageError: the rule matches nothing, or does not suit its metric.
     """
-    new, old = current.section(rule.measure), baseline.section(rule.measure)
-    text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+    new = current.section(rule.measure)
+    old = baseline.section(rule.measure)
     if new is None and old is None:
+        text = f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
         raise UsageError(text)
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
@@ -120,16 +125,20 @@ def _contrast_reports(
         pairing.read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}") from None
-    if obstacle := conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient):
+    obstacle = conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient)
+    if obstacle:
         raise BaselineError(obstacle)
-    tol = new.settings.get("tol")  # of a plug-in, it may be anything
-    tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
+    tolerance = TOLERANCE
+    tol = new.settings.get("tol")
+    if isinstance(tol, float):  # of a plug-in, it may be anything
+        tolerance = max(TOLERANCE, tol)
     shared = _find_shared(rule, new, old, lenient=lenient)
     if rule.group:
         members = groups.find_members(rule, current, baseline, lenient=lenient)
-        contrasts = _contrast_groups(rule, shared, members, tol)
+        contrasts = _contrast_groups(rule, shared, members, tolerance)
     else:
-        contrasts = _contrast_rows(rule, *_read_shared(rule, shared), tol)
+        after, before, ids = _read_shared(rule, shared)
+        contrasts = _contrast_rows(rule, after, before, ids, tolerance)
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
@@ -168,12 +177,13 @@ def _contrast_groups(
         index = sorted(places[name] for name in samples if name in places)
         if not index:  # in a comparison: none of them converged
             continue
-        own = tuple(ids[i] for i in index)
+        own_ids = tuple(ids[i] for i in index)
         if rule.per_sample:
-            pair = pairing.select(rule, after, index), pairing.select(rule, before, index)
+            own_after = pairing.select(rule, after, index)
+            own_before = pairing.select(rule, before, index)
         else:
-            pair = _read_shared(rule, shared.select(index))[:2]
-        found = _contrast_rows(rule, *pair, own, tol)
+            own_after, own_before, _ = _read_shared(rule, shared.select(index))
+        found = _contrast_rows(rule, own_after, own_before, own_ids, tol)
         contrasts += (replace(contrast, group=group) for contrast in _keep_distinct(rule, found))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
@@ -192,8 +202,10 @@ def _contrast_rows(
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
     if missing:
-        which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {which}")
+        names = [str(name) for name in missing[:LISTED]]
+        if len(missing) > LISTED:
+            names.append("...")
+        raise BaselineError(f"{rule.metric}: only one of the reports has {'; '.join(names)}")
     return [_contrast(rule, name, before, after, ids, tol) for name in before.points]
 
 
@@ -225,7 +237,8 @@ def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
     """Order contrasts: the largest change for the worse first, or else the worst value."""
     if contrast.evidence is not None:
         return -contrast.evidence.estimate
-    return -rule.worse * (contrast.new - (contrast.old or 0.0))
+    before = contrast.old or 0.0
+    return -rule.worse * (contrast.new - before)
 
 
 @dataclass(frozen=True)
@@ -247,8 +260,11 @@ class Shared:
 
     def select(self, index: Sequence[int]) -> Shared:
         """Return some of the shared samples, by their places among these."""
-        new, old = ([take[i] for i in index] for take in self.takes if take is not None)
-        return replace(self, takes=(new, old), again=True)
+        new, old = self.takes
+        assert new is not None
+        assert old is not None
+        takes = [new[i] for i in index], [old[i] for i in index]
+        return replace(self, takes=takes, again=True)
 
 
 def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
@@ -259,9 +275,12 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
     Raises:
         BaselineError: too few samples are shared, or nothing converged.
     """
-    column = rule.column if rule.per_sample else ""
-    # Norms that did not converge may be far too low, in either report: neither may be compared.
-    rows, samples = pairing.find_unsettled((new, old), column) if lenient else (set(), set())
+    rows = set[Key]()
+    samples = set[str]()
+    if lenient:
+        # Norms that did not converge may be far too low, in either report: none is compared.
+        column = rule.column if rule.per_sample else ""
+        rows, samples = pairing.find_unsettled((new, old), column)
     if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
@@ -271,7 +290,7 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
         )
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused other samples
         return Shared((new, old), (None, None), again=False, skipped=rows)
-    known = [name if name not in samples else "" for name in old.ids]
+    known = ["" if name in samples else name for name in old.ids]
     least = 0.0 if lenient else pairing.ALL_BUT_FEW
     takes = pairing.find_shared(rule.measure, new.ids, known, least)
     again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
@@ -293,8 +312,7 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
     after, before = readings
     _, old = shared.sections
     _, take = shared.takes
-    names = old.ids
-    return after, before, tuple(names[i] for i in take or ())
+    return after, before, tuple(old.ids[i] for i in take or ())
 
 
 def _contrast(
@@ -380,8 +398,9 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
         return statistics.judge_median(worse)
 
     def change(before: Values, now: Values) -> Values:
-        ends = (reduce_values(stat, values, axis=1) for values in (before, now))
-        return _compute_change(rule, *ends)
+        old_figures = reduce_values(stat, before, axis=1)
+        new_figures = reduce_values(stat, now, axis=1)
+        return _compute_change(rule, old_figures, new_figures)
 
     return statistics.judge_by_bootstrap(old, new, change, least)
 
@@ -394,8 +413,7 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """
     if rule.limit.kind != "relative":
         return rule.worse * (new - old)
-    negative = (np.append(old, new) < 0).any()
-    if negative:
+    if (np.append(old, new) < 0).any():
         raise UsageError(
             f"{rule.text!r}: a figure that can be negative has no relative change",
             "Use an absolute change, such as >= -0.1.",
@@ -406,6 +424,7 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
 
 def compute_margin(rule: Rule) -> float:
     """Return the largest change for the worse that a rule allows, in the scale of `Evidence`."""
-    limit = float(rule.limit.value)
-    value = math.log1p(limit) if rule.limit.kind == "relative" else limit
-    return round(rule.worse * value, DIGITS)
+    margin = float(rule.limit.value)
+    if rule.limit.kind == "relative":
+        margin = math.log1p(margin)
+    return round(rule.worse * margin, DIGITS)

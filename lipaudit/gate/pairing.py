@@ -143,9 +143,12 @@ def _read_pairs(
 
 def _describe_choice(rule: Rule, section: Section) -> str:
     """Return what a rule could name in place of what matches nothing."""
-    columns = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
-    names = columns or [*map(str, index_rows(section))]
-    advice = f"{'Columns' if columns else 'Rows'}: {'; '.join(names[:8]) or 'none'}."
+    kind = "Columns"
+    names = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
+    if not names:
+        kind = "Rows"
+        names = [*map(str, index_rows(section))]
+    advice = f"{kind}: {'; '.join(names[:8]) or 'none'}."
     left = [note.text for note in section.notes if note.code == "left-out"]
     # Of an attack, only calibration errors are left out.
     if left and (section.measure != "attack" or rule.column.startswith("ece")):
@@ -198,10 +201,11 @@ def read_trusted(
         EvaluationError: the values are not complete, finite and converged.
         UsageError: the rule matches nothing.
     """
-    if reason := find_fault(report, section, lenient=lenient):
-        raise EvaluationError(reason)
-    if contradiction := find_contradiction(section, rule.column):
-        raise EvaluationError(contradiction)
+    fault = find_fault(report, section, lenient=lenient) or find_contradiction(
+        section, rule.column
+    )
+    if fault:
+        raise EvaluationError(fault)
     reading = read(rule, section)
     if not lenient:
         require_finite(rule, reading)
@@ -219,12 +223,10 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
     for name, point in reading.points.items():
         behind = reading.pairs.get(name, np.array([point]))
         bad = max(int(is_bad(behind).sum()), int(is_bad(np.array(point))))
+        if bad == 1:
+            raise EvaluationError(f"{rule.metric}: 1 value is not finite")
         if bad:
-            if bad == 1:
-                count = "1 value is"
-            else:
-                count = f"{bad} values are"
-            raise EvaluationError(f"{rule.metric}: {count} not finite")
+            raise EvaluationError(f"{rule.metric}: {bad} values are not finite")
 
 
 def find_contradiction(section: Section, column: str) -> str:
@@ -271,10 +273,9 @@ def _list_reduced(
                 yield key, row.get(name), values
         return
     for key, row in rows.items():
+        column = how.values
         if row.key:
-            column = row.key.column(how.values)
-        else:
-            column = how.values
+            column = row.key.column(column)
         cells = section.samples.get(column, ())
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
@@ -377,15 +378,15 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         UsageError: the word names a column that the rows do not have.
     """
     key, equals, value = word.partition("=")
-    if (trial := row.key) and trial.matches(word):
+    trial = row.key
+    if trial is not None and trial.matches(word):
         return True
     if not equals:
         return any(isinstance(cell, str) and cell == word for cell in row.values())
     if key not in row:
         raise UsageError(f"rows of {section.measure} have no column {key!r}", suggestion(key, row))
     cell = row[key]
-    number = isinstance(cell, float)
-    if number:
+    if isinstance(cell, float):
         return float(trials.parse_radius(value)) == cell
     return value == str(cell)
 
@@ -462,8 +463,7 @@ def find_shared(
         if name in place:
             new.append(place[name])
             old.append(i)
-    few = not old or len(old) < least * len(distinct)
-    if few:
+    if not old or len(old) < least * len(distinct):
         text = f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the"
         text += " current report"
         if least:
@@ -527,7 +527,8 @@ def match_samples(
     matched = [reports[0]]
     notes = dict[str, str]()
     for name, report in zip(names[1:], reports[1:], strict=True):
-        if ids := _map_ids(report, reports[0]):
+        ids = _map_ids(report, reports[0])
+        if ids:
             notes[name] = (
                 f"{name} reads the samples in another form than {names[0]}, so samples are "
                 f"paired by their place in {report.run.data.spec}"
@@ -563,5 +564,7 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
 
 def _rename_ids(record: Record, names: Mapping[str, str]) -> Record:
     """Return a report or a section with other ids in its per-sample columns."""
-    ids = tuple(names.get(str(name), name) for name in record.samples.get("ids", ()))
-    return record.model_copy(update={"samples": record.samples | ({"ids": ids} if ids else {})})
+    samples = dict(record.samples)
+    if "ids" in samples:
+        samples["ids"] = tuple(names.get(str(name), name) for name in samples["ids"])
+    return record.model_copy(update={"samples": samples})

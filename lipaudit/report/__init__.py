@@ -137,11 +137,11 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         UsageError: no sample has this name, or several have.
     """
     from lipaudit.report import document
-    from lipaudit.tables.weakest import worst
+    from lipaudit.tables.weakest import find_worst
 
     record: Any
     if sample is None:
-        record = [document.record_sample(report, each) for each in worst(report)]
+        record = [document.record_sample(report, each) for each in find_worst(report)]
     else:
         sample = document.choose_sample(report, sample)
         record = document.record_sample(report, sample)

@@ -31,7 +31,7 @@ from lipaudit.tables.formats import CHARACTERS, describe_places, name_sample
 from lipaudit.tables.report import Example
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.weakest import SHOWN as MOST
-from lipaudit.tables.weakest import broken, worst
+from lipaudit.tables.weakest import find_broken, find_worst
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 WORDS = Chapter(
@@ -79,7 +79,7 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     groups = tuple(show_groups(report))
     if groups:
         chapters.append(Chapter("groups", "Which groups fare worse?", groups))
-    if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
+    if find_broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))
     return Document(f"lipaudit: {report.run.label}", (*chapters, WORDS))
@@ -438,8 +438,8 @@ def show_example(title: str, example: Example) -> blocks.Item:
 
 def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
-    names = worst(report)
-    balls = broken(report)
+    names = find_worst(report)
+    balls = find_broken(report)
     rows = list_names(names, describe_places(report))
     shown = {section.measure: find_display(section) for section in report.sections}
     figures = {}

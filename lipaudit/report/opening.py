@@ -21,7 +21,7 @@ from lipaudit.tables.summary import (
     list_shared_notes,
     list_warnings,
 )
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""
@@ -271,7 +271,7 @@ def suggest_steps(report: Report, summary: Section) -> Iterator[tuple[str, str, 
     # An audit saves its report in any case, and Python has no such option.
     if saved is None and not re.match(r"lipaudit( audit|\.)", command):
         save = f" (-o {FILE} saves the report)"
-    for sample in worst(report)[:1]:
+    for sample in find_worst(report)[:1]:
         first = name_sample(sample, describe_places(report))
         text = f"Look at the worst samples, first {first}{save}."
         steps.append((text, ("inspect", file, sample[:CHARACTERS])))

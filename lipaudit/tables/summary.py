@@ -22,7 +22,7 @@ from lipaudit.tables.columns import (
 from lipaudit.tables.formats import format_limits, format_value, join_texts
 from lipaudit.tables.report import Layout, Note, Report, Section
 from lipaudit.tables.trials import WORST, TrialKey, is_repeat, parse_radius
-from lipaudit.tables.weakest import contradictions
+from lipaudit.tables.weakest import find_contradictions
 
 # Largest number of attacks that a sentence names.
 FEW = 3
@@ -325,7 +325,7 @@ def list_shared_notes(report: Report) -> list[Note]:
 
 def list_warnings(report: Report) -> Iterator[Note]:
     """Yield the warnings of a report, those on all figures first; others name their measure."""
-    known = contradictions(report)
+    known = find_contradictions(report)
     if known:  # one of the two results is wrong
         sample, ball, trial = known[0]
         by = ""

@@ -33,7 +33,7 @@ class Contradiction(NamedTuple):
     attack: TrialKey
 
 
-def broken(report: Report) -> dict[str, set[TrialKey]]:
+def find_broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return, for each correctly classified sample, the balls in which attacks broke it."""
     balls: dict[str, set[TrialKey]] = {}
     for section in report.sections:
@@ -42,13 +42,13 @@ def broken(report: Report) -> dict[str, set[TrialKey]]:
     return balls
 
 
-def worst(report: Report, count: int = SHOWN) -> list[str]:
+def find_worst(report: Report, count: int = SHOWN) -> list[str]:
     """Return the least robust samples: broken in most balls first, then by norm.
 
     Without norms, samples with the smallest certified balls come first. Misclassified samples come
     last.
     """
-    balls = broken(report)
+    balls = find_broken(report)
     norms = _find_figures(report, "norm")
     right = _find_figures(report, "correct")
     proven = _find_figures(report, "radius")
@@ -74,7 +74,7 @@ def _find_figures(report: Report, name: str) -> dict[str, Any]:
     return {}
 
 
-def contradictions(report: Report) -> list[Contradiction]:
+def find_contradictions(report: Report) -> list[Contradiction]:
     """Return, for each sample broken in a certified ball, the first such pair.
 
     The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.

@@ -14,7 +14,7 @@ from torch import nn
 import lipaudit
 from lipaudit.errors import LipauditError, UsageError
 from lipaudit.tables.trials import parse_radius
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from tests.commands import read_sections
 from tests.nets import Classifier, seeded
 
@@ -283,8 +283,8 @@ def test_every_name_is_typed():
 
 def test_a_report_keeps_the_pictures_of_its_worst_samples():
     report = lipaudit.measure("demo", "attack", samples=24, eps="0.1", attack="fgsm")
-    assert list(report.section("attack").examples) == worst(report)
-    assert len(worst(report)) == 10
+    assert list(report.section("attack").examples) == find_worst(report)
+    assert len(find_worst(report)) == 10
 
 
 def test_several_models_get_a_report_each_and_are_ranked(module):

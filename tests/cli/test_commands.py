@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import lipaudit
 from lipaudit.measures import load_measures
 from lipaudit.models.sources.loader import load_net
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from tests.commands import invoke, list_commands, read_figures, refuse, replace_parts
 
 strict = partial(json.loads, parse_constant=pytest.fail)
@@ -237,7 +237,7 @@ def test_a_map_is_named_in_the_terminal_drawn_as_a_picture_and_drawn_again_when_
 
 def test_a_terminal_shows_one_screen_and_last_the_files_and_what_to_type(audited):
     said, shown = audited[1].stderr.splitlines(), audited[1].stdout.splitlines()
-    weakest = worst(lipaudit.load(audited[0] / "run/report.json"))[0][:12]
+    weakest = find_worst(lipaudit.load(audited[0] / "run/report.json"))[0][:12]
     assert said[said.index("") + 1 :] == [
         "report: run/report.html",
         "data:   run/report.json",

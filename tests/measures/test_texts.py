@@ -26,7 +26,7 @@ from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from tests.measures.cases import run_measure
 from tests.nets import own_net
 
@@ -259,8 +259,8 @@ def test_a_report_keeps_the_tokens_of_its_worst_samples(tmp_path):
     data = write_texts(tmp_path / "mixed.jsonl", MIXED)
     model = str(tmp_path / "model")
     report = lipaudit.measure(model, "jacobian", data=data, samples=len(MIXED))
-    assert list(report.section("jacobian").gradients) == worst(report)
-    assert len(worst(report)) == 10 < len(report.section("jacobian").ids)
+    assert list(report.section("jacobian").gradients) == find_worst(report)
+    assert len(find_worst(report)) == 10 < len(report.section("jacobian").ids)
 
 
 @pytest.mark.parametrize(

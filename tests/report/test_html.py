@@ -17,7 +17,7 @@ from lipaudit.data.arrays import thumbnail
 from lipaudit.report import render
 from lipaudit.tables import Array
 from lipaudit.tables.report import Example
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from tests.report.conftest import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -163,13 +163,13 @@ def test_page_of_an_audit_of_12_heads_stays_within_250_kb(report):
     """With the sections of an audit, and pictures of the weakest samples."""
     example = make_example(np.random.default_rng(0), 8)
     attack = report.section("attack")
-    attack = attack.model_copy(update={"examples": dict.fromkeys(worst(report), example)})
+    attack = attack.model_copy(update={"examples": dict.fromkeys(find_worst(report), example)})
     measures = ("bounds", "attention", "jacobian")
     audited = [s for s in report.sections if s.measure.split(".")[0] in measures]
     sections = [*audited, attack]
     assert len(sections) >= 6
     page = render(keep(report, *sections), "html")
-    assert page.count(example.image.encode()) == 3 * len(worst(report))
+    assert page.count(example.image.encode()) == 3 * len(find_worst(report))
     assert len(page) < 250_000
 
 
@@ -184,7 +184,7 @@ def test_page_of_an_audit_of_144_heads_stays_within_1500_kb(report):
     arrays = {"map@1.2": Array.of(weights), "map_tokens@1.2": Array.of(np.array([197, 197]))}
     changes: dict[str, dict[str, Any]] = {
         "attention": {"arrays": report.section("attention").arrays | arrays},
-        "attack": {"examples": dict.fromkeys(worst(report), example)},
+        "attack": {"examples": dict.fromkeys(find_worst(report), example)},
     }
     for measure in ("bounds", "attention", "jacobian.shares"):
         rows = [r for r in report.section(measure).rows if (r.layer, r.head) != (2, 1)]

@@ -14,7 +14,7 @@ from lipaudit.report.blocks import Table
 from lipaudit.report.document import choose_sample
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from tests.commands import invoke
 from tests.report.conftest import find_chapter, keep, make_report, swap
 
@@ -63,8 +63,8 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     balls = {name: (i in BROKEN) + (i >= 5) for i, name in enumerate(IDS)}
     norms = {n: -1.0 if v is None or v != v else v for n, v in zip(IDS, NORMS, strict=True)}
     expected = sorted(IDS, key=lambda n: (not correct[n], -balls[n] * correct[n], -norms[n]))
-    assert worst(report, 24) == expected
-    assert worst(report) == expected[:10]
+    assert find_worst(report, 24) == expected
+    assert find_worst(report) == expected[:10]
     rows = list_worst(report)
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
     assert rows[0][1] == "linf 2/255"
@@ -72,7 +72,7 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
 
 
 def test_places_stand_beside_the_samples_though_the_worst_has_none(report):
-    first = worst(report)[0]
+    first = find_worst(report)[0]
     ids = tuple(name for name in IDS if name != first)
     places = {"ids": ids, "place": tuple(f"index {IDS.index(name)}" for name in ids)}
     blocks = find_chapter(show(report.model_copy(update={"samples": places})), "worst-samples")
@@ -124,7 +124,7 @@ def test_a_report_without_samples_says_so(report):
 
 
 def test_pictures_of_the_worst_stand_on_the_page(placed):
-    worst_one = worst(placed)[0]
+    worst_one = find_worst(placed)[0]
     example = Example(
         trial="pgd,linf,2/255", image="iVBO", adversarial="iVBP", difference="iVBQ", times=12.5,
         classes=("cat", "<b>dog"), before=(0.9, 0.1), after=(0.2, 0.8),
@@ -139,7 +139,7 @@ def test_pictures_of_the_worst_stand_on_the_page(placed):
         assert "taken for &lt;b&gt;dog: score 10% became 80% by pgd, linf 2/255" in page
         assert "difference × 12" in page
         assert "The html format has the pictures" in render(shown, "table").decode()
-    other = render(of_sample(report, "x", worst(placed)[1]), "html").decode()
+    other = render(of_sample(report, "x", find_worst(placed)[1]), "html").decode()
     assert "data:image/png;base64,iVBO" not in other
 
 
@@ -151,8 +151,8 @@ SHARE = (0.004, 0.5, 0.25, 0.125, 0.0625, 0.0125)
 def written(placed):
     """The report of texts, whose tokens it keeps of the worst two."""
     kept = {
-        worst(placed)[0]: Gradient(of="margin", tokens=WORDS, shares=SHARE, left_out=7),
-        worst(placed)[1]: Gradient(of="direction", tokens=("a",) * 90, shares=(1 / 90,) * 90),
+        find_worst(placed)[0]: Gradient(of="margin", tokens=WORDS, shares=SHARE, left_out=7),
+        find_worst(placed)[1]: Gradient(of="direction", tokens=("a",) * 90, shares=(1 / 90,) * 90),
     }
     jacobian = placed.section("jacobian").model_copy(update={"gradients": kept})
     return swap(placed, jacobian)
@@ -168,7 +168,7 @@ def test_tokens_are_kept_in_the_file(written):
 
 
 def test_a_page_shades_tokens_and_names_the_first(written):
-    listed, alone = (of_sample(written, "x", each) for each in (None, worst(written)[0]))
+    listed, alone = (of_sample(written, "x", each) for each in (None, find_worst(written)[0]))
     for shown in (written, listed, alone):
         page = render(shown, "html").decode()
         assert '<b style="--s:1.00" title="50.0%">*good*</b>' in page
@@ -190,11 +190,13 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
     listed = render(of_sample(written, "x", None), "table").decode()
     assert "*good* 50.0%, <b>film 25.0%" in " ".join(listed.split())
     assert "indeed" not in listed
-    page = of_sample(written, "x", worst(written)[0]).page()
+    page = of_sample(written, "x", find_worst(written)[0]).page()
     plain = terminal.render(page, width=40).decode()
     assert "[CLS] *good* (50.0%) <b>film (25.0%)\n" in plain
     assert "\x1b[31m" not in terminal.render(page, width=40, colour="truecolor").decode()
-    long = terminal.render(of_sample(written, "x", worst(written)[1]).page(), width=40).decode()
+    long = terminal.render(
+        of_sample(written, "x", find_worst(written)[1]).page(), width=40
+    ).decode()
     rows = [line for line in long.splitlines() if line.startswith("a a")]
     assert sum(row.split().count("a") for row in rows) == 90
     assert max(map(len, rows)) <= 40
@@ -215,14 +217,14 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
     data = json.loads(run("cat/7.png", "-f", "json").stdout)
     assert (data["id"], data["place"]) == (IDS[7], "cat/7.png")
     assert {"measure": "jacobian", "name": "norm", "value": NORMS[7]} in data["figures"]
-    assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == worst(placed)
+    assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == find_worst(placed)
     refused = run("nowhere.png")
     assert refused.exit_code == 2
     assert "no sample 'nowhere.png'" in refused.stderr
 
 
 def test_classes_go_by_their_names(placed):
-    name = worst(placed)[0]
+    name = find_worst(placed)[0]
     example = Example(
         trial="words,words,2", text='a "film"', classes=("up", "down"), before=(1, 0), after=(0, 1)
     )

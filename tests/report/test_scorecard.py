@@ -15,7 +15,7 @@ from lipaudit.report.cells import format_significant
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status, finite, median_limits, wilson
 from lipaudit.tables.summary import find_figures
-from lipaudit.tables.weakest import worst
+from lipaudit.tables.weakest import find_worst
 from lipaudit.wings.certificates.certify import CERTIFY_TABLE
 from tests.commands import list_commands
 from tests.report.conftest import find_chapter, keep
@@ -295,7 +295,7 @@ def test_steps_are_commands_of_the_tool_each_listed_once(report):
     calm = keep(report, report.section("jacobian"))
     assert not any(split(each)[1] == "attack" for each in steps(report))
     assert any(split(each)[1] == "attack" for each in steps(calm))
-    assert f"lipaudit inspect report.json {worst(report)[0][:12]}" in steps(report)
+    assert f"lipaudit inspect report.json {find_worst(report)[0][:12]}" in steps(report)
     known = {*list_commands()}
     text = " ".join(render(report, "table").decode().split())
     for command, aim in steps(report).items():

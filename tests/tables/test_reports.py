@@ -9,7 +9,7 @@ from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.measures import layouts, summarise
 from lipaudit.tables import Report
-from lipaudit.tables.weakest import contradictions
+from lipaudit.tables.weakest import find_contradictions
 from tests.gate import cases
 
 OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))
@@ -146,7 +146,7 @@ BROKEN = {"correct": (1, 1), "robust@pgd,linf,4/255": (0, 0)}
 )
 def test_a_sample_is_not_both_certified_and_broken(attack, certify, norm):
     report = make_report(attack, certify, norm)
-    (pair,) = contradictions(report)
+    (pair,) = find_contradictions(report)
     first = summarise(report).notes[0]
     assert (first.level, first.code, pair.sample) == ("warning", "contradiction", "aa")
     assert first.text.startswith(
@@ -172,4 +172,4 @@ def test_a_sample_is_not_both_certified_and_broken(attack, certify, norm):
 )
 def test_what_is_broken_outside_of_what_is_certified_is_no_contradiction(attack, certify, norm):
     report = make_report(attack, certify, norm)
-    assert (contradictions(report), summarise(report).notes) == ([], ())
+    assert (find_contradictions(report), summarise(report).notes) == ([], ())

@@ -52,6 +52,8 @@ from lipaudit.theory import TOL, WITHIN
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+    PerProblem = Float[Tensor, "*problems"]
+
 
 def shift_exponent(
     t: Float[Tensor, "*shape"], exponent: Int[Tensor, "*#shape"]
@@ -172,12 +174,12 @@ class Norms:
         second_vector: its u.
     """
 
-    norm: Float[Tensor, "*problems"]
-    upper: Float[Tensor, "*problems"]
+    norm: PerProblem
+    upper: PerProblem
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
     vector: Float[Tensor, "problems size"] | None = None
-    second: Float[Tensor, "*problems"] | None = None
+    second: PerProblem | None = None
     second_vector: Float[Tensor, "problems size"] | None = None
 
     @classmethod
@@ -195,7 +197,7 @@ class Norms:
         return replace(self, norm=self.norm * factor, upper=self.upper * factor)
 
     @property
-    def within(self) -> Float[Tensor, "*problems"]:
+    def within(self) -> PerProblem:
         """Return the proven relative error: upper / norm - 1, with probability 1 - ETA."""
         error = self.upper / self.norm - 1
         return torch.where(self.upper == self.norm, 0.0, error)

@@ -129,6 +129,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     scale = sizes.amax((-2, -1), keepdim=True)  # s of each head
     is_scaled = _is_close(torch.where(is_live, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~is_live
+    fields: dict[str, Any] = {"scale": scale[..., 0, 0], "sink": sink}
     if is_scaled and not form.others and _is_affine_path(path, has_sink=sink is not None):
         # S = s q k^T + B
         ops = {op(node) for node in path}
@@ -136,7 +137,7 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
         bias = None
         if masked.any() or not _ADDED.isdisjoint(ops):
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
-        return {"scale": scale[..., 0, 0], "bias": bias, "sink": sink}, None
+        return fields | {"bias": bias}, None
     # f: the slope of each pair relative to the scale of its head, 1 everywhere for plain logits.
     f = torch.where(is_live, slope / scale, 0.0).nan_to_num(0.0)
     rounding = _ROUNDING * torch.finfo(slope.dtype).eps
@@ -144,8 +145,8 @@ def _read_explicit_logits(form: Explicit, product: Tensor) -> tuple[dict[str, An
     bias = logits.masked_fill(masked, -torch.inf)
     # f = 1 is stored where an op may bend the logits at other samples: they are not s q k^T + B.
     pairs = Pairs(None if is_one and form.others else f)
-    fields = {"scale": scale[..., 0, 0], "bias": bias, "sink": sink, "pairs": pairs}
-    return fields, form.logits if form.others else None
+    relative = form.logits if form.others else None
+    return fields | {"bias": bias, "pairs": pairs}, relative
 
 
 def _is_affine_path(path: Sequence[Node], *, has_sink: bool) -> bool:

@@ -250,13 +250,13 @@ class Surveyor(Tracer):
         if layer.projected:  # the first linear map counts
             return
         layer.projected = True
+        parts = tuple(outputs[address] for address in site.addresses)
         if site.structure is not None:
-            parts = tuple(outputs[address] for address in site.addresses)
             source = graph.Probed(linear.inputs[None, None], parts, as_rows)
             structure = replace(site.structure, out=find_output_map(linear, source))
             layer.site = replace(site, structure=structure)
         if site.layout.queries != TOKENS:
-            source = graph.Probed(linear.inputs, tuple(outputs.values()), as_rows)
+            source = graph.Probed(linear.inputs, parts, as_rows)
             if _reads_as_tokens(source, site.heads):
                 layer.refuse("its queries are heads by their maps, and tokens by W_O")
 

@@ -461,21 +461,22 @@ def match_labels(
         names = list(classes)
         are_rows = False
     numbers = {name: _read_number(name) for name in names}
-    index = _match_names(numbers, net)
+    # By name.
+    class_of = _match_names(numbers, net)
     notes: tuple[Note, ...] = ()
     # Numbers and order only if no name is known: half by name and half by order is a guess.
-    if all(number is None for number in index.values()):
+    if all(number is None for number in class_of.values()):
         are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
         # Labels of rows that are numbers are never matched by order.
         if are_classes or (are_rows and are_numbers):
-            index = numbers
+            class_of = numbers
         elif net.classes == len(names):
             with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 < 10.0
                 names = sorted(names, key=float)
-            index = {name: i for i, name in enumerate(names)}
+            class_of = {name: i for i, name in enumerate(names)}
             notes = (_note_order(names, net),)
-    return require_classes([index[word] for word in words], words, places, net), notes
+    return require_classes([class_of[word] for word in words], words, places, net), notes
 
 
 def _match_names(numbers: Mapping[str, int | None], net: Taker) -> dict[str, int | None]:

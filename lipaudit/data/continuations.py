@@ -270,10 +270,11 @@ def _choose_form(
         InputError: a column is missing, or labels are numbers without known names.
     """
     choices = tables.choose_column(table, None, CHOICES)
-    usual: Sequence[str] = tables.LABELS
+    label_names: Sequence[str] = tables.LABELS
     if choices:
-        usual = (*ANSWERS, *usual)
-    label = tables.choose_column(table, options.label_column, usual)
+        label_names = (*ANSWERS, *label_names)
+    label = tables.choose_column(table, options.label_column, label_names)
+    # A prompt and its continuation.
     pair = _find_pair(table, label, options)
     if not choices and pair is not None:
         prompt, continuation = pair
@@ -285,10 +286,12 @@ def _choose_form(
             "choices and answer (--label-column); or a text and a label.",
         )
     prompts = tables.choose_text_columns(table, options, usual=PROMPTS)
+    # A question, its choices, and which of them is right.
     if choices:
         return QuestionForm("choices", prompts, choices, label)
+    # A text and its label: the number of a class with a name, or a word.
     classes = table.classes.get(label)
-    if classes is not None:  # labels are their numbers
+    if classes is not None:
         words = tuple(classes)
         return QuestionForm("labels", prompts, "", label, words, range(len(words)))
     words = _list_words(rows.values(), prompts, label)

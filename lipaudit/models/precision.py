@@ -369,6 +369,7 @@ def lift_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call of a model after `convert_on_read`: it sees converted `parameters()`."""
 
     def run(*args: Any) -> Any:
+        """Call the model while its parameters are read as converted copies."""
         _Parameters.running += 1
         try:
             return call(*args)

@@ -44,15 +44,15 @@ class Addition:
         return any(node in part for part in self.inside)
 
 
-def find_additions(output: Tensor, parts: Collection[Node]) -> list[Addition]:
+def find_additions(output: Tensor, attention_nodes: Collection[Node]) -> list[Addition]:
     """Return the residual additions behind an output, in the order of execution.
 
-    Of additions inside one another, the inner ones count if they hold one of the parts, else the
-    outer one: a block inside of a stage, but a whole MLP.
+    Of additions inside one another, the inner ones count if they hold attention, such as those of
+    the blocks of a stage. Otherwise the outer one counts, such as that of a whole MLP.
 
     Args:
         output: the output of the model.
-        parts: nodes of the attention outputs.
+        attention_nodes: nodes of the attention outputs.
     """
     graph = [*nodes(output)]
     readers = Counter(edge.node for node in graph for edge in _list_parents(node))
@@ -68,7 +68,7 @@ def find_additions(output: Tensor, parts: Collection[Node]) -> list[Addition]:
         if not inner:
             continue
         dropped = inner
-        if any(addition.holds(part) for addition in inner for part in parts):
+        if any(addition.holds(node) for addition in inner for node in attention_nodes):
             dropped = [outer]
         additions = [addition for addition in additions if addition not in dropped]
     return additions

@@ -240,6 +240,7 @@ def read_lexicon(
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
     mark = _find_mark(tokenizer)
+    # Whether each id begins a word, continues one, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     for token in reserved:

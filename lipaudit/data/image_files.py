@@ -326,7 +326,12 @@ class Resizing:
     def _follow_model(
         self, image: Image.Image, done: list[ImageStep]
     ) -> tuple[Tensor, list[ImageStep]]:
-        """Return the pixels by the model's own steps, and these after what was already done."""
+        """Return the pixels that the model's own steps make, and all that was done to the image.
+
+        Args:
+            image: the image, with the channels of the model.
+            done: what was done to it before; extended by the steps.
+        """
         _, height, width = self.shape
         _find_covering_scale(image, width, height)  # refuses strips
         value: Any = image

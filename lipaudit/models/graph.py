@@ -214,8 +214,10 @@ class Probed:
 
     @cached_property
     def random(self) -> Tensor:
-        """Return a cotangent without zeros."""
-        # Away from zero: entries of a sum then vanish together with no probability.
+        """Return a random cotangent of t, with entries from 0.5 to 1.5.
+
+        With probability 1, its pullback is not zero wherever t depends on y.
+        """
         t = self.t
         generator = torch.Generator(t.device).manual_seed(0)
         uniform = torch.rand(t.shape, generator=generator, dtype=t.dtype, device=t.device)

@@ -341,20 +341,6 @@ def describe_images(
                 path, trust_remote_code=False, local_files_only=True
             )
     shape = options.image_shape(_image_shape(module, processor))
-    normalisation: dict[str, Any] = {}
-    if processor is not None:
-        # Steps of the processor on pixels in [0, 1]: 255 x factor, then mean and std.
-        # Nearly always 1: the factor is 1/255.
-        scale = 255.0
-        if processor.do_rescale:
-            scale = 255 * processor.rescale_factor
-        for name, neutral in (("mean", 0.0), ("std", 1.0)):
-            if processor.do_normalize:
-                values = getattr(processor, f"image_{name}")
-            else:
-                values = (neutral,)
-            normalisation[name] = tuple(value / scale for value in values)
-
     steps = {}
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
@@ -376,9 +362,30 @@ def describe_images(
         prepare=Resizing(shape, steps),
         call=lambda x, mask: (call(pixel_values=x), mask),
         read=choose_output(module, tower),
-        **normalisation,
+        **_read_normalisation(processor),
         **facts,
     )
+
+
+def _read_normalisation(processor: Any) -> dict[str, Any]:
+    """Return the mean and std of an image processor for pixels in [0, 1]; nothing without one.
+
+    The processor computes (255 f x - mean) / std with its factor f, nearly always 1/255.
+    """
+    if processor is None:
+        return {}
+    scale = 255.0
+    if processor.do_rescale:
+        scale = 255 * processor.rescale_factor
+    mean = (0.0,)
+    std = (1.0,)
+    if processor.do_normalize:
+        mean = processor.image_mean
+        std = processor.image_std
+    return {
+        "mean": tuple(value / scale for value in mean),
+        "std": tuple(value / scale for value in std),
+    }
 
 
 def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:

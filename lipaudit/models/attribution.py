@@ -45,7 +45,7 @@ from lipaudit.models.linearize import Function, evaluate, explain_errors
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.streams import find_additions, find_blocks, get_order
+from lipaudit.models.streams import Addition, find_additions, find_blocks, get_order
 from lipaudit.tables.columns import group_values
 from lipaudit.theory.pullback import pull_back
 
@@ -151,6 +151,13 @@ class _Recorder(AttentionMode):
             edges.append(get_gradient_edge(t) if t.requires_grad else None)
         self.calls[address] = _AttentionEdges(*edges)
         return None, address, output
+
+    def find_module(self, addition: Addition) -> str:
+        """Return the path of the module that computes a branch; empty if unknown."""
+        for edge in addition.branches:
+            if edge.node in self.modules:
+                return self.modules[edge.node].module
+        return ""
 
     def _name_node(self, frame: Frame, output: Any) -> None:
         """Record which module returned an output, when the module is left."""
@@ -386,18 +393,14 @@ class _Graph:
             if inside:
                 has_mlp = any(not self._has_attention(nodes) for nodes in addition.inside)
                 part = "attention and MLP" if has_mlp else "attention"
+                step = Step(part, inside[-1], modules[inside[-1]], i)
                 starts.add(i)
                 added_layers.update(inside)
-                steps.append((order, Step(part, inside[-1], modules[inside[-1]], i)))
-                continue
-            before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
-            layer = before[-1] if before else -1
-            module = ""
-            for edge in addition.branches:
-                if edge.node in recorder.modules:
-                    module = recorder.modules[edge.node].module
-                    break
-            steps.append((order, Step("MLP", layer, module, i)))
+            else:
+                before = [self._layer_of[n] for n in attention_nodes if get_order(n) < order]
+                layer = before[-1] if before else -1
+                step = Step("MLP", layer, recorder.find_module(addition), i)
+            steps.append((order, step))
         for first, last in find_blocks(self._additions, starts):
             layer = next(step.layer for _, step in steps if step.first == first)
             order = get_order(self._additions[last].sum.node)

@@ -58,8 +58,12 @@ def leaves(
 ) -> tuple[list[Tensor], list[Node]]:
     """Return the leaf tensors that t depends on, and the nodes of `stop` that t depends on.
 
-    The walk ends at the nodes of `stop`. At a cut it continues with the nodes that `past` lists
-    for the leaf.
+    The walk ends at the nodes of `stop`.
+
+    Args:
+        t: a tensor.
+        stop: nodes.
+        past: the nodes before each leaf at which a graph was cut: t depends on these, too.
     """
     ends = []
     stops: list[Node] = []

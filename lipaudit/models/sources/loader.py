@@ -300,17 +300,7 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
     """Return the complete description, and a function that preprocesses samples and runs them."""
-    image_options = {
-        "--mean": options.mean,
-        "--std": options.std,
-        "--input-size": options.input_size,
-        "--preprocess": options.preprocess,
-    }
-    given = [name for name, value in image_options.items() if value is not None]
-    if given and spec.kind != "image":
-        raise UsageError(
-            f"{few(given)} was given, but the model takes {spec.kind}", "Leave it out."
-        )
+    _require_images(spec, options)
     complete = spec
     module = spec.module
     mean: tuple[float, ...] = ()
@@ -347,6 +337,21 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         return module(x, mask)
 
     return complete, call
+
+
+def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
+    """Refuse options for images if the model takes something else."""
+    image_options = {
+        "--mean": options.mean,
+        "--std": options.std,
+        "--input-size": options.input_size,
+        "--preprocess": options.preprocess,
+    }
+    given = [name for name, value in image_options.items() if value is not None]
+    if given and spec.kind != "image":
+        raise UsageError(
+            f"{few(given)} was given, but the model takes {spec.kind}", "Leave it out."
+        )
 
 
 def _expand_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -456,11 +456,12 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
         raise ValueError(f"packed in {words.dtype}")
     width = math.gcd(bits, 8)  # of a piece
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
-    pieces_per_value = bits // width
     octets = words.contiguous().view(torch.uint8)
-    pieces = (octets[:, :, None] >> shifts) & (2**width - 1)
-    pieces = pieces.reshape(len(words), -1, pieces_per_value) << shifts[:pieces_per_value]
-    return pieces.sum(2, dtype=torch.uint8)
+    pieces = (octets[:, :, None] >> shifts) & (2**width - 1)  # (rows, bytes, pieces of a byte)
+    pieces_per_value = bits // width
+    by_value = pieces.reshape(len(words), -1, pieces_per_value)
+    in_place = by_value << shifts[:pieces_per_value]
+    return in_place.sum(2, dtype=torch.uint8)
 
 
 def dequantise(module: nn.Module, *, later: bool) -> str:

@@ -266,7 +266,7 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
 
     Repeated samples get a running number, so ids are unique and do not depend on the batch size.
     """
-    seen: Counter[str] = Counter()
+    seen = Counter[str]()
     ids = []
     labels = [None] * len(x) if y is None else y
     for sample, label in zip(x, labels, strict=True):

@@ -437,7 +437,7 @@ def preview(request: Request) -> dict[str, Any]:
             else:
                 job = smaller
                 notes.append(job.notes[-1].text)
-    heads: Counter[str] = Counter()
+    heads = Counter[str]()
     for site in sites:
         heads[site.reason or "closed form"] += site.heads
     return {

@@ -240,7 +240,7 @@ def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
     if x.dtype == torch.uint8:
         x = to_box(x.float() / 255, net.box)
     x = x.float()
-    if not bool(x.isfinite().all()):
+    if not x.isfinite().all():
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     if net.box is None:
         return x

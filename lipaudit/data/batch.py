@@ -120,13 +120,13 @@ class Batch:
             part = self.rows(torch.tensor(rows)).trim()
             mask = part.mask
             # Padding inside of a text stays masked.
-            if mask is not None and bool(mask.all()):
+            if mask is not None and mask.all():
                 mask = None
             yield replace(part, start=self.start + rows[0], mask=mask)
 
     def trim(self) -> Batch:
         """Return the same samples without trailing columns that are padding in every sample."""
-        if self.mask is None or bool(self.mask[:, -1].any()):
+        if self.mask is None or self.mask[:, -1].any():
             return self
         used_columns = self.mask.any(0).nonzero()
         length = int(used_columns.max()) + 1
@@ -380,7 +380,7 @@ def make_batch(x: Sequence[Tensor], net: Taker, y: Sequence[int] | None = None) 
     padded = pad_sequence(samples, batch_first=True, padding_value=net.pad_id or 0)
     lengths = torch.as_tensor([len(tokens) for tokens in samples])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    if bool(mask.all()):
+    if mask.all():
         # Without a mask, models take their faster path.
         return Batch(padded, labels, ids)
     return Batch(padded, labels, ids, mask)

@@ -113,7 +113,7 @@ class Packer:
         start = prompt.rstrip()
         space = prompt[len(start) :]
         of_start = self.tokenize(start, WHOLE)
-        parts: list[tuple[list[int], list[int]]] = []
+        parts = []
         for text in continuations:
             separator = space
             if not space and not text[:1].isspace():

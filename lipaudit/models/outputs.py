@@ -136,7 +136,7 @@ def find_form(output: Tensor, final: FinalActivation) -> OutputForm:
     if _sums_to_one(values.exp()):
         return "log-probabilities"
     in_unit_interval = (values > -SIMPLEX).all() & (values < 1 + SIMPLEX).all()
-    if bool(in_unit_interval) and _sums_to_one(values):
+    if in_unit_interval and _sums_to_one(values):
         return "probabilities"
     if output is final.output and final.function in SIGMOIDS:
         return "sigmoids"
@@ -277,7 +277,7 @@ class EntrySearch:
             ids = transposed
         if argument.shape != ids.shape:
             return
-        if bool((argument == ids).all()):
+        if (argument == ids).all():
             self.readers.append(name)
         else:
             self.similar_readers.append(name)
@@ -416,7 +416,7 @@ def settle_output(net: Net, batch: Batch) -> Net:
     with exact_arithmetic(net.device), torch.no_grad():
         passed = run_watched(net.call, one.x, one.mask)
         output = net.read(passed.result)
-    if not bool(output.isfinite().all()):
+    if not output.isfinite().all():
         raise InputError(
             f"the model's output is not finite, neither on a blank sample nor on {one.ids[0]}",
             "Check the weights. A masked class needs a finite logit.",

@@ -106,7 +106,7 @@ def find_first_failure(net: Net, batch: Batch) -> SampleFailure | None:
         try:
             with torch.no_grad():
                 output = net.output(sample)
-            if not bool(output.isfinite().all()):
+            if not output.isfinite().all():
                 return SampleFailure(i, "its output is not finite")
             if net.kind != "text" or net.entry is not None:
                 with torch.enable_grad():
@@ -330,7 +330,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         )
         notes = (Note.warn("half-precision-parts", text),)
     sample = int(errors.argmax())
-    if not bool(errors[sample] > DIFFERS):
+    if not errors[sample] > DIFFERS:
         return notes
     text = (
         "the gradient of this model is not its derivative (they differ by "
@@ -382,7 +382,7 @@ def _measure_gradient_errors(net: Net, batch: Batch) -> Tensor:
         scale = torch.stack([slope.abs(), usual_slope, quotient.abs()]).amax(0)
         error = ((quotient - slope).abs() - rounding / h).clamp_min(0)
         errors = torch.minimum(errors, error / scale.clamp_min(1e-300))
-        if bool((errors <= DIFFERS).all()):
+        if (errors <= DIFFERS).all():
             break
     return errors
 

@@ -297,7 +297,22 @@ def _score_rows(
     is_scored = is_scored[:, first + 1 :]
     tokens = row_ids[:, first + 1 :][is_scored][:, None]  # of all rows, one after another
     rows, positions = is_scored.nonzero(as_tuple=True)
-    logs = widen_half(logits[run_of_row[rows], positions]).log_softmax(1)  # (tokens, vocabulary)
+    logs = widen_half(logits[run_of_row[rows], positions]).log_softmax(1)
+    return _sum_log_probabilities(logs, tokens, is_scored, how, count)
+
+
+def _sum_log_probabilities(
+    logs: Tensor, tokens: Tensor, is_scored: Tensor, how: Score, count: int
+) -> Tensor:
+    """Return the scores of each sample, (batch, classes), from log p at every scored token.
+
+    Args:
+        logs: log p of every id at each scored token, (scored tokens, vocabulary).
+        tokens: the ids of the scored tokens, (scored tokens, 1).
+        is_scored: their places, (batch * rows, positions).
+        how: sum or mean over tokens.
+        count: number of continuations of a prompt; 0: a single one and its rival.
+    """
     log_p = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
     if how == "mean":
@@ -349,7 +364,7 @@ def _require_causal(net: Net, entry: nn.Module) -> None:
             leaf = z.detach().requires_grad_()
             first = score(leaf)[:, 0]
             (gradient,) = torch.autograd.grad(first.square().sum(), leaf)
-    reads_later_tokens = bool((gradient[:, 1:] != 0).any())
+    reads_later_tokens = gradient[:, 1:].any()
     advice = "Use a causal language model, or leave --score out."
     if not agree(logits_of_ids, logits[:, -1], AGREES):
         raise InputError(

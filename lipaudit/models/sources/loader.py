@@ -332,7 +332,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
         if spec.call is not None:
             return spec.call(x, mask)
         # Many modules take no mask; one that is true everywhere says nothing.
-        if mask is None or bool(mask.all()):
+        if mask is None or mask.all():
             return module(x)
         return module(x, mask)
 

@@ -505,14 +505,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         table = getattr(module.get_input_embeddings(), "weight", None)
     if isinstance(table, Tensor) and table.ndim == 2:
         size = min(len(table), size)
-    # The id whose state the model reads, if it does that: every text must end with it.
-    end = None
-    if tower is not None or (is_classifier(module) and module.config.is_encoder_decoder):
-        end = getattr(config, "eos_token_id", None)
-        if isinstance(end, list):
-            end = end[0]
-        if end is not None and end >= config.vocab_size:
-            end = None
+    end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
@@ -543,6 +536,21 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         read=choose_output(module, tower, choose_pooling(path)),
         **facts,
     )
+
+
+def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
+    """Return the id that every text must end with, because the model reads the state at it.
+
+    These are text towers, and classifiers of models with encoder and decoder.
+    """
+    if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
+        return None
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, list):
+        end = end[0]
+    if end is not None and end >= config.vocab_size:
+        return None
+    return end
 
 
 def _make_call(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     Pixels = Float[np.ndarray, "height width channels"]
 
 
-Draw = np.random.Generator
 Number = int | float
 # Weights of red, green and blue in a grey value (ITU-R BT.601), as in OpenCV.
 GREY = (0.299, 0.587, 0.114)
@@ -47,35 +46,34 @@ def corrupt_image(
         seed: of the sample, at least 0; the result depends on it, the name and the severity alone.
     """
     side = find_published(max(x.shape[1:]))
-    by_side = read_corruptions()[name]
-    parameters = by_side[str(side)][severity - 1]
+    parameters = read_corruptions()[name][str(side)][severity - 1]
     if not isinstance(parameters, list):
         parameters = [parameters]
     number = zlib.crc32(name.encode())
-    draw = np.random.default_rng((seed, number, severity))
+    rng = np.random.default_rng((seed, number, severity))
     pixels = np.moveaxis(x, 0, -1).astype(np.float64)
     corrupt = CORRUPTIONS[name]
-    changed = corrupt(pixels, draw, *parameters)
+    changed = corrupt(pixels, rng, *parameters)
     return np.moveaxis(changed, -1, 0).clip(0, 1)
 
 
-def add_gaussian_noise(x: Pixels, draw: Draw, scale: Number) -> Pixels:
+def add_gaussian_noise(x: Pixels, rng: np.random.Generator, scale: Number) -> Pixels:
     """Add normal noise."""
-    noise = draw.normal(0, scale, x.shape)
+    noise = rng.normal(0, scale, x.shape)
     return x + noise
 
 
-def add_shot_noise(x: Pixels, draw: Draw, photons: Number) -> Pixels:
+def add_shot_noise(x: Pixels, rng: np.random.Generator, photons: Number) -> Pixels:
     """Count photons: the noise of a sensor in weak light."""
-    counts = draw.poisson(x * photons)
+    counts = rng.poisson(x * photons)
     return counts / photons
 
 
-def add_impulse_noise(x: Pixels, draw: Draw, share: Number) -> Pixels:
+def add_impulse_noise(x: Pixels, rng: np.random.Generator, share: Number) -> Pixels:
     """Replace values by 0 or 1."""
-    replaced = draw.random(x.shape) <= share
-    salt = draw.random(x.shape) <= 0.5
-    return np.where(replaced, salt, x)
+    is_replaced = rng.random(x.shape) <= share
+    is_one = rng.random(x.shape) <= 0.5
+    return np.where(is_replaced, is_one, x)
 
 
 def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
@@ -84,17 +82,18 @@ def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
     return line**2 + line[:, None] ** 2
 
 
-def blur_defocus(x: Pixels, _: Draw, radius: Number, sigma: Number) -> Pixels:
+def blur_defocus(x: Pixels, _: np.random.Generator, radius: Number, sigma: Number) -> Pixels:
     """Average over a disk with a soft edge."""
-    half = max(8, math.ceil(radius))
-    inside = _square_distances(half) <= radius**2
-    disk = inside.astype(float)
-    disk /= disk.sum()
+    reach = max(8, math.ceil(radius))  # of the kernel, from its middle
+    inside = _square_distances(reach) <= radius**2
+    disk = inside / inside.sum()
+    # A small Gaussian softens the edge of the disk.
     edge = 1 if radius <= 8 else 2
-    gaussian = np.exp(-_square_distances(edge) / (2 * sigma**2))
+    exponent = _square_distances(edge) / (2 * sigma**2)
+    gaussian = np.exp(-exponent)
     gaussian /= gaussian.sum()
     disk = ndimage.correlate(disk, gaussian, mode="mirror")
-    margin = (half, half)
+    margin = (reach, reach)
     padded = np.pad(x, (margin, margin, (0, 0)), mode="reflect")
     return signal.fftconvolve(padded, disk[..., None], "valid", axes=(0, 1))
 
@@ -104,20 +103,22 @@ def _soften(x: Pixels, sigma: Number) -> Pixels:
     return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="nearest")
 
 
-def blur_glass(x: Pixels, draw: Draw, sigma: Number, reach: int, repetitions: int) -> Pixels:
+def blur_glass(
+    x: Pixels, rng: np.random.Generator, sigma: Number, reach: int, repetitions: int
+) -> Pixels:
     """Blur, let near pixels replace each other, and blur again."""
     height, width, channels = x.shape
+    # Pixels are numbered row by row: where each one comes from.
     source = list(range(height * width))
     for _ in range(repetitions):
-        down, right = draw.integers(-reach, reach, (2, height, width))
-        moves = down * width + right
-        moves = moves.ravel().tolist()
-        for i in range(height - reach, reach, -1):
-            first = (i + 1) * width - reach
-            last = i * width + reach
-            for at in range(first, last, -1):
+        down, right = rng.integers(-reach, reach, (2, height, width))
+        moves = (down * width + right).ravel().tolist()
+        for row in range(height - reach, reach, -1):
+            first = (row + 1) * width - reach
+            last = row * width + reach
+            for pixel in range(first, last, -1):
                 # The scripts mean to swap two pixels, but views of NumPy only copy one.
-                source[at] = source[at + moves[at]]
+                source[pixel] = source[pixel + moves[pixel]]
     pixels = _soften(x, sigma).reshape(-1, channels)
     moved = pixels[source].reshape(x.shape)
     return _soften(moved, sigma)
@@ -132,12 +133,13 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     weights = weights / weights.sum()
+    # Offsets of the steps, rounded to whole pixels, halves down.
     angle = math.radians(degrees)
     down = steps * math.sin(angle)
     right = steps * math.cos(angle)
     down = np.ceil(down - 0.5).astype(int)
     right = np.ceil(right - 0.5).astype(int)
-    height, width, _channels = x.shape
+    height, width = x.shape[:2]
     rows = np.arange(height)
     columns = np.arange(width)
     blurred = np.zeros_like(x)
@@ -148,9 +150,9 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
     return blurred
 
 
-def blur_motion(x: Pixels, draw: Draw, radius: Number, sigma: Number) -> Pixels:
+def blur_motion(x: Pixels, rng: np.random.Generator, radius: Number, sigma: Number) -> Pixels:
     """Blur along a line in a random direction."""
-    degrees = draw.uniform(-45, 45)
+    degrees = rng.uniform(-45, 45)
     return drag(x, radius, sigma, degrees)
 
 
@@ -160,14 +162,14 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     As `scipy.ndimage.zoom` of order 1, whose first and last points stay, and then cut.
     """
     for axis, n in enumerate(x.shape[:2]):
-        cut = math.ceil(n / factor)
-        size = round(cut * factor)
+        cut = math.ceil(n / factor)  # length of the middle that is enlarged
+        size = round(cut * factor)  # its length after that
         zoomed = np.linspace(0, cut - 1, size)
+        # The position in x of each of the n points in the middle of the enlarged ones.
         start = (size - n) // 2
-        first = (n - cut) // 2
-        places = first + zoomed[start:][:n]
-        low = places.astype(int)
-        share = places - low
+        positions = (n - cut) // 2 + zoomed[start:][:n]
+        low = positions.astype(int)
+        share = positions - low
         if axis == 0:
             share = share[:, None, None]
         else:
@@ -178,7 +180,7 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
     return x
 
 
-def blur_zoom(x: Pixels, _: Draw, end: Number, step: Number) -> Pixels:
+def blur_zoom(x: Pixels, _: np.random.Generator, end: Number, step: Number) -> Pixels:
     """Average over enlarged copies, as if the lens moved."""
     copies = [x]
     for factor in np.arange(1, end, step):
@@ -188,7 +190,7 @@ def blur_zoom(x: Pixels, _: Draw, end: Number, step: Number) -> Pixels:
 
 def add_snow(
     x: Pixels,
-    draw: Draw,
+    rng: np.random.Generator,
     mean: Number,
     scale: Number,
     zoom: Number,
@@ -199,10 +201,10 @@ def add_snow(
 ) -> Pixels:
     """Whiten the image, and add flakes that fall, once as they are and once turned around."""
     height, width, channels = x.shape
-    flakes = draw.normal(mean, scale, (height, width, 1))
+    flakes = rng.normal(mean, scale, (height, width, 1))
     flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes)
-    degrees = draw.uniform(-135, -45)
+    degrees = rng.uniform(-135, -45)
     flakes = drag(flakes.clip(0, 1), radius, sigma, degrees)
     if channels == 3:
         grey = x @ GREY
@@ -215,49 +217,54 @@ def add_snow(
     return whitened + flakes + turned
 
 
-def draw_plasma(draw: Draw, size: int, decay: Number) -> Float[np.ndarray, "size size"]:
-    """Draw a cloud in [0, 1] by the diamond-square algorithm; the size is a power of two."""
+def draw_plasma(
+    rng: np.random.Generator, size: int, decay: Number
+) -> Float[np.ndarray, "size size"]:
+    """Draw a cloud in [0, 1] by the diamond-square algorithm; the size is a power of two.
+
+    A grid of corners gets finer: each new point is the mean of its four neighbours plus noise,
+    which gets weaker. The grid continues at the opposite side.
+    """
     field = np.zeros((size, size))
-    step = size
-    wide = 100.0
+    step = size  # between corners
+    noise = 100.0
     while step >= 2:
         half = step // 2
         count = size // step
-        in_middle, on_rows, on_columns = wide * draw.uniform(-wide, wide, (3, count, count))
+        in_middle, on_rows, on_columns = noise * rng.uniform(-noise, noise, (3, count, count))
         corners = field[::step, ::step]
         # Sums of each corner and the next one, below it and to its right.
         down = corners + np.roll(corners, -1, 0)
         right = corners + np.roll(corners, -1, 1)
-        four = down + np.roll(down, -1, 1)
-        middle = four / 4 + in_middle
+        # The middle of four corners.
+        middle = (down + np.roll(down, -1, 1)) / 4 + in_middle
         field[half::step, half::step] = middle
+        # Between two corners of a row, and of a column; the other neighbours are middles.
         above = np.roll(middle, 1, 0)
-        four = middle + above + right
-        field[::step, half::step] = four / 4 + on_rows
+        field[::step, half::step] = (middle + above + right) / 4 + on_rows
         left = np.roll(middle, 1, 1)
-        four = middle + left + down
-        field[half::step, ::step] = four / 4 + on_columns
+        field[half::step, ::step] = (middle + left + down) / 4 + on_columns
         step = half
-        wide = wide / decay
+        noise = noise / decay
     field -= field.min()
     return field / field.max()
 
 
-def add_fog(x: Pixels, draw: Draw, weight: Number, decay: Number) -> Pixels:
+def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) -> Pixels:
     """Add a random cloud, and scale to the brightest value before."""
     height, width, _ = x.shape
     # The smallest power of two that covers the image.
     size = 2
     while size < max(height, width):
         size *= 2
-    cloud = draw_plasma(draw, size, decay)
+    cloud = draw_plasma(rng, size, decay)
     cloud = cloud[:height, :width, None]
     brightest = x.max()
     foggy = x + weight * cloud
     return foggy * brightest / (brightest + weight)
 
 
-def brighten(x: Pixels, _: Draw, change: Number) -> Pixels:
+def brighten(x: Pixels, _: np.random.Generator, change: Number) -> Pixels:
     """Raise the value of each pixel in HSV, its largest channel, and keep hue and saturation."""
     value = x.max(2, keepdims=True)
     new = (value + change).clip(0, 1)
@@ -266,72 +273,74 @@ def brighten(x: Pixels, _: Draw, change: Number) -> Pixels:
     return np.where(black, new, x * new / divisor)
 
 
-def lower_contrast(x: Pixels, _: Draw, share: Number) -> Pixels:
+def lower_contrast(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
     """Shrink the differences from the mean of each channel."""
     mean = x.mean((0, 1))
     return share * x + (1 - share) * mean
 
 
-def _look_up(x: Pixels, places: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
-    """Return the pixels at places between whole ones, by linear interpolation."""
-    layers = []
-    for layer in np.moveaxis(x, 2, 0):
-        moved = ndimage.map_coordinates(layer, places, order=1, mode=mode)
-        layers.append(moved)
-    return np.dstack(layers)
+def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
+    """Return the pixels at positions (row, column) between whole ones, linearly."""
+    channels = []
+    for channel in np.moveaxis(x, 2, 0):
+        channels.append(ndimage.map_coordinates(channel, positions, order=1, mode=mode))
+    return np.dstack(channels)
 
 
-def bend(x: Pixels, draw: Draw, alpha: Number, sigma: Number, most: Number) -> Pixels:
+def bend(
+    x: Pixels, rng: np.random.Generator, alpha: Number, sigma: Number, most: Number
+) -> Pixels:
     """Move three points at random, and the image with them; then every pixel by smooth noise."""
     sides = x.shape[:2]
     scale = min(sides) / find_published(max(sides))
-    # Points (row, column); the affine map takes the moved ones back to the first ones.
+    # Three points (row, column), and where they move.
     third = max(1, min(sides) // 3)
     middle = np.array(sides) // 2
     points = middle + third * np.array([[1, 1], [-1, 1], [-1, -1]])
-    moves = draw.uniform(-most, most, points.shape)
+    moves = rng.uniform(-most, most, points.shape)
     moved = points + scale * moves
+    # The affine map that takes the moved points back says where each pixel comes from.
     with_ones = np.column_stack([moved, np.ones(3)])
     affine = np.linalg.solve(with_ones, points)
     linear = affine[:2]
     shift = affine[2]
     grid = np.indices(sides)
     turned = np.tensordot(linear.T, grid, 1)
-    places = turned + shift[:, None, None]
-    x = _look_up(x, places, "mirror")
-    noise = draw.uniform(-1, 1, grid.shape)
+    positions = turned + shift[:, None, None]
+    x = _interpolate(x, positions, "mirror")
+    noise = rng.uniform(-1, 1, grid.shape)
     noise = ndimage.gaussian_filter(noise, scale * sigma, truncate=3, axes=(1, 2))
-    places = grid + scale * alpha * noise
-    return _look_up(x, places, "reflect")
+    positions = grid + scale * alpha * noise
+    return _interpolate(x, positions, "reflect")
 
 
-def pixelate(x: Pixels, _: Draw, share: Number) -> Pixels:
+def pixelate(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
     """Shrink by averaging, and enlarge again."""
-    height, width, _channels = x.shape
+    height, width = x.shape[:2]
     columns = max(1, int(width * share))
     rows = max(1, int(height * share))
-    layers = []
-    for values in np.moveaxis(x, 2, 0).astype(np.float32):
-        image = Image.fromarray(values)
+    channels = []
+    for channel in np.moveaxis(x, 2, 0).astype(np.float32):
+        image = Image.fromarray(channel)
         shrunk = image.resize((columns, rows), Image.Resampling.BOX)
         enlarged = shrunk.resize((width, height), Image.Resampling.BOX)
-        layers.append(np.asarray(enlarged, float))
-    return np.dstack(layers)
+        channels.append(np.asarray(enlarged, float))
+    return np.dstack(channels)
 
 
-def compress_jpeg(x: Pixels, _: Draw, quality: int) -> Pixels:
+def compress_jpeg(x: Pixels, _: np.random.Generator, quality: int) -> Pixels:
     """Store as JPEG and read again; other than three channels one by one."""
     pixels = (255 * x).round().astype(np.uint8)
     if x.shape[2] == 3:
-        pieces = [pixels]
+        images = [pixels]
     else:
-        pieces = list(np.moveaxis(pixels, 2, 0))
-    layers = []
-    for piece in pieces:
+        images = list(np.moveaxis(pixels, 2, 0))
+    compressed = []
+    for image in images:
         file = io.BytesIO()
-        Image.fromarray(piece).save(file, "JPEG", quality=quality)
-        layers.append(np.asarray(Image.open(file)))
-    return np.dstack(layers) / 255
+        Image.fromarray(image).save(file, "JPEG", quality=quality)
+        compressed.append(np.asarray(Image.open(file)))
+    return np.dstack(compressed) / 255
 
 
 # The groups of the paper, in the order of the file.

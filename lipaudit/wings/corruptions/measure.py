@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer
 
@@ -33,19 +33,21 @@ SEVERITIES = range(1, 6)
 
 def list_corruptions(kind: str = "") -> tuple[str, ...]:
     """Return the corruptions of a kind of model (image, tokens or text); of all by default."""
-    images = (*read_corruptions(),)
+    images = tuple(read_corruptions())
     return {"": images + TYPING, "image": images, "text": TYPING}.get(kind, ())
 
 
 def _find_corruptions(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return corruptions by how their names begin: `jpeg` is jpeg_compression."""
+    """Return corruptions by how their names begin: `jpeg` is jpeg_compression; None: all."""
+    if not names:
+        return None
     known = list_corruptions()
-    for name in names or ():
+    for name in names:
         if name == "frost":
             raise UsageError("frost needs photographs of frost, which lipaudit does not have")
-        if sum(each.startswith(name) for each in known) != 1:
+        if sum(corruption.startswith(name) for corruption in known) != 1:
             raise UsageError(f"there is no corruption {name!r}", suggestion(name, known))
-    return tuple(each for each in known if each.startswith(names or ())) or None
+    return tuple(corruption for corruption in known if corruption.startswith(names))
 
 
 # Reports hold texts, which a comparison wants to be equal: with other corruptions or severities
@@ -93,19 +95,21 @@ class CorruptOptions(MeasureOptions):
         Raises:
             UsageError: it has none, or not these.
         """
-        known = list_corruptions(kind)
         if kind == "text" and "characters" not in changes:
             raise UsageError(f"typing errors are not possible for this model: {why}")
-        other = [f"--corruption {name}" for name in self.corruption or () if name not in known]
-        if other or not known:
-            text = f"{other[0] if other else 'corrupt'} is not for {kind} models"
-            raise UsageError(text, f"There are: {', '.join(known) or 'none'}.")
-        return self.model_copy(update={"corruption": self.corruption or known})
+        suitable = list_corruptions(kind)
+        if not suitable:
+            raise UsageError(f"corrupt is not for {kind} models", "There are: none.")
+        for name in self.corruption or ():
+            if name not in suitable:
+                text = f"--corruption {name} is not for {kind} models"
+                raise UsageError(text, f"There are: {', '.join(suitable)}.")
+        return self.model_copy(update={"corruption": self.corruption or suitable})
 
     @property
     def copies(self) -> list[tuple[str, int]]:
         """Return corruption and severity of every corrupted copy of a sample."""
-        return [(name, level) for name in self.corruption or () for level in self.severity]
+        return list(product(self.corruption or (), self.severity))
 
 
 rate_column = partial(Column.share, status="estimate")
@@ -170,33 +174,34 @@ CORRUPT_TABLE = Layout(
 
 def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iterator[Part]:
     """Yield whether each sample, and each of its corrupted copies, is classified correctly."""
-    import numpy as np
     import torch
 
     predict = _predict_texts
-    notes = list[Note]()
+    notes: tuple[Note, ...] = ()
     if net.kind == "image":
         predict = _predict_images
         side = max(net.input_shape[1:])
-        known = find_published(side)
-        text = f"severities are those of {PUBLISHED[known]}, for {known} px; these images have "
-        text += f"{side} px. frost, its 15th corruption, needs photographs: it is left out"
-        notes.append(Note.info("published-severities", text))
+        published = find_published(side)
+        text = (
+            f"severities are those of {PUBLISHED[published]}, for {published} px; these images "
+            f"have {side} px. frost, its 15th corruption, needs photographs: it is left out"
+        )
+        notes = (Note.info("published-severities", text),)
+    levels = len(options.severity)
     for batch in batches:
         y = check(net, batch, options)
-        right = list[Any]()
         with torch.no_grad():
-            clean = [net.output(batch).argmax(1)] * len(options.severity)
-            passes = len(clean) + len(options.copies)
-            for classes in chain(clean, predict(net, batch, options)):
-                correct = classes == y
-                right.append(correct.cpu().numpy())
-                share = len(right) / passes
+            predicted = net.output(batch).argmax(1)
+            # The clean samples count at each severity.
+            right = [predicted == y] * levels
+            for number, classes in enumerate(predict(net, batch, options), 1):
+                right.append(classes == y)
+                share = number / len(options.copies)
                 base.report_progress(len(batch) * share)
+        values = torch.stack(right, 1).cpu().numpy()
         # (samples, clean and corruptions, severities)
-        values = np.stack(right, 1)
-        values = values.reshape(len(batch), -1, len(clean))
-        yield Part(batch.ids, {"right": values}, notes=tuple(notes))
+        values = values.reshape(len(batch), -1, levels)
+        yield Part(batch.ids, {"right": values}, notes=notes)
 
 
 def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
@@ -226,19 +231,18 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     from lipaudit.measures import texts
     from lipaudit.wings.corruptions.typing_errors import mistype
 
-    read = texts.read_texts(texts.make_reader(net), batch, characters=True)
+    original = texts.read_texts(texts.make_reader(net), batch, characters=True)
     # Texts of one length at a time: then no figure depends on padding.
-    reader = replace(read.reader, reads_padding=True)
+    reader = replace(original.reader, reads_padding=True)
     seeds = [base.seed_of(i, options.seed) for i in batch.ids]
     oracle = TextOracle(reader, len(batch))
     for name, level in options.copies:
         copies = []
-        for draft, seed in zip(read.drafts, seeds, strict=True):
-            draw = Random(f"{seed} {name} {level}")
-            changed = mistype(draft, draw, reader.lexicon, name, level)
+        for draft, seed in zip(original.drafts, seeds, strict=True):
+            rng = Random(f"{seed} {name} {level}")
+            changed = mistype(draft, rng, reader.lexicon, name, level)
             copies.append(reader.read(changed, cut=True))
-        logits = oracle(copies)
-        yield logits.argmax(1)
+        yield oracle(copies).argmax(1)
 
 
 def check(net: Net, batch: Batch, options: CorruptOptions) -> Tensor:
@@ -251,10 +255,10 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     """Make the section `corrupt`: rows of the clean samples, the mean, and each corruption."""
     import numpy as np
 
-    once = base.mark_unique(parts)
+    unique = base.mark_unique(parts)
     right = base.join_parts(parts, "right") * 1.0
-    # (samples, rows, severities)
-    corrupted = right[:, 1:]
+    corrupted = right[:, 1:]  # without the clean samples
+    # (samples, rows, severities): the row of the mean stands behind that of the clean samples.
     levels = np.insert(right, 1, corrupted.mean(1), 1)
     figures = {}
     for i, severity in enumerate(options.severity):
@@ -262,15 +266,15 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     figures["accuracy"] = levels.mean(2)
     figures["worst"] = levels.min(2)
     figures["worst"][:, 1] = corrupted.min((1, 2))
-    cells = {name: values[once].mean(0) for name, values in figures.items()}
-    limits = base.share_columns("accuracy", figures["accuracy"][once])
+    cells = {name: values[unique].mean(0) for name, values in figures.items()}
+    limits = base.share_columns("accuracy", figures["accuracy"][unique])
     clean_accuracy = cells["accuracy"][0] or np.nan
     rows = base.make_rows(
         CORRUPT_TABLE,
         corruption=["clean", "mean", *(options.corruption or ())],
         **cells | limits,
         drop=1 - cells["accuracy"] / clean_accuracy,
-        samples=int(once.sum()),
+        samples=int(unique.sum()),
     )
     notes = [*base.repeat_notes(parts), *base.notes(parts)]
     clean = {"correct": right[:, 0, 0]}

@@ -37,8 +37,8 @@ _TRIES = 10
 _PATIENCE = 5
 
 
-class Summit(NamedTuple):
-    """The points of the rows, with height and gradient."""
+class Position(NamedTuple):
+    """A point of each row, with the height of the function there and its gradient."""
 
     x: Float[Tensor, "rows size"]
     height: Float[Tensor, " rows"]
@@ -47,7 +47,7 @@ class Summit(NamedTuple):
 
 def climb(
     heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
-) -> Summit:
+) -> Position:
     """Return the end point of each row's climb; rows are independent.
 
     Args:
@@ -60,35 +60,39 @@ def climb(
     >>> peak.x
     tensor([[3., 3.]])
     """
-    place = measure_heights(heights, x)
-    idle = torch.zeros_like(place.height)
-    memory: list[Turn] = []
+    position = measure_heights(heights, x)
+    # How many steps in a row each row did not gain enough.
+    idle = torch.zeros_like(position.height)
+    memory: list[CurvaturePair] = []
     for _ in range(steps):
-        last = place
-        move = _turn_uphill(last.slope, memory)
-        place = _step(heights, last, move, idle < _PATIENCE)
-        turn = _remember(place.x - last.x, last.slope - place.slope)
-        memory = [*memory[1 - _MEMORY :], turn]
-        gained = place.height - last.height > gain * place.height.abs()
-        idle = torch.where(gained, 0.0, idle + 1)
+        last = position
+        direction = _choose_direction(last.slope, memory)
+        position = _search_line(heights, last, direction, idle < _PATIENCE)
+        pair = _make_pair(position.x - last.x, last.slope - position.slope)
+        memory = [*memory[1 - _MEMORY :], pair]
+        gains = position.height - last.height > gain * position.height.abs()
+        idle = torch.where(gains, 0.0, idle + 1)
         if bool((idle >= _PATIENCE).all()):
             break
-    return place
+    return position
 
 
-def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Summit:
+def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Position:
     """Return the heights at x with their gradients."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         height = heights(x)
         (slope,) = torch.autograd.grad(height.sum(), x)
-    return Summit(x.detach(), height.detach(), slope)
+    return Position(x.detach(), height.detach(), slope)
 
 
-class Turn(NamedTuple):
-    """A step of the rows, how much their slope fell along it, and 1 / <step, fall>.
+class CurvaturePair(NamedTuple):
+    """A step of L-BFGS in each row, and what it shows of the curvature.
 
-    The weight is 0 in rows in which the slope did not fall; they are ignored.
+    Attributes:
+        step: the step, (rows, size).
+        fall: how much the gradient fell along it.
+        weight: 1 / <step, fall>, (rows, 1); 0, so that the pair is ignored, if it did not fall.
     """
 
     step: Tensor
@@ -96,64 +100,74 @@ class Turn(NamedTuple):
     weight: Tensor
 
 
-def _remember(step: Tensor, fall: Tensor) -> Turn:
-    bend = _dot(step, fall)
+def _make_pair(step: Tensor, fall: Tensor) -> CurvaturePair:
+    """Return a step and the fall of the gradient with their weight."""
+    curvature = _dot(step, fall)
     lengths = step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
-    weight = torch.where(bend > 1e-12 * lengths, 1 / bend, 0.0)
-    return Turn(step, fall, weight)
+    weight = torch.where(curvature > 1e-12 * lengths, 1 / curvature, 0.0)
+    return CurvaturePair(step, fall, weight)
 
 
-def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
-    """Move active rows, in shorter steps until they rise; rows that cannot rise stay."""
-    promised = _dot(move, place.slope)[:, 0]
-    rounding = torch.finfo(move.dtype).eps ** 0.5
-    arrived = promised <= rounding * place.height.abs()
-    rows = (active & ~arrived).nonzero()[:, 0]
+def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor) -> Position:
+    """Move active rows, in shorter steps until they rise; rows that cannot rise stay.
+
+    A row has to rise by a share of what its gradient promises (Armijo).
+    """
+    promised = _dot(step, start.slope)[:, 0]
+    rounding = torch.finfo(step.dtype).eps ** 0.5
+    is_top = promised <= rounding * start.height.abs()
+    rows = (active & ~is_top).nonzero()[:, 0]  # rows that still have to move
+    position = start
     size = 1.0
     for _ in range(_TRIES):
         if not len(rows):
             break
-        x = place.x[rows] + size * move[rows]
-        tried = measure_heights(heights, x)
-        least = place.height[rows] + _RISE * size * promised[rows]
-        rises = tried.height >= least
-        risen = rows[rises]
-        place = Summit(
-            x=place.x.index_copy(0, risen, tried.x[rises]),
-            height=place.height.index_copy(0, risen, tried.height[rises]),
-            slope=place.slope.index_copy(0, risen, tried.slope[rises]),
+        tried = measure_heights(heights, start.x[rows] + size * step[rows])
+        required = start.height[rows] + _RISE * size * promised[rows]
+        rises = tried.height >= required
+        moved = rows[rises]
+        position = Position(
+            x=position.x.index_copy(0, moved, tried.x[rises]),
+            height=position.height.index_copy(0, moved, tried.height[rises]),
+            slope=position.slope.index_copy(0, moved, tried.slope[rises]),
         )
         rows = rows[~rises]
         size *= _SHRINK
-    return place
+    return position
 
 
-def _turn_uphill(slope: Tensor, memory: list[Turn]) -> Tensor:
-    """Return the direction of L-BFGS after these steps; no row moves by more than 1."""
-    move = slope
+def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
+    """Return the direction of L-BFGS; no row is longer than 1.
+
+    This is the two-loop recursion (Nocedal & Wright, algorithm 7.4) for an ascent.
+    """
+    direction = slope
     shares = []
-    for turn in reversed(memory):
-        share = turn.weight * _dot(turn.step, move)
-        move = move - share * turn.fall
+    for pair in reversed(memory):
+        share = pair.weight * _dot(pair.step, direction)
+        direction = direction - share * pair.fall
         shares.append(share)
     # The length scale is that of the last step; of a first one by convention.
     tiny = torch.finfo(slope.dtype).tiny
     steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
-    size = _FIRST / steepness
+    scale = _FIRST / steepness
     if memory:
         last = memory[-1]
-        bend = (last.weight * _dot(last.fall, last.fall)).clamp_min(tiny)
-        size = torch.where(last.weight > 0, 1 / bend, size)
-    move = size * move
-    for turn, share in zip(memory, reversed(shares), strict=True):
-        back = turn.weight * _dot(turn.fall, move)
-        move = move + (share - back) * turn.step
+        # <fall, fall> / <step, fall>
+        curvature = (last.weight * _dot(last.fall, last.fall)).clamp_min(tiny)
+        scale = torch.where(last.weight > 0, 1 / curvature, scale)
+    direction = scale * direction
+    for pair, share in zip(memory, reversed(shares), strict=True):
+        back = pair.weight * _dot(pair.fall, direction)
+        direction = direction + (share - back) * pair.step
+    # Along the gradient where the memory points downhill.
     plain = _FIRST * (slope / steepness)
-    move = torch.where(_dot(move, slope) > 0, move, plain)
-    return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
+    direction = torch.where(_dot(direction, slope) > 0, direction, plain)
+    return direction / direction.norm(dim=1, keepdim=True).clamp_min(1.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of each row, (rows, 1)."""
     return (a * b).sum(1, keepdim=True)
 
 
@@ -204,25 +218,26 @@ def steepest_tokens(
     head, basis = _narrow_head(heads)
     generator = torch.Generator().manual_seed(seed)
     parameters = 3 * len(basis) + 1
-    last = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
+    # (searches, starts, parameters): the ends of the length before; none at first.
+    ends = torch.empty(SEARCHES, 0, parameters, dtype=basis.dtype)
     for n in lengths:
-        slope = _Slope(head, radius, n, causal)
-        fresh = slope.starts(SEARCHES * STARTS, generator)
-        fresh = fresh.view(SEARCHES, STARTS, -1)
-        ends = slope.climb_all(torch.cat([fresh, last], 1), generator)
-        yield slope.steepest(ends, basis, seed)
-        last = ends[:, None]
+        objective = _Objective(head, radius, n, causal)
+        random_starts = objective.starts(SEARCHES * STARTS, generator)
+        random_starts = random_starts.view(SEARCHES, STARTS, -1)
+        highest = objective.climb_all(torch.cat([random_starts, ends], 1), generator)
+        yield objective.steepest(highest, basis, seed)
+        ends = highest[:, None]
 
 
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
     """Return the head on the CPU in the coordinates that its projections read, and their axes."""
-    read = affine_projections(heads)
-    weights = [projection.weight[0].cpu() for projection in read]
-    left_singular, size, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
-    rank = int((size > 1e-12 * size[0]).sum())
+    projections = affine_projections(heads)
+    weights = [projection.weight[0].cpu() for projection in projections]
+    left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
+    rank = int((values > 1e-12 * values[0]).sum())
     basis = left_singular[:, : max(rank, 1)].mT
     narrow = []
-    for projection in read:
+    for projection in projections:
         weight = basis @ projection.weight[0].cpu()
         bias = projection.bias
         if bias is not None:
@@ -240,7 +255,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Slope:
+class _Objective:
     """||J^T u|| / ||u|| as a function of rows of parameters: three points, copies, and u.
 
     A point z stands for R sin|z| z / |z|, any point of the ball; t for (n / 3)^(sin^2 t) copies of
@@ -266,8 +281,8 @@ class _Slope:
         wq = to_q.weight[0]
         wk = to_k.weight[0]
         wv = to_v.weight[0]
-        directions = _normal(generator, 2, count, len(wq))
-        follower, apart = normalize(directions, dim=-1)
+        directions = _draw_normal(generator, 2, count, len(wq))
+        follower, apart = normalize(directions, dim=-1)  # each (count, D)
         bias = torch.zeros_like(wq[0])
         if to_q.bias is not None:
             bias = to_q.bias[0]
@@ -293,90 +308,88 @@ class _Slope:
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Return the highest end of each search, with whole copies."""
         rows = starts.flatten(0, 1)
-        # u, brought closer to the leading left singular vector by power steps.
         tokens = self.n
         if not self.causal:
             tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
-        u = _normal(generator, len(rows), size)
+        # Power steps bring u closer to the leading left singular vector.
+        u = _draw_normal(generator, len(rows), size)
         u = normalize(u, dim=1)
         for _ in range(_POWER_STEPS):
-            place = measure_heights(self._measure, torch.cat([rows, u], 1))
+            position = measure_heights(self._measure, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
-            image = place.slope[:, -size:] + place.height[:, None] * u
+            image = position.slope[:, -size:] + position.height[:, None] * u
             u = normalize(image, dim=1)
-        place = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
-        ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
+        end = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        highest = _select_highest(end.x.view(*starts.shape[:2], -1), end.height)
         # From both whole numbers of copies beside the end, in a few more steps.
-        rounded = self._round_copies(ends)
+        rounded = self._round_copies(highest)
         whole = replace(self, whole=True)
-        place = climb(whole._measure, rounded.flatten(0, 1), steps=_POLISH)
-        ends = _highest(place.x.view_as(rounded), place.height)
-        return ends[:, : starts.shape[2]]
+        end = climb(whole._measure, rounded.flatten(0, 1), steps=_POLISH)
+        highest = _select_highest(end.x.view_as(rounded), end.height)
+        return highest[:, : starts.shape[2]]  # without u
 
     def _round_copies(self, rows: Tensor) -> Tensor:
         """Return each row with the whole numbers of copies below and above its own."""
-        if self._most == 1:
+        if self._most_copies == 1:
             single = rows.clone()
-            single[:, self._turn] = 0.0
+            single[:, self._angle_column] = 0.0
             return single[:, None]
-        leaders = self._copies(rows)[:, 0]
+        leaders = self._count_copies(rows)[:, 0]
         rounded = []
         for copies in (leaders.floor(), leaders.ceil()):
             # copies = (n / 3)^(sin^2 t), solved for t.
-            power = copies.clamp(1, self._most).log() / self._log_most
-            row = rows.clone()
-            row[:, self._turn] = power.sqrt().asin()
-            rounded.append(row)
-        return torch.stack(rounded, 1)
+            power = copies.clamp(1, self._most_copies).log() / self._log_most_copies
+            changed = rows.clone()
+            changed[:, self._angle_column] = power.sqrt().asin()
+            rounded.append(changed)
+        return torch.stack(rounded, 1)  # (searches, 2, parameters)
 
     def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
         """Return the tokens that the rows describe, and the norms there."""
-        points = self._points(rows)
-        copies = replace(self, whole=True)._copies(rows)
+        points = self._read_points(rows)
+        copies = replace(self, whole=True)._count_copies(rows)
         if self.causal:
-            x = points[:, self._places]
-            at = move_heads(self.head, x, causal=True)
-            norms = head_norms(at, seeds=[seed] * len(x))
-            norm = norms.norm[:, 0]
+            x = points[:, self._point_of_token]
+            heads = move_heads(self.head, x, causal=True)
+            norm = head_norms(heads, seeds=[seed] * len(x)).norm[:, 0]
         else:
-            at = move_heads(self.head, points, causal=False)
+            heads = move_heads(self.head, points, causal=False)
             of_searches = []
             for i, counts in enumerate(copies):
-                duplicated = duplicated_norm(at.row(i), counts)
-                of_searches.append(duplicated[0])
+                of_searches.append(duplicated_norm(heads.row(i), counts)[0])
             norm = torch.cat(of_searches)
         return Steepest(points @ basis, copies.long(), norm)
 
     @property
-    def _turn(self) -> int:
-        """Return the place of t in a row, behind three points."""
+    def _angle_column(self) -> int:
+        """Return the column of t, behind three points."""
         return 3 * self.head.x.shape[2]
 
     @property
-    def _most(self) -> int:
+    def _most_copies(self) -> int:
         """Return the largest number of copies of a leader."""
         if self.causal:
             return 1
         return max(self.n // 3, 1)
 
     @property
-    def _places(self) -> Tensor:
+    def _point_of_token(self) -> Tensor:
         """Return the point of each token."""
         return torch.arange(self.n).clamp_max(2)
 
-    def _points(self, rows: Tensor) -> Tensor:
+    def _read_points(self, rows: Tensor) -> Tensor:
         """Return R sin|z| z / |z|."""
-        z = rows[:, : self._turn]
+        z = rows[:, : self._angle_column]
         z = z.view(len(rows), 3, -1)[:, : self.n]
         length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         length = length.clamp_min(1e-12)
         return self.radius * torch.sin(length) * z / length
 
-    def _copies(self, rows: Tensor) -> Tensor:
+    def _count_copies(self, rows: Tensor) -> Tensor:
         """Return how often each point is repeated: (n / 3)^(sin^2 t) for the leaders."""
-        turns = rows[:, self._turn]
-        leaders = torch.exp(self._log_most * torch.sin(turns) ** 2)
+        angle = rows[:, self._angle_column]
+        leaders = torch.exp(self._log_most_copies * torch.sin(angle) ** 2)
         if self.whole:
             leaders = leaders.detach().round()
         followers = self.n - 2 * leaders
@@ -384,36 +397,39 @@ class _Slope:
         return copies[:, : self.n]
 
     @property
-    def _log_most(self) -> float:
-        if self._most > 1:
+    def _log_most_copies(self) -> float:
+        """Return log(n / 3), the logarithm of the largest number of copies before rounding."""
+        if self._most_copies > 1:
             return math.log(self.n / 3)
         return 0.0
 
     def _measure(self, rows: Tensor) -> Tensor:
         """Return ||J^T u|| / ||u|| of each row."""
-        x = self._points(rows)
+        x = self._read_points(rows)
         if self.causal:
-            x = x[:, self._places]
-            at = move_heads(self.head, x, causal=True)
+            x = x[:, self._point_of_token]
+            heads = move_heads(self.head, x, causal=True)
             root = torch.ones_like(x[..., :1])
         else:
-            copies = self._copies(rows)
-            at = move_heads(self.head, x, causal=False)
-            at = replace(at, bias=copies.log()[:, None, None])
+            # Copies enter the softmax as the bias log w: see `weighted_norm`.
+            copies = self._count_copies(rows)
+            heads = move_heads(self.head, x, causal=False)
+            heads = replace(heads, bias=copies.log()[:, None, None])
             root = copies.sqrt()[..., None]
-        u = rows[:, self._turn + 1 :]
+        u = rows[:, self._angle_column + 1 :]
         u = u.view(*x.shape[:2], -1)
-        outputs = at.attention() @ at.v
-        outputs = outputs[:, 0]
+        outputs = (heads.attention() @ heads.v)[:, 0]  # (rows, tokens, d_v)
         (pulled,) = pull_back(outputs, x, root * u, create_graph=True)
         length = (pulled / root).flatten(1).norm(dim=1)
         return length / u.flatten(1).norm(dim=1)
 
 
-def _highest(rows: Tensor, height: Tensor) -> Tensor:
-    which = height.view(rows.shape[:2]).argmax(1)
-    return rows[torch.arange(len(rows)), which]
+def _select_highest(rows: Tensor, height: Tensor) -> Tensor:
+    """Return the highest row of each search, from rows (searches, starts, parameters)."""
+    index = height.view(rows.shape[:2]).argmax(1)
+    return rows[torch.arange(len(rows)), index]
 
 
-def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+def _draw_normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw from the standard normal distribution, in float64."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64)

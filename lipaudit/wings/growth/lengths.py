@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
+from lipaudit.tables.columns import group_values
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, are_affine_everywhere
 from lipaudit.wings.growth import worst_tokens
@@ -40,7 +43,7 @@ Cells = dict[str, Any]
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
-    """Return the samples that reach n tokens, cut to n tokens, and their indices.
+    """Return the samples that have n tokens, cut to n tokens, and their indices.
 
     Text keeps its closing special tokens; images are resized to as many patches as fit into n.
 
@@ -55,14 +58,15 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
         lengths = torch.full((len(batch),), batch.x.shape[1])
     else:
         lengths = batch.mask.sum(1).cpu()
-    which = (lengths >= n).nonzero()[:, 0]
+    index = (lengths >= n).nonzero()[:, 0]
+    # (samples, n): the positions of the first tokens, then of the closing ones.
     closing = _count_closing(net)
-    starts = torch.arange(n - closing).expand(len(which), -1)
-    ends = lengths[which, None] - closing + torch.arange(closing)
-    part = batch.rows(which)
-    places = torch.cat([starts, ends], 1).to(part.x.device)
-    texts = torch.arange(len(which))[:, None]
-    return Batch(part.x[texts, places], None, part.ids), which
+    starts = torch.arange(n - closing).expand(len(index), -1)
+    ends = lengths[index, None] - closing + torch.arange(closing)
+    samples = batch.rows(index)
+    positions = torch.cat([starts, ends], 1).to(samples.x.device)
+    rows = torch.arange(len(index))[:, None]
+    return Batch(samples.x[rows, positions], None, samples.ids), index
 
 
 def _find_patch(net: Net) -> int:
@@ -71,20 +75,22 @@ def _find_patch(net: Net) -> int:
         for module in net.entry.modules():
             if isinstance(module, nn.Conv2d):
                 return int(module.stride[0])
-    text = f"the patch size of {net.architecture} was not found"
-    advice = "Write a py: factory that names its patch embedding"
-    raise InputError(text, f"{advice}: ModelSpec(..., entry=MODULE).")
+    raise InputError(
+        f"the patch size of {net.architecture} was not found",
+        "Write a py: factory that names its patch embedding: ModelSpec(..., entry=MODULE).",
+    )
 
 
 def _count_closing(net: Net) -> int:
     """Return the number of special tokens that the tokenizer puts behind every text."""
     if net.tokenize is None:
         return 0
-    # They end two different texts alike.
-    one = net.tokenize("one", 64)[::-1]
-    other = net.tokenize("other words", 64)[::-1]
-    for count, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
+    # They are the last tokens that two different texts have in common.
+    first = net.tokenize("one", 64)
+    second = net.tokenize("other words", 64)
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    for count, (token, other) in enumerate(pairs):
+        if token != other:
             return count
     return 0
 
@@ -117,7 +123,7 @@ class WorstHead:
         name: layer, head and module, as in a row.
         head: the head in float64, at the tokens of the first sample.
         worst: its worst-case tokens.
-        own: R of the layer at the first sample.
+        layer_radius: R of the layer at the first sample.
         masks: the masks to measure: True hides later keys.
         options: the options of the measure.
     """
@@ -125,46 +131,43 @@ class WorstHead:
     name: Cells
     head: Heads
     worst: worst_tokens.Adversary
-    own: float
+    layer_radius: float
     masks: tuple[bool, ...]
     options: ScalingOptions
 
     def rows(self) -> Iterator[Cells]:
         """Yield the rows of every mode but `real`, which is measured on data."""
-        # Radii with the lengths at which each is measured.
-        lengths = self.options.lengths
-        radii = self._choose_radii()
-        points = {
-            "adversarial": [(radius, lengths) for radius in radii],
-            "radius": [(radius, lengths[-1:]) for radius in self._spread_radii()],
-            "ascent": [(radius, lengths) for radius in radii],
-        }
-        for mode, pairs in points.items():
+        for mode in ("adversarial", "radius", "ascent"):
             if mode not in self.options.modes:
                 continue
             measure = self._search if mode == "ascent" else self._measure_worst
-            for masked in self.masks:
-                for radius, chosen in pairs:
-                    where: Cells = {"mode": mode, "masked": masked, "radius": radius}
-                    where["n_max"] = self.worst.n_max(radius)
-                    for n, norms in measure(radius, chosen, masked=masked):
-                        yield self.name | where | {"n": n} | norms
+            if mode == "radius":  # many radii, at the largest length
+                radii = self._spread_radii()
+                lengths = self.options.lengths[-1:]
+            else:
+                radii = self._choose_radii()
+                lengths = self.options.lengths
+            for masked, radius in product(self.masks, radii):
+                cells: Cells = {"mode": mode, "masked": masked, "radius": radius}
+                cells["n_max"] = self.worst.n_max(radius)
+                for n, norms in measure(radius, lengths, masked=masked):
+                    yield self.name | cells | {"n": n} | norms
 
     def _choose_radii(self) -> list[float]:
         """Return R, and the given radius or one at which norms rise and fall over the lengths."""
         if self.options.radius is not None:
-            return [self.own, self.options.radius]
+            return [self.layer_radius, self.options.radius]
+        # Norms peak at n_max: here in the middle of the lengths.
         lengths = self.options.lengths
-        # n_max amid the lengths
-        small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
-        if small < self.own:
-            return [self.own, small]
-        return [self.own]
+        smaller = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
+        if smaller < self.layer_radius:
+            return [self.layer_radius, smaller]
+        return [self.layer_radius]
 
     def _spread_radii(self) -> list[float]:
         """Return radii from n_max = 3 to n^2, evenly in R^2: norms grow until n_max = n."""
         first = self.worst.radius(3.0)
-        last = min(self.own, self.worst.radius(self.options.lengths[-1] ** 2.0))
+        last = min(self.layer_radius, self.worst.radius(self.options.lengths[-1] ** 2.0))
         count = RADII if first < last else 1
         squares = torch.linspace(first**2, last**2, count)
         radii: list[float] = squares.double().sqrt().tolist()
@@ -197,15 +200,15 @@ class WorstHead:
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
         if masked:
             lengths = [n for n in lengths if n <= SEARCHED]
-        ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
-        for n, end in zip(lengths, ends, strict=True):
+        found = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
+        for n, steepest in zip(lengths, found, strict=True):
+            worst = float(steepest.norm.min())  # of the searches
+            best = float(steepest.norm.max())
             # The upper end is as far above the best search as the worst is below it.
-            worst = float(end.norm.min())
-            best = float(end.norm.max())
-            apart = 1 + REPEATS
+            spread = 1 + REPEATS
             if worst:
-                apart *= best / worst
-            yield n, {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
+                spread *= best / worst
+            yield n, {"norm": best, "norm_low": best / spread, "norm_high": best * spread}
 
 
 def worst_case(
@@ -221,48 +224,62 @@ def worst_case(
     Raises:
         UsageError: a layer or head does not exist.
     """
-    every = find_layers(net, sample)
-    sites = choose_layers(every, options.layers)
+    sites = find_layers(net, sample)
+    chosen = choose_layers(sites, options.layers)
     unknown = set(options.heads or ()) - {"all"}
-    for site in sites:
+    for site in chosen:
         unknown -= {f"{site.index}.{head}" for head in range(site.heads)}
     if unknown:
         advice = "Give heads as LAYER.HEAD, counted from 0, or all."
         raise UsageError(f"there is no head {min(unknown)}", advice)
     if set(options.modes) == {"real"}:
         return [], ()
-    rows: list[Cells] = []
-    without: dict[str, list[str]] = {}  # heads and layers by the reason why they have no rows
-
-    def measure_layer(layer: Layer) -> None:
-        index = layer.site.index
-        heads = _fit_heads(layer)
-        if isinstance(heads, str):
-            without.setdefault(heads, []).append(f"layer {index}")
-            return
-        own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
-        masks = {"none": (False,), "causal": (True,), "both": (False, True)}
-        mask = masks.get(options.mask, (heads.is_causal(),))
-        for number in _choose_heads(layer, heads, options):
-            head = heads.pick(slice(number, number + 1))
-            worst = worst_tokens.adversary(head)
-            if worst is None:
-                without.setdefault("no real eigenvalue", []).append(f"head {index}.{number}")
-                continue
-            name = {"layer": index, "head": number, "module": layer.site.module}
-            worst_head = WorstHead(name, head, worst, own, mask, options)
-            rows.extend(worst_head.rows())
-
-    capture(net, every, sample, measure_layer, layers={site.index for site in sites})
+    measure = partial(_measure_layer, options=options)
+    cases = capture(net, sites, sample, measure, layers={site.index for site in chosen})
+    rows = [row for case in cases for row in case.rows]
+    reasons = [pair for case in cases for pair in case.reasons]
     notes = []
-    for reason, names in without.items():
+    for reason, names in group_values(reasons).items():
         text = f"{', '.join(names)}: no worst case was computed, {reason}"
         notes.append(Note.info("no-worst-case", text))
     return rows, tuple(notes)
 
 
+class LayerCase(NamedTuple):
+    """The worst case of the chosen heads of a layer.
+
+    Attributes:
+        rows: the rows of its heads.
+        reasons: why some have no rows: pairs of the reason and the head or the layer.
+    """
+
+    rows: list[Cells]
+    reasons: list[tuple[str, str]]
+
+
+def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
+    """Return the worst case of the chosen heads of a layer."""
+    index = layer.site.index
+    heads = _fit_heads(layer)
+    if isinstance(heads, str):
+        return LayerCase([], [(heads, f"layer {index}")])
+    case = LayerCase([], [])
+    radius = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
+    masks = {"none": (False,), "causal": (True,), "both": (False, True)}
+    mask = masks.get(options.mask, (heads.is_causal(),))
+    for number in _choose_heads(layer, heads, options):
+        head = heads.pick(slice(number, number + 1))
+        worst = worst_tokens.adversary(head)
+        if worst is None:
+            case.reasons.append(("no real eigenvalue", f"head {index}.{number}"))
+            continue
+        name = {"layer": index, "head": number, "module": layer.site.module}
+        case.rows.extend(WorstHead(name, head, worst, radius, mask, options).rows())
+    return case
+
+
 def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[int]:
-    """Return the asked heads of a layer; by default the one with the largest norm."""
+    """Return the numbers of the requested heads; by default the one with the largest norm."""
     if options.heads is None:
         norms = head_norms(heads, seeds=[options.seed], tol=1e-2).norm
         return [int(norms[0].argmax())]

@@ -93,15 +93,17 @@ class ScalingOptions(MeasureOptions):
         return None
 
 
-def _list_followed() -> list[str]:
+def _list_bounds() -> list[str]:
     """Return the bounds that are measured over the length."""
     return [name for name, bound in load_bounds().items() if bound.scaling]
 
 
-def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
-    """Return columns of the bounds that are measured over the length."""
-    followed = (load_bounds()[name] for name in _list_followed())
-    return {name: column for bound in followed for name, column in columns_of(bound).items()}
+def _join_columns(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
+    """Return the columns of all bounds that are measured over the length."""
+    columns: dict[str, Column] = {}
+    for name in _list_bounds():
+        columns |= columns_of(load_bounds()[name])
+    return columns
 
 
 # The part of the model that a norm belongs to.
@@ -151,7 +153,7 @@ SCALING_TABLE = Layout(
         ),
     },
     behind="mean_field",
-    declared=lambda: _follow_bounds(Bound.over_lengths),
+    declared=lambda: _join_columns(Bound.over_lengths),
 )
 
 
@@ -176,7 +178,7 @@ FITS_TABLE = Layout(
         ),
     },
     behind="r2",
-    declared=lambda: _follow_bounds(Bound.exponent),
+    declared=lambda: _join_columns(Bound.exponent),
 )
 
 
@@ -193,26 +195,33 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
     from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
 
-    remarks: tuple[Note, ...] = ()
-    worst: list[Cells] | None = None
+    notes: tuple[Note, ...] = ()
+    worst_rows: list[Cells] | None = None
     for batch in batches:
-        if worst is None:
+        if worst_rows is None:
             if "real" in options.modes and net.kind != "text":
                 require_lengths(net, batch, options.lengths)
-            worst = []
+            worst_rows = []
             if batch.start == 0:  # the worst case belongs to the first sample of the run
                 first = batch[:1]
                 if first.mask is not None:  # without padding
                     first, _ = cut(net, first, int(first.mask.sum()))
-                worst, remarks = worst_case(net, first, options)
-        values, facts, more = _measure_lengths(net, batch, options)
-        yield Part(batch.ids, values, {"rows": [*worst]} | facts, remarks + more)
+                worst_rows, notes = worst_case(net, first, options)
+        arrays: dict[str, Values] = {}
+        facts: dict[str, Any] = {"rows": list(worst_rows)}
+        notes_of_lengths: tuple[Note, ...] = ()
+        if "real" in options.modes:
+            arrays, facts_of_lengths, notes_of_lengths = _measure_lengths(net, batch, options)
+            facts |= facts_of_lengths
+        yield Part(batch.ids, arrays, facts, notes + notes_of_lengths)
 
 
 def _measure_lengths(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
-    """Return arrays (samples, lengths, heads or layers); NaN if a sample is too short.
+    """Return arrays (samples, lengths, heads or layers), facts and notes on data.
+
+    Arrays have NaN where a sample is too short.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -221,50 +230,56 @@ def _measure_lengths(
 
     from lipaudit.wings.growth.lengths import cut
 
-    if "real" not in options.modes:
-        return {}, {}, ()
+    cuts: list[Batch] = []
+    places = []  # of each cut: the indices of its samples, and of its length
     # The longest first: the model may be surveyed there.
-    cuts = []
-    for i, n in reversed([*enumerate(options.lengths)]):
-        shortened, which = cut(net, batch, n)
+    for i in reversed(range(len(options.lengths))):
+        shortened, samples = cut(net, batch, options.lengths[i])
         if len(shortened):
-            cuts.append((i, shortened, which))
+            cuts.append(shortened)
+            places.append((samples.numpy(), i))
     if not cuts:
         raise InputError(
             f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
             "Start --lengths lower, or give longer texts.",
         )
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    of_heads = BoundsOptions(layers=options.layers, **how)
-    parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
-    names = (*OF_HEADS, *_list_followed(), *OF_LAYERS)
-    at_lengths = []
-    for part in parts:
-        at_lengths.append({name: part.values[name] for name in names})
-    facts = dict(parts[0].facts)
-    missed = sum(int(part.values["missed"].sum()) for part in parts)
-    within = [part.values[name] for part in parts for name in ("within", "layer_within")]
-    of_model = JacobianOptions(rivals=1, **how)  # the radius is not needed here
-    whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
-    for values, part in zip(at_lengths, whole, strict=True):
-        values["model"] = part.values["norm"][:, None]
-        missed += int((~part.values["converged"]).sum())
-        within.append(part.values["within"])
-        facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
-    shape = len(batch), len(options.lengths)
-    arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in at_lengths[0].items()}
-    for (i, _, which), values in zip(cuts, at_lengths, strict=True):
-        for name, array in arrays.items():
-            array[which.numpy(), i] = values[name]
-    # Layers without a norm have NaN.
-    most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
-    facts |= {"within": float(most), "kind": net.kind}
-    return arrays, facts, base.notes(parts) + base.note_missed(missed)
+    of_heads = list(bounds.measure(net, cuts, BoundsOptions(layers=options.layers, **how)))
+    # One rival: the first-order radius is not needed here.
+    of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **how)))
+    arrays: dict[str, Values] = {}
+    missed = 0
+    within = []
+    for place, heads, model in zip(places, of_heads, of_model, strict=True):
+        columns = {name: heads.values[name] for name in (*OF_HEADS, *_list_bounds(), *OF_LAYERS)}
+        columns["model"] = model.values["norm"][:, None]
+        for name, column in columns.items():
+            shape = (len(batch), len(options.lengths), column.shape[1])
+            arrays.setdefault(name, np.full(shape, np.nan))[place] = column
+        missed += int(heads.values["missed"].sum()) + int((~model.values["converged"]).sum())
+        for values in (
+            heads.values["within"],
+            heads.values["layer_within"],
+            model.values["within"],
+        ):
+            within.append(np.nanmax(values, initial=0.0))  # layers without a norm have NaN
+    facts = dict(of_heads[0].facts)
+    facts["model"] = f"{of_model[0].facts['from']} to {of_model[0].facts['to']}"
+    facts |= {"within": float(max(within)), "kind": net.kind}
+    return arrays, facts, base.notes(of_heads) + base.note_missed(missed)
 
 
 @dataclass(frozen=True)
 class NormCurve:
-    """A norm over samples and lengths with its columns: arrays (samples, lengths)."""
+    """The norm of a head, a layer or the model over the lengths.
+
+    Attributes:
+        name: layer, head and module, as in a row.
+        n: numbers of tokens, (samples, lengths); NaN: the sample is too short.
+        norm: norms, in the same shape.
+        radius: R, in the same shape.
+        bounds: bounds by name, in the same shape.
+    """
 
     name: dict[str, Any]
     n: Values
@@ -275,55 +290,74 @@ class NormCurve:
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling` and `scaling.fit`."""
-    import numpy as np
-
     values = base.join_arrays(parts)
     facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
     rows: list[Row] = []
     fits: list[Row] = []
-    apart: list[list[Row]] = []
-    if values:
+    if values:  # on data
         values, facts["shorter"] = _keep_longest(values)
-    curves = _make_curves(values, facts, options) if values else ()
-    for curve in curves:
-        law, fit = _fit_law(curve.name, curve.n, curve.norm)
-        rows += _make_rows(curve, law)
-        exponents = {}
-        for name, bound in curve.bounds.items():
-            _, of_bound = _fit_law({}, curve.n, bound)
-            exponents[f"{name}_exponent"] = of_bound.exponent
-        fits.append(fit.replace(**exponents))
-    # A fit for each head, mode, mask and radius; in mode radius it is the radius that varies.
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    keys = ("mode", "layer", "head", "masked")
-    for row in (SCALING_TABLE.row(**each) for each in facts["rows"]):
-        radius = None if row.mode == "radius" else row.radius
-        groups.setdefault((*(row[key] for key in keys), radius), []).append(row)
-    for key, group in groups.items():
-        in_law = [row for row in group if _is_in_law(row)]
-        lengths = np.array([row.n for row in in_law], dtype=np.float64)
-        norms = np.array([row.norm for row in in_law], dtype=np.float64)
-        cells = dict(zip((*keys, "radius"), key, strict=True))
-        law, fit = _fit_law(cells, lengths, norms)
+        for curve in _make_curves(values, facts, options):
+            law, fit = _fit_law(curve.name, curve.n, curve.norm)
+            rows += _make_rows(curve, law)
+            exponents = {}
+            for name, bound in curve.bounds.items():
+                _, fit_of_bound = _fit_law({}, curve.n, bound)
+                exponents[f"{name}_exponent"] = fit_of_bound.exponent
+            fits.append(fit.replace(**exponents))
+    disagreeing: list[list[Row]] = []  # rows of ascents whose searches differ
+    for group in _group_rows(facts["rows"]):
+        law, fit = _fit_group(group)
         rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
-        kept: Row | None = fit
-        if cells["mode"] == "ascent":
-            kept = _widen(fit, group)
-        if kept is None:
-            apart.append(group)
+        if group[0].mode != "ascent":
+            fits.append(fit)
+            continue
+        widened = _widen(fit, group)
+        if widened is None:
+            disagreeing.append(group)
         else:
-            fits.append(kept)
-    sections = [
-        SCALING_TABLE.section(
-            settings=options.model_dump(),
-            rows=tuple(rows),
-            notes=[*base.notes(parts), *_write_notes(rows, facts, options, apart)],
-        ),
-        FITS_TABLE.section(rows=tuple(fits)),
-    ]
-    return [section for section in sections if section.rows or section.measure == "scaling"]
+            fits.append(widened)
+    scaling = SCALING_TABLE.section(
+        settings=options.model_dump(),
+        rows=tuple(rows),
+        notes=[*base.notes(parts), *_write_notes(rows, facts, options, disagreeing)],
+    )
+    if not fits:
+        return [scaling]
+    return [scaling, FITS_TABLE.section(rows=tuple(fits))]
+
+
+# Rows of worst cases that agree in these have one fit.
+OF_FIT = ("mode", "layer", "head", "masked", "radius")
+
+
+def _group_rows(rows: Sequence[Cells]) -> list[list[Row]]:
+    """Return the rows of worst cases, those of one fit together."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for cells in rows:
+        row = SCALING_TABLE.row(**cells)
+        groups.setdefault(_identify_fit(row), []).append(row)
+    return list(groups.values())
+
+
+def _identify_fit(row: Row) -> tuple[Any, ...]:
+    """Return the values of OF_FIT; in mode radius the radius varies within a fit."""
+    values = [row[name] for name in OF_FIT]
+    if row.mode == "radius":
+        values[-1] = None
+    return tuple(values)
+
+
+def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
+    """Fit the norms of worst cases against n, where a power law is expected."""
+    import numpy as np
+
+    in_law = [row for row in group if _is_in_law(row)]
+    lengths = np.array([row.n for row in in_law], dtype=np.float64)
+    norms = np.array([row.norm for row in in_law], dtype=np.float64)
+    name = dict(zip(OF_FIT, _identify_fit(group[0]), strict=True))
+    return _fit_law(name, lengths, norms)
 
 
 def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
@@ -346,17 +380,16 @@ def _make_curves(
     import numpy as np
 
     names = facts["heads"]
-    followed = _list_followed()
-    layer_of = np.array([layer for layer, _, _ in names])
+    layer_of_head = np.array([layer for layer, _, _ in names])
     for i, (layer, module) in enumerate(facts["layers"]):
-        heads = np.flatnonzero(layer_of == layer)
+        heads = np.flatnonzero(layer_of_head == layer)
         # After W_O if the layer has one, else its heads side by side.
         after_out = values["layer_exact_out"][:, :, i]
         has_out = ~np.isnan(after_out)
         norm = np.where(has_out, after_out, values["layer_exact"][:, :, i])
         out_norm = np.where(has_out, values["out_norm"][:, :, i], 1.0)
         bounds = {}
-        for name in followed:
+        for name in _list_bounds():
             # ||W_O|| (sum_h b_h^2)^1/2 bounds the layer, b_h its heads.
             squares = values[name][:, :, heads] ** 2
             bounds[name] = out_norm * np.sqrt(squares.sum(2))
@@ -367,15 +400,15 @@ def _make_curves(
             radius=values["radius"][:, :, heads[0]],
             bounds=bounds,
         )
-    wanted = set(options.heads or ())
+    requested = set(options.heads or ())
     for i, (layer, head, module) in enumerate(names):
-        if wanted & {"all", f"{layer}.{head}"}:
+        if requested & {"all", f"{layer}.{head}"}:
             yield NormCurve(
                 {"mode": "real", "layer": layer, "head": head, "module": module},
                 n=values["tokens"][:, :, i],
                 norm=values["exact"][:, :, i],
                 radius=values["radius"][:, :, i],
-                bounds={name: values[name][:, :, i] for name in followed},
+                bounds={name: values[name][:, :, i] for name in _list_bounds()},
             )
     model = values["model"][:, :, 0]
     n = np.nanmax(values["tokens"], 2, initial=0)
@@ -390,7 +423,9 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
         if not len(norms):
             continue
-        medians = {k: base.reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()}
+        medians = {}
+        for name, values in curve.bounds.items():
+            medians[f"bound_{name}"] = base.reduce_known(values[:, i], np.median)
         row = SCALING_TABLE.row(
             **curve.name,
             n=int(np.nanmax(curve.n[:, i])),
@@ -398,14 +433,16 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
             norm=float(np.median(norms)),
             norm_low=float(norms.min()),
             norm_high=float(norms.max()),
-            **{f"bound_{name}": value for name, value in medians.items()},
+            **medians,
         )
         yield _add_fit(row, law)
 
 
 def _is_in_law(row: Row) -> bool:
-    """Return whether a power law is expected at the length of a row."""
-    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+    """Say whether a power law is expected at the length of a row."""
+    if row.mode != "adversarial":
+        return True
+    return row.n * WELL_UNDER <= (row.n_max or 0)
 
 
 def _add_fit(row: Row, law: PowerLaw) -> Row:
@@ -416,7 +453,7 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
 
 
 def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
-    """Fit the norms against n."""
+    """Fit norms against n; return the law, and its row with the cells of a name."""
     import numpy as np
     import torch
 
@@ -436,23 +473,24 @@ def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
     """Widen the standard error of an ascent by its searches; None if the searches disagree."""
     import numpy as np
 
-    above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
-    if not (above <= AGREED).all():
+    errors = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
+    if not (errors <= AGREED).all():
         return None
     if fit.exponent_se is None:
         return fit
+    # The exponent is sum_i w_i log norm_i: the slope of a least-squares line.
     logs = np.log([row.n for row in rows])
-    apart = logs - logs.mean()
-    shares = apart / (apart**2).sum()
-    reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
-    return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
+    centred = logs - logs.mean()
+    weights = centred / (centred**2).sum()
+    largest = float(np.abs(weights) @ np.log(errors))  # if every search errs the worst way
+    return fit.replace(exponent_se=math.hypot(fit.exponent_se, largest))
 
 
 def _write_notes(
     rows: Sequence[Row],
     facts: Mapping[str, Any],
     options: ScalingOptions,
-    apart: Sequence[Sequence[Row]],
+    disagreeing: Sequence[Sequence[Row]],
 ) -> Iterator[Note]:
     """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
     from lipaudit.wings.growth.ascent import SEARCHES
@@ -469,7 +507,8 @@ def _write_notes(
             )
         yield Note.info("what-is-measured", text)
         yield from base.lower_estimates(facts["within"])
-    if shorter := facts.get("shorter", 0):
+    shorter = facts.get("shorter", 0)
+    if shorter:
         longest = max(row.n for row in rows if row.mode == "real")
         text = (
             f"{shorter} texts have fewer than {longest} tokens and were left out: every length "
@@ -477,9 +516,10 @@ def _write_notes(
         )
         yield Note.warn("shorter-windows", text)
     if 0 < reached < len(options.lengths):
-        image = facts["kind"] == "image"
-        why = "several lengths give the same number of patches" if image else "samples are shorter"
-        text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
+        reason = "samples are shorter"
+        if facts["kind"] == "image":
+            reason = "several lengths give the same number of patches"
+        text = f"{reached} of {len(options.lengths)} lengths were measured: {reason}"
         yield Note.warn("fewer-lengths", text)
     if any(row.mode == "ascent" for row in rows):
         text = (
@@ -488,11 +528,13 @@ def _write_notes(
             "searches differ"
         )
         yield Note.info("searched", text)
-    if apart:
-        who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
+    if disagreeing:
+        heads = []
+        for first, *_ in disagreeing:
+            heads.append(f"head {first.layer}.{first.head} at R = {first.radius:.3g}")
         text = (
-            f"no exponent for the ascent of {who}: independent searches differ by more than "
-            f"{100 * (AGREED - 1):.2g}%"
+            f"no exponent for the ascent of {', '.join(heads)}: independent searches differ by "
+            f"more than {100 * (AGREED - 1):.2g}%"
         )
         yield Note.warn("searches-apart", text)
 

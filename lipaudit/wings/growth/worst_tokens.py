@@ -65,11 +65,10 @@ class Adversary:
 
     def radius(self, n_max: float) -> float:
         """Return the radius at which n_max has a given value above 2."""
+        # 2 gamma R^2 + tilt R = log(n_max - 1), solved for R > 0.
         double = 4 * self.gamma
-        # double R^2 / 2 + tilt R = log(n_max - 1), solved for R > 0.
         discriminant = self.tilt**2 + 2 * double * math.log(n_max - 1)
-        root = math.sqrt(discriminant)
-        return (root - self.tilt) / double
+        return (math.sqrt(discriminant) - self.tilt) / double
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
         """Return the two distinct tokens."""
@@ -79,8 +78,8 @@ class Adversary:
 
     def tokens(self, n: int, radius: float) -> Float[Tensor, "1 n D"]:
         """Return all n tokens, the first point once and the second n - 1 times."""
-        place = torch.arange(n).clamp_max(1)
-        return self.points(radius)[:, place]
+        point_of_token = torch.arange(n).clamp_max(1)
+        return self.points(radius)[:, point_of_token]
 
 
 def adversary(heads: Heads) -> Adversary | None:
@@ -119,7 +118,7 @@ def adversary(heads: Heads) -> Adversary | None:
     if to_q.bias is not None:
         slope = scale * (to_q.bias[0] @ (wk.mT @ u))
         tilt = (lead - follow) * float(slope)
-    if tilt < 0:
+    if tilt < 0:  # -u is an eigenvector, too
         u = -u
     return Adversary(u, eigenvalue, lead, follow, abs(tilt))
 
@@ -139,18 +138,19 @@ def move_heads(
     """
     if causal is None:
         causal = heads.causal
-    rows = []
+    outputs = []  # q, k and v, (batch, heads, n, d)
     for projection in affine_projections(heads):
-        y = x[:, None] @ projection.weight
+        output = x[:, None] @ projection.weight
         if projection.bias is not None:
-            y = y + projection.bias[:, None]
-        rows.append(y)
+            output = output + projection.bias[:, None]
+        outputs.append(output)
+    q, k, v = outputs
     return replace(
         heads,
         x=x,
-        q=rows[0],
-        k=rows[1],
-        v=rows[2],
+        q=q,
+        k=k,
+        v=v,
         scale=heads.scale[:1],
         bias=None,
         valid=None,
@@ -192,14 +192,14 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
     >>> duplicated_norm(affine_heads(x, eye, eye, eye), torch.tensor([5.0], dtype=torch.float64))
     tensor([[1.]], dtype=torch.float64)
     """
-    # Moves of the copies of a token that sum to 0 reach only their own outputs, by T_i alone.
+    # If the moves of the copies of a token sum to 0, keys and values change no other output: each
+    # copy's own output changes through its query alone. This Jacobian is block diagonal.
     bias = counts.log()[None, None, None]
-    constant = replace(heads, bias=bias, to_k=None, to_v=None)
-    blocks = dense_jacobian(constant)  # block diagonal
+    blocks = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))
     repeated = (counts > 1).repeat_interleave(heads.v.shape[3])
-    apart = spectral_norm(blocks * repeated[:, None])
+    against = spectral_norm(blocks * repeated[:, None])
     together = weighted_norm(heads, counts)
-    return torch.maximum(together, apart)
+    return torch.maximum(together, against)
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
@@ -210,23 +210,24 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
     """
     from scipy.optimize import minimize_scalar  # the import takes a fifth of a second
 
-    at = move_heads(heads, worst.points(radius), causal=False)
+    moved = move_heads(heads, worst.points(radius), causal=False)
 
-    def norm(log_m: float) -> float:
-        weights = torch.tensor([1.0, math.exp(log_m)], dtype=at.x.dtype, device=at.x.device)
-        return float(weighted_norm(at, weights))
+    def measure_norm(log_m: float) -> float:
+        """Return the norm with the weights (1, m)."""
+        weights = moved.x.new_tensor([1.0, math.exp(log_m)])
+        return float(weighted_norm(moved, weights))
 
-    centre = min(worst.gap(radius), 600.0)
+    centre = min(worst.gap(radius), 600.0)  # log(n_max - 1); e^600 is near the largest float
     # There may be several peaks: a grid finds the highest one, a search in it the top.
     grid = [centre + 0.5 * i for i in range(-12, 13)]
-    top = max(grid, key=norm)
-    found = minimize_scalar(
-        lambda log_m: -norm(log_m),
-        bounds=(top - 0.5, top + 0.5),
+    highest = max(grid, key=measure_norm)
+    top = minimize_scalar(
+        lambda log_m: -measure_norm(log_m),
+        bounds=(highest - 0.5, highest + 0.5),
         method="bounded",
         options={"xatol": 1e-3},  # flat there: 1e-6 of the norm
     )
-    return -float(found.fun), math.exp(found.x)
+    return -float(top.fun), math.exp(top.x)
 
 
 @dataclass(frozen=True)

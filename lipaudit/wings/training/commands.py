@@ -22,6 +22,7 @@ from lipaudit.wings.training.recipe import Recipe
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
+    from lipaudit.wings.training.loop import TrainingRecord
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -63,42 +64,32 @@ def train(
     classes = run.classes
     run = run.model_copy(update={"classes": None})
     if classes is not None and (not classes.isdecimal() or int(classes) < 2 or run.prompt):
-        text = f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
-        raise UsageError(text)
-    given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
-    recipe = recipe.model_copy(update=given)
+        raise UsageError(
+            f"--classes {classes}: train needs a number, at least 2 classes, and no --prompt"
+        )
+    settings = {"seed": run.seed}
+    if run.batch_size:
+        settings["batch_size"] = run.batch_size
+    recipe = recipe.model_copy(update=settings)
     check_outputs(output, ("lines", "record"))
     loop.check_target(out, resume=run.resume)
     options = replace(load_options(run), classes=None if classes is None else int(classes))
     with OnStderr(terminal) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
-        demo = "demo" if net.source == "demo" else None
-        data = _load_samples(run.data or (demo and "demo:train"), net, run, "--data")
-        held_out = held_out or demo
-        tested = None
+        spec = run.data
+        if net.source == "demo":
+            spec = spec or "demo:train"
+            held_out = held_out or "demo"
+        data = _load_samples(spec, net, run, "--data")
+        test = None
         if held_out is not None:
-            tested = _load_samples(held_out, net, run, "--held-out")
+            test = _load_samples(held_out, net, run, "--held-out")
         for note in net.notes + data.notes:
             observer.note(note)
-        record = loop.TrainingRecord(out, net, data, tested, recipe, command=typed_command())
-        batch = None if tested is None else tested.batch
+        record = loop.TrainingRecord(out, net, data, test, recipe, command=typed_command())
         try:
-            state = record.read_state()
-            done = 0
-            if state is not None:
-                done = int(state["epochs"])
-            if done:
-                terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
-            start = time.monotonic()  # only epochs of this process are timed
-            for epoch in loop.train(net, data.batch, recipe, held_out=batch, state=state):
-                record.keep(epoch)
-                facts = [f"loss {epoch.loss:.4g}"]
-                facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
-                facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
-                each = (time.monotonic() - start) / (epoch.number - done)
-                facts += [f"about {each * (recipe.epochs - epoch.number):.0f} s left"]
-                terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
+            _run_epochs(net, data, test, recipe, record, terminal)
         except (Exception, KeyboardInterrupt):
             if record.epochs:
                 text = "finished epochs are kept: run the same command with --resume to continue"
@@ -106,18 +97,51 @@ def train(
             raise
     complete = loop.save_model(net, out, options)
     document = record.write_record(finished=True)
-    given = run.reading() | {"arch": run.arch or model}
-    trained = str(out if complete else out / "model.safetensors")
-    # A folder names its architecture; the weights alone of a model of py: do not.
-    for name in ("arch", "model_kwargs") if complete else ():
-        given.pop(name, None)
-    how = spell_options(given)
-    words = ["lipaudit", "audit", trained, *how, "--data", str(held_out or run.data)]
+    reading = run.reading() | {"arch": run.arch or model}
+    path = out / "model.safetensors"
+    if complete:  # a folder names its architecture; the weights alone of a model of py: do not
+        path = out
+        reading.pop("arch")
+        reading.pop("model_kwargs", None)
+    words = ["lipaudit", "audit", str(path), *spell_options(reading)]
+    words += ["--data", str(held_out or run.data)]
     terminal.tell(f"Training finished. Measure the result: {shlex.join(words)}")
     emit_facts(document, output, [str(out)])
 
 
+def _run_epochs(
+    net: Net,
+    data: Samples,
+    test: Samples | None,
+    recipe: Recipe,
+    record: TrainingRecord,
+    terminal: Terminal,
+) -> None:
+    """Train, from the state of the record if it has one, and record and print every epoch."""
+    from lipaudit.wings.training import loop
+
+    state = record.read_state()
+    finished = 0
+    if state is not None:
+        finished = int(state["epochs"])
+    if finished:
+        terminal.tell(f"Continuing after epoch {finished} of {recipe.epochs}.")
+    held_out = None if test is None else test.batch
+    start = time.monotonic()  # only epochs of this process are timed
+    for epoch in loop.train(net, data.batch, recipe, held_out=held_out, state=state):
+        record.add(epoch)
+        facts = [f"loss {epoch.loss:.4g}"]
+        if epoch.penalty is not None:
+            facts.append(f"penalty {epoch.penalty:.4g}")
+        if epoch.accuracy is not None:
+            facts.append(f"held out {epoch.accuracy:.1%}")
+        seconds = (time.monotonic() - start) / (epoch.number - finished)
+        facts.append(f"about {seconds * (recipe.epochs - epoch.number):.0f} s left")
+        terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
+
+
 def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
+    """Return labelled samples; `option` is the one that named them, or should have."""
     from lipaudit.data.loading import load_data
     from lipaudit.engine.prepare import data_options
 
@@ -126,8 +150,8 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
     # Training uses all samples: a note that these are fewer than sys.maxsize is useless.
-    kept = tuple(note for note in samples.notes if note.code != "fewer-samples")
-    return replace(samples, notes=kept)
+    notes = tuple(note for note in samples.notes if note.code != "fewer-samples")
+    return replace(samples, notes=notes)
 
 
 # Folder of the reports, inside that of the checkpoints.
@@ -168,35 +192,35 @@ def watch(
             f"there is no directory {folder}", "Give a directory that holds checkpoints."
         )
     request = plan_audit("", options, run, demo=False, command=typed_command())
-    where = options.run_dir or folder / REPORTS
-    watched = CheckpointFolder(folder, request, where)
-    pending = watched.list_pending()
-    failed: dict[str, LipauditError] = {}
-    interrupted: KeyboardInterrupt | None = None
+    run_dir = options.run_dir or folder / REPORTS
+    checkpoints = CheckpointFolder(folder, request, run_dir)
+    pending = checkpoints.list_pending()
+    failures: dict[str, LipauditError] = {}
+    interruption: KeyboardInterrupt | None = None
     try:
         for number, checkpoint in enumerate(pending, 1):
             count = f"{number} of {len(pending)} new"
             terminal.tell(f"step {checkpoint.step}: {checkpoint.name} ({count})")
             try:
                 with OnStderr(terminal) as observer:
-                    watched.measure(checkpoint, observer)
-            except UsageError:  # for every checkpoint
+                    checkpoints.measure(checkpoint, observer)
+            except UsageError:  # every checkpoint would raise it
                 raise
             except Exception as error:  # it may be incomplete: the others are measured
-                failed[checkpoint.name] = explain_error(error)
-    except KeyboardInterrupt as stop:
-        interrupted = stop
-    reports = watched.reports.load()
+                failures[checkpoint.name] = explain_error(error)
+    except KeyboardInterrupt as error:  # raised again once the reports so far are shown
+        interruption = error
+    reports = checkpoints.reports.load()
     if reports:
-        page = watched.reports.draw(reports)
+        page = checkpoints.reports.draw(reports)
         emit(of_reports(*reports, by="order"), output, details=extent.details)
-        terminal.tell(f"reports: {where}\npage:    {page}")
-    if interrupted is not None:
-        raise interrupted
+        terminal.tell(f"reports: {run_dir}\npage:    {page}")
+    if interruption is not None:
+        raise interruption
     # Checkpoints that could not be measured decide the exit code; the others have reports.
-    if failed:
-        reasons = "; ".join(f"{name}: {fault.message}" for name, fault in failed.items())
-        first = next(iter(failed.values()))
+    if failures:
+        reasons = "; ".join(f"{name}: {error.message}" for name, error in failures.items())
+        first = next(iter(failures.values()))
         text = f"not every checkpoint was measured: {reasons}"
         raise LipauditError(text, first.advice, first.exit_code)
     if not reports:
@@ -205,4 +229,4 @@ def watch(
             "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
         )
     again = "Delete its report to measure it again."
-    require_whole({each.run.model.spec: each for each in reports}, again)
+    require_whole({report.run.model.spec: report for report in reports}, again)

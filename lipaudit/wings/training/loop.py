@@ -39,7 +39,7 @@ from lipaudit.wings.training.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.wings.training.recipe import Recipe
 
 # Steps between two reads of the losses: each read makes an accelerator wait.
-LOOK = 32
+READ_EVERY = 32
 
 CHECKPOINT = "checkpoint.pt"
 RECORD = "train.json"
@@ -100,43 +100,58 @@ def train(
         _require_labels(net, held_out, "the held-out data")
     net.module.requires_grad_(True)
     try:
-        run = Training(net, data, recipe)
-        first = 0
+        training = Training(net, data, recipe)
+        finished = 0
         if state is not None:
-            first = run.restore(state)
-        for number in range(first, recipe.epochs):
+            finished = training.restore(state)
+        for number in range(finished, recipe.epochs):
             # Dropout draws from torch's random state, timm's mixing from numpy's. Each epoch has a
             # seed of its own, so that a resumed run draws the same numbers.
             with seed_device(recipe.seed * 100_003 + number, net.device):
-                loss, penalty = run.epoch(data)
+                loss, penalty = training.epoch(data)
             accuracy = None
             if held_out is not None:
-                right = 0
-                for part in held_out.split(recipe.batch_size):
-                    batch = part.to(net.device, net.dtype)
-                    with torch.no_grad():
-                        predicted = net.output(batch).argmax(1)
-                    right += int((predicted == _read_labels(batch)).sum())
-                accuracy = right / len(held_out)
-            lr = float(run.optimizer.param_groups[0]["lr"])
-            yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
+                accuracy = _measure_accuracy(net, held_out, recipe.batch_size)
+            lr = float(training.optimizer.param_groups[0]["lr"])
+            yield Epoch(number + 1, loss, penalty, accuracy, lr, training.state(number + 1))
     finally:
         net.module.requires_grad_(False).eval()
 
 
+@torch.no_grad()
+def _measure_accuracy(net: Net, data: Batch, batch_size: int) -> float:
+    """Return the share of labelled samples that are classified correctly."""
+    right = 0
+    for part in data.split(batch_size):
+        batch = part.to(net.device, net.dtype)
+        predicted = net.output(batch).argmax(1)
+        right += int((predicted == _read_labels(batch)).sum())
+    return right / len(data)
+
+
 class Training:
-    """The state of a training, at first before its first step."""
+    """The state of a training, at first before its first step.
+
+    Attributes:
+        optimizer: the optimizer.
+        schedule: the learning rate schedule, by steps.
+        mix: MixUp and CutMix.
+        rng: source of the order of samples, of shifts and of noise.
+        specformer: the penalty on weights; None: another one, or none.
+        parts: what a checkpoint holds besides random states, by name.
+    """
 
     def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
         self.net = net
         self.recipe = recipe
-        steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
-        weights = net.module.parameters()
-        how: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        batches = split_batches(torch.arange(len(data)), recipe.batch_size)
+        steps = recipe.epochs * len(batches)
+        parameters = net.module.parameters()
+        settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
         if recipe.optimizer == "adamw":
-            self.optimizer: Optimizer = AdamW(weights, **how)
+            self.optimizer: Optimizer = AdamW(parameters, **settings)
         else:
-            self.optimizer = SGD(weights, momentum=recipe.momentum, **how)
+            self.optimizer = SGD(parameters, momentum=recipe.momentum, **settings)
         if recipe.schedule == "onecycle":
             self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
         else:
@@ -149,12 +164,14 @@ class Training:
         self.mix = make_mix(mixup, cutmix, net.classes or 0)
         # On the CPU: the order of samples and their shifts are the same on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
-        self.weights: SpecformerPenalty | None = None
+        self.specformer: SpecformerPenalty | None = None
         if recipe.penalty == "specformer":
-            self.weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        # What a checkpoint holds besides random states.
-        self.parts: dict[str, Any] = {"model": net.module, "optimizer": self.optimizer}
-        self.parts["schedule"] = self.schedule
+            self.specformer = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
+        self.parts: dict[str, Any] = {
+            "model": net.module,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+        }
 
     def state(self, epochs: int) -> CheckpointState:
         """Return everything needed to continue after a number of epochs."""
@@ -162,7 +179,7 @@ class Training:
         return {
             **{name: deepcopy(part.state_dict()) for name, part in self.parts.items()},
             "rng": self.rng.get_state(),
-            "vectors": [] if self.weights is None else list(self.weights.vectors),
+            "vectors": [] if self.specformer is None else list(self.specformer.vectors),
             "epochs": epochs,
         }
 
@@ -171,8 +188,8 @@ class Training:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.rng.set_state(state["rng"])
-        if self.weights is not None:
-            self.weights.vectors = [vector.to(self.net.device) for vector in state["vectors"]]
+        if self.specformer is not None:
+            self.specformer.vectors = [vector.to(self.net.device) for vector in state["vectors"]]
         return int(state["epochs"])
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
@@ -180,20 +197,23 @@ class Training:
         net = self.net
         recipe = self.recipe
         net.module.train()
-        sums = np.zeros(2)
-        losses: list[tuple[int, Tensor]] = []
+        sums = np.zeros(2)  # of loss and penalty over the samples
+        sizes: list[int] = []  # of the batches since the last read
+        means: list[Tensor] = []
         order = torch.randperm(len(data), generator=self.rng)
         batches = split_batches(order, recipe.batch_size)
         for number, index in enumerate(batches, 1):
-            losses.append(self.step(data.rows(index).to(net.device, net.dtype)))
-            if number % LOOK == 0 or number == len(batches):
+            sizes.append(len(index))
+            means.append(self.step(data.rows(index).to(net.device, net.dtype)))
+            if number % READ_EVERY == 0 or number == len(batches):
                 # Here the host waits for the device.
-                values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
+                values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
                 if not np.isfinite(values).all():
                     raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-                sizes = np.array([[size] for size, _ in losses])
-                sums = np.sum([sums, *(sizes * values)], axis=0)
-                losses.clear()
+                weighted = np.array(sizes)[:, None] * values
+                sums = np.sum([sums, *weighted], axis=0)
+                sizes.clear()
+                means.clear()
         net.module.eval()
         loss, penalty = sums / len(data)
         finite = [weight.isfinite().all() for weight in net.module.parameters()]
@@ -204,8 +224,8 @@ class Training:
             raise UsageError(text, "Give a smaller --k.")
         return float(loss), float(penalty) if recipe.penalty else None
 
-    def step(self, batch: Batch) -> tuple[int, Tensor]:
-        """Take one step; return the number of samples, and their mean loss and penalty, (2,).
+    def step(self, batch: Batch) -> Tensor:
+        """Take one step; return the mean loss and penalty of the samples, (2,).
 
         It does not wait for the device.
         """
@@ -223,39 +243,47 @@ class Training:
         if recipe.adversarial:
             x = self.attack(images, y)
         self.optimizer.zero_grad()
-        if self.weights is not None:
-            observed: AbstractContextManager[Callable[[], Tensor]] = nullcontext(self.weights)
-        elif recipe.penalty is None:
-            observed = nullcontext(lambda: torch.zeros((), device=net.device))
-        else:
-            observed = attention_penalty(
-                net.module, k=recipe.k, reduction=recipe.reduction, mask=batch.mask
-            )
-        with observed as penalty:
+        with self._observe(batch.mask) as measure_penalty:
             logits = net.read(net.call(x, batch.mask))
         loss = F.cross_entropy(logits, target)
-        extra = penalty()
-        torch.autograd.backward(loss + recipe.weight * extra)
+        penalty = measure_penalty()
+        torch.autograd.backward(loss + recipe.weight * penalty)
         if recipe.clip:
             nn.utils.clip_grad_norm_(net.module.parameters(), recipe.clip)
         self.optimizer.step()
         self.schedule.step()
-        return len(batch), torch.stack([loss.detach(), extra.detach().to(loss)])
+        return torch.stack([loss.detach(), penalty.detach().to(loss)])
+
+    def _observe(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
+        """Return a block for a forward pass, which gives a function that returns the penalty."""
+        recipe = self.recipe
+        if self.specformer is not None:
+            return nullcontext(self.specformer)
+        if recipe.penalty is None:
+            return nullcontext(lambda: torch.zeros((), device=self.net.device))
+        return attention_penalty(
+            self.net.module, k=recipe.k, reduction=recipe.reduction, mask=mask
+        )
 
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples for the model in eval mode."""
         net = self.net
-        steps = self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
+
+        def f(z: Tensor) -> Tensor:
+            """Return the logits."""
+            return net.read(net.call(z, None))
+
         net.module.eval()  # dropout would make gradients noisy
         try:
-            return pgd(lambda z: net.read(net.call(z, None)), x, y, ball, start=start, steps=steps)
+            return pgd(f, x, y, ball, start=start, steps=self.recipe.steps)
         finally:
             net.module.train()
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
+    """Refuse a model that cannot be trained, or not with this recipe."""
     if net.classes is None:
         advice = "For a timm or transformers model, add a new classifier with --classes."
         raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
@@ -272,14 +300,16 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
 
 
 def _require_labels(net: Net, data: Batch, name: str) -> None:
+    """Refuse data without a label of the model's classes for every sample."""
     classes = net.classes or 0
-    known = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
-    if not known or not len(data):
+    is_labelled = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
+    if not is_labelled or not len(data):
         text = f"{name} needs samples with labels from 0 to {classes - 1}"
         raise UsageError(text, "Give labelled samples (a folder of classes, .npz, .csv).")
 
 
 def _read_labels(batch: Batch) -> Tensor:
+    """Return the labels, which `_require_labels` found."""
     assert batch.y is not None
     return batch.y
 
@@ -297,6 +327,7 @@ def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
     """Shift each image by up to `pixels` in each direction, and fill with zeros."""
     samples, _, height, width = x.shape
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
+    # All shifts as views: (samples, channels, shifts down, shifts right, height, width).
     columns = padded.unfold(2, height, 1)
     windows = columns.unfold(3, width, 1)
     dy, dx = torch.randint(2 * pixels + 1, (2, samples), generator=rng)
@@ -322,12 +353,13 @@ def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
     mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=classes)
 
     def mix(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = len(x) // 2 * 2
-        whole = F.one_hot(y[pairs:], classes).to(x.dtype)
-        if not pairs:
-            return x, whole
-        images, shares = mixer(x[:pairs].clone(), y[:pairs])
-        return torch.cat([images, x[pairs:]]), torch.cat([shares, whole])
+        """Return mixed samples, and the share of each class in them."""
+        count = len(x) // 2 * 2  # of samples that have a partner
+        unmixed = F.one_hot(y[count:], classes).to(x.dtype)
+        if not count:
+            return x, unmixed
+        images, shares = mixer(x[:count].clone(), y[:count])
+        return torch.cat([images, x[count:]]), torch.cat([shares, unmixed])
 
     return mix
 
@@ -336,16 +368,20 @@ def check_target(out: Path, *, resume: bool) -> None:
     """Refuse to overwrite another run or a model, or to continue without a run."""
     if resume and not (out / CHECKPOINT).exists():
         raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
-    names = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
-    held = next((name for name in names if (out / name).exists()), None)
-    if held and not resume:
-        advice = "Give another --out, or add --resume to continue the training in it."
-        raise UsageError(f"{out} already contains {held}", advice)
+    for name in (CHECKPOINT, RECORD, "config.json", "model.safetensors"):
+        if (out / name).exists() and not resume:
+            advice = "Give another --out, or add --resume to continue the training in it."
+            raise UsageError(f"{out} already contains {name}", advice)
     require_folder(out)
 
 
 class TrainingRecord:
-    """The directory of a run: a checkpoint after every epoch, and a record."""
+    """The directory of a run: a checkpoint after every epoch, and a record.
+
+    Attributes:
+        identity: what defines a run: a run that continues another one has the same.
+        epochs: the figures of the finished epochs.
+    """
 
     def __init__(
         self,
@@ -357,9 +393,11 @@ class TrainingRecord:
         *,
         command: str,
     ) -> None:
-        self.out, self.device, self.command = out, str(net.device), command
+        self.out = out
+        self.device = str(net.device)
+        self.command = command
         self.notes = [note.text for note in net.notes + data.notes]
-        self.same: dict[str, dict[str, Any] | None] = {
+        self.identity: dict[str, dict[str, Any] | None] = {
             "model": {
                 "spec": net.name,
                 "weights_sha256": net.weights_sha256,
@@ -383,14 +421,15 @@ class TrainingRecord:
             return None
         try:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
-            kept = stored["run"]
+            identity = stored["run"]
             epochs = stored["epochs"]
             state = dict(stored["state"])
         except Exception as error:  # pickle, zip and torch have their own exceptions
             if out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
-        if changed := [name for name in self.same if kept.get(name) != self.same[name]]:
+        changed = [name for name, own in self.identity.items() if identity.get(name) != own]
+        if changed:
             raise UsageError(
                 f"{self.out} was trained with another {' and another '.join(changed)}",
                 f"Repeat the command of {self.out / RECORD}, or give another --out.",
@@ -398,12 +437,13 @@ class TrainingRecord:
         self.epochs = epochs
         return state
 
-    def keep(self, epoch: Epoch) -> None:
+    def add(self, epoch: Epoch) -> None:
         """Write an epoch: the record, and everything needed to continue."""
-        self.out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
-        facts = ("number", "loss", "penalty", "accuracy", "lr")
-        self.epochs.append({name: getattr(epoch, name) for name in facts})
-        stored = {"run": self.same, "epochs": self.epochs, "state": epoch.state}
+        # Created only now: a command that is refused leaves no folder behind.
+        self.out.mkdir(parents=True, exist_ok=True)
+        figures = ("number", "loss", "penalty", "accuracy", "lr")
+        self.epochs.append({name: getattr(epoch, name) for name in figures})
+        stored = {"run": self.identity, "epochs": self.epochs, "state": epoch.state}
         buffer = io.BytesIO()
         torch.save(stored, buffer)
         write(self.out / CHECKPOINT, buffer.getvalue())
@@ -419,7 +459,7 @@ class TrainingRecord:
             "versions": versions(),
             "device": self.device,
             "notes": self.notes,
-            **self.same,
+            **self.identity,
             "finished": finished,
             "epochs": self.epochs,
         }
@@ -428,6 +468,7 @@ class TrainingRecord:
 
 
 def _describe(samples: Samples) -> dict[str, Any]:
+    """Return what identifies the samples of a run."""
     return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
 
 
@@ -436,11 +477,12 @@ def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:
             complete = save_net(net, Path(folder), options)
-            for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
-                target = out / path.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.chmod(ordinary_mode())
-                path.replace(target)
+            for path in list(Path(folder).rglob("*")):
+                if path.is_file():
+                    target = out / path.relative_to(folder)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    path.chmod(ordinary_mode())
+                    path.replace(target)
     except OSError as error:
         raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
     return complete

@@ -72,15 +72,25 @@ def attention_penalty(
     if k == 1 or k < 0 or reduction not in get_args(penalties.Reduction):
         text = f"k = {k}, reduction = {reduction!r}"
         raise UsageError(text, "Use k = 0, 2, 3... and max or mean.")
-    watch = _Watch(k, reduction, None if mask is None else mask.bool(), entries)
-    hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
-    with hook, AttentionMode(watch.attention):
-        yield watch.total
+    observer = _PenaltyObserver(k, reduction, None if mask is None else mask.bool(), entries)
+    hook = model.register_forward_pre_hook(observer.read_batch, with_kwargs=True)
+    with hook, AttentionMode(observer.add_layer):
+        yield observer.take_total
 
 
 @dataclass
-class _Watch:
-    """The penalties of the layers observed so far."""
+class _PenaltyObserver:
+    """The penalties of the layers observed so far.
+
+    Attributes:
+        k: as in `attention_penalty`.
+        reduction: as in `attention_penalty`.
+        mask: True at real tokens, (batch, tokens); None: all.
+        entries: as in `attention_penalty`.
+        batch: number of samples of the model's input.
+        masked: whether the mask fitted a layer.
+        layers: the penalty of each layer.
+    """
 
     k: int
     reduction: penalties.Reduction
@@ -90,12 +100,12 @@ class _Watch:
     masked: bool = False
     layers: list[Tensor] = field(default_factory=list)
 
-    def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the batch size of the model's input."""
-        first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
-        self.batch = None if first is None else len(first)
+    def read_batch(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Store the batch size of the model's input: the length of the first tensor."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.batch = len(tensors[0]) if tensors else None
 
-    def attention(self, call: AttentionCall, _address: Address) -> None:
+    def add_layer(self, call: AttentionCall, _address: Address) -> None:
         """Add the penalty of a layer."""
         if self.batch is None:
             text = "the batch size, over which the penalty is averaged, is unknown"
@@ -103,24 +113,29 @@ class _Watch:
             raise InputError(text, advice)
         # Autocast would take the products of the penalty itself in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
-            values, counted = _row_values(call, self.k, self.entries)
+            values, counts = _measure_rows(call, self.k, self.entries)
         if self.mask is not None:
-            counted = self.real(counted, self.mask.to(counted.device))
-        by_map = penalties.reduce_rows(values, counted, self.reduction)
+            counts = self.exclude_padding(counts, self.mask.to(counts.device))
+        by_map = penalties.reduce_rows(values, counts, self.reduction)
         self.layers.append(by_map.sum() / self.batch)
 
-    def real(self, counted: Tensor, mask: Tensor) -> Tensor:
-        """Exclude padding from the rows of a layer, whose heads may be folded into the batch."""
-        batch, tokens = mask.shape
-        if counted.shape[-1] != tokens or len(counted) % batch:
-            return counted
-        self.masked = True
-        by_sample = counted.reshape(batch, -1, tokens)
-        real = by_sample & mask[:, None]
-        return real.reshape(counted.shape)
+    def exclude_padding(self, counts: Tensor, mask: Tensor) -> Tensor:
+        """Return which rows of a layer count, without padding.
 
-    def total(self) -> Tensor:
-        """Return the sum since the last call."""
+        Args:
+            counts: which rows count, (batch, heads, queries), or (batch * heads, queries).
+            mask: True at real tokens, (batch, tokens).
+        """
+        batch, tokens = mask.shape
+        if counts.shape[-1] != tokens or len(counts) % batch:
+            return counts
+        self.masked = True
+        by_sample = counts.reshape(batch, -1, tokens)
+        unpadded = by_sample & mask[:, None]
+        return unpadded.reshape(counts.shape)
+
+    def take_total(self) -> Tensor:
+        """Return the sum over the layers since the last call, and start again at 0."""
         if not self.layers:
             advice = "Before penalty(), run the uncompiled model inside the block, with gradients."
             raise InputError("no attention was seen", advice)
@@ -129,13 +144,14 @@ class _Watch:
             text = f"a mask of shape {shape} does not fit the queries of any attention layer"
             advice = "Give a mask of shape (batch, tokens) as the layers use it, or no mask."
             raise InputError(text, advice)
-        layers = self.layers
+        device = self.layers[0].device
+        total = torch.stack([layer.to(device) for layer in self.layers]).sum()
         self.layers = []
         self.masked = False
-        return torch.stack([each.to(layers[0].device) for each in layers]).sum()
+        return total
 
 
-def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
+def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of every row of P, (..., queries), and whether it counts."""
     form = call.form
     if isinstance(form, Explicit):
@@ -146,48 +162,66 @@ def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tens
     width = keys.shape[-2]
     mask = None
     if form.causal:
-        seen = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
-        mask = make_additive(seen, call.q.dtype)
+        visible = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
+        mask = make_additive(visible, call.q.dtype)
     elif form.mask is not None:
         mask = make_additive(form.mask, call.q.dtype)
-    heads = q[..., 0, 0].numel()
-    size = max(1, entries // (heads * width))
+    maps = q[..., 0, 0].numel()  # of all samples and heads
+    size = max(1, entries // (maps * width))
     values = []
-    counted = []
+    counts = []
     for first in range(0, queries, size):
         rows = slice(first, first + size)
         bias = mask
         if mask is not None and mask.shape[-2] > 1:
             bias = mask[..., rows, :]
-        value, counts = fused_rows(q[..., rows, :], keys, bias, k)
-        values.append(value)
-        counted.append(counts)
-    return torch.cat(values, -1), torch.cat(counted, -1)
+        values_of_rows, counts_of_rows = fused_rows(q[..., rows, :], keys, bias, k)
+        values.append(values_of_rows)
+        counts.append(counts_of_rows)
+    return torch.cat(values, -1), torch.cat(counts, -1)
 
 
 def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return the penalty of some rows; nothing of size queries x keys is kept for the backward."""
-    places: list[Tensor] = []
+    """Return the penalty of some rows, and whether each counts.
 
-    def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    The backward pass computes P again: stored, it would need memory of queries x keys.
+    """
+    rows = _Rows(bias, k)
+    return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
+
+
+@dataclass(eq=False)
+class _Rows:
+    """The penalty of rows of P as a function of q and k.
+
+    Attributes:
+        bias: added to the logits; None: nothing.
+        k: as in `attention_penalty`.
+        largest: indices of the largest entries of each row, found in the forward pass: the
+            backward pass, which computes P again, uses the same ones.
+    """
+
+    bias: Tensor | None
+    k: int
+    largest: Tensor | None = None
+
+    def __call__(self, q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the penalty of each row, and whether it counts."""
         logits = q @ keys.mT
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if bias is None:
+        if self.bias is None:
             p = torch.softmax(logits, -1)
-        else:  # rows without keys are zero
-            logits = logits + bias
-            unseen = logits.isneginf().all(-1, keepdim=True)
-            p = torch.softmax(logits.masked_fill(unseen, 0.0), -1)
-            p = p.masked_fill(unseen, 0.0)
-        if not places:  # found once, reused in the backward pass
-            count = penalties.count_entries(p.shape[-1], k)
-            places.append(p.detach().topk(count).indices)
-        largest = p.gather(-1, places[0])
-        return penalties.jasmin_of_largest(largest, k)
-
-    # The backward pass computes P again: kept, it would need memory of queries x keys.
-    return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
+        else:
+            logits = logits + self.bias
+            # The softmax of a row without keys would be NaN: it is 0.
+            is_empty = logits.isneginf().all(-1, keepdim=True)
+            p = torch.softmax(logits.masked_fill(is_empty, 0.0), -1)
+            p = p.masked_fill(is_empty, 0.0)
+        if self.largest is None:
+            count = penalties.count_entries(p.shape[-1], self.k)
+            self.largest = p.detach().topk(count).indices
+        return penalties.jasmin_of_largest(p.gather(-1, self.largest), self.k)
 
 
 def _read_heads(parameter: nn.Parameter, weight: Tensor, columns: Tensor) -> Tensor:
@@ -218,16 +252,20 @@ class SpecformerPenalty:
         generator = torch.Generator().manual_seed(0)
         # Where the power iteration starts; each call goes on from the vectors of the last one.
         self.vectors: Sequence[Tensor] = []
-        for read in self._weights:
-            heads, _, width = read().shape
+        for read_weight in self._weights:
+            heads, _, width = read_weight().shape
             start = torch.randn(heads, width, generator=generator)
             self.vectors.append(start.to(net.device, net.dtype))
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
-        pairs = zip(self._weights, self.vectors, strict=True)
-        steps = [penalties.specformer(read(), v) for read, v in pairs]
-        values, self.vectors = zip(*steps, strict=True)
+        values = []
+        vectors = []
+        for read_weight, start in zip(self._weights, self.vectors, strict=True):
+            value, vector = penalties.specformer(read_weight(), start)
+            values.append(value)
+            vectors.append(vector)
+        self.vectors = vectors
         return torch.stack(values).sum()
 
 
@@ -235,7 +273,8 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
     """Yield functions that return the weights of q, k and v of each layer."""
     weights: dict[Address, Tensor] = {}  # of every linear map that an attention reads
 
-    def note(call: AttentionCall, _address: Address) -> None:
+    def collect_weights(call: AttentionCall, _address: Address) -> None:
+        """Store the weights of the linear maps before a call."""
         for _, origin in call.origins.leaves(call.q, call.k, call.v):
             if origin.linear is not None:
                 weights[origin.address] = origin.linear.weight
@@ -243,31 +282,33 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
     with restore(net.module), trace.fork_random(net.module):  # the model may be in training
         net.module.eval().requires_grad_(False)
         sites = survey(net, batch).sites
-        trace.run(net, batch, trace.Tracer(note))
+        trace.run(net, batch, trace.Tracer(collect_weights))
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         where = f"layer {site.index} ({site.module})"
         if site.structure is None:
             raise InputError(f"{where}: {site.reason}, so its weights are unknown")
-        text = f"{where} computes queries, keys or values by several linear maps in a row"
         if site.inner:
-            raise InputError(f"{text}, so they have no weight of their own")
+            raise InputError(
+                f"{where} computes queries, keys or values by several linear maps in a row, so "
+                "they have no weight of their own"
+            )
         for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
-            first = 0
+            first = 0  # the first column of a map among those of all maps of the same input
             for source in form.source:
                 weight = weights[source]
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
-                # Of several maps of one input, each has the heads of which all columns are its.
                 end = first + weight.shape[1]
-                own = (form.columns >= first) & (form.columns < end)
-                whole = own.all(1)
-                if bool((own.any(1) != whole).any()):
+                # (heads, d): a map has the heads all of whose columns are in it.
+                inside = (form.columns >= first) & (form.columns < end)
+                heads = inside.all(1)
+                if bool((inside.any(1) != heads).any()):
                     raise InputError(
                         f"{where} adds several linear maps up in a head, so it has no weight of "
                         "its own",
                         "Merge adapters into the weights first.",
                     )
-                yield partial(_read_heads, parameter, weight, form.columns[whole] - first)
+                yield partial(_read_heads, parameter, weight, form.columns[heads] - first)
                 first = end

@@ -104,34 +104,33 @@ def watch(
     """
     if "time_limit" in options:
         raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
-    names = measures
-    if isinstance(measures, str):
-        names = [measures]
-    usual = {}
+    names = [measures] if isinstance(measures, str) else measures
+    defaults: dict[str, Any] = {"quick": True}
     if names is None or "attack" in names:
-        usual = {"attack": ATTACK}
+        defaults["attack"] = ATTACK
     request = audit_request(
-        "", measures, {"quick": True, **usual, **options}, demo=False, command="lipaudit.watch()"
+        "", measures, defaults | options, demo=False, command="lipaudit.watch()"
     )
     for name in ("shard", "parts"):
         if getattr(request.run, name):
             text = f"{name} is not possible here: a training is measured on all samples"
             raise UsageError(text, "Leave it out.")
-    advice = "Give a positive number of steps between two measurements."
     if every < 1:
-        raise UsageError(f"every = {every}", advice)
-    called = tuple(loggers)
-    inner = _innermost(model)
-    said = "loggers are functions of figures and a step"
-    advice = "Give [mlflow.log_metrics]."
-    if not all(map(callable, called)):
-        raise UsageError(said, advice)
+        raise UsageError(
+            f"every = {every}", "Give a positive number of steps between two measurements."
+        )
+    inner = _unwrap_model(model)
+    functions = tuple(loggers)
+    if not all(map(callable, functions)):
+        raise UsageError(
+            "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
+        )
     if isinstance(inner, Net):
         name = inner.name
     else:
-        name = type(_module(inner)).__name__
+        name = type(_get_module(inner)).__name__
     request = replace(request, model=name, partial=not strict)
-    return Monitor(inner, request, data, every, Path(to), called, step)
+    return Monitor(inner, request, data, every, Path(to), functions, step)
 
 
 @dataclass(eq=False, repr=False)
@@ -158,22 +157,23 @@ class Monitor:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        """Load the samples, on which all steps are measured: an error shows before the first."""
         self._step = self._begin
-        self._last: int | None = None
+        self._last_measured: int | None = None
         # In a distributed run, the process of rank 0 measures.
-        several = distributed.is_available() and distributed.is_initialized()
-        self._active = not several or distributed.get_rank() == 0
-        if self._active:
-            # All steps are measured on the same samples; here it shows whether that is possible.
-            request = self._request
-            module = _module(self._model)
-            protected = _protect(module, request.run.seed)
-            with protected, open_job(self._model, request, self._data) as job:
-                samples = job.samples
-            few = request.run.samples is None
-            notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
-            self._samples = replace(samples, notes=notes)
-            self._reports = StepReports(self.folder)
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        self._active = not is_distributed or distributed.get_rank() == 0
+        if not self._active:
+            return
+        request = self._request
+        protected = _protect(_get_module(self._model), request.run.seed)
+        with protected, open_job(self._model, request, self._data) as job:
+            samples = job.samples
+        notes = samples.notes
+        if request.run.samples is None:  # nobody asked for more samples
+            notes = tuple(note for note in notes if note.code != "fewer-samples")
+        self._samples = replace(samples, notes=notes)
+        self._reports = StepReports(self.folder)
 
     def __enter__(self) -> Self:
         self.measure(self._step)
@@ -195,24 +195,21 @@ class Monitor:
 
     def measure(self, step: int) -> None:
         """Measure now, at any step; a step that was just measured is not measured again."""
-        if not self._active or step == self._last:
+        if not self._active or step == self._last_measured:
             return
-        self._step = self._last = step
+        self._step = step
+        self._last_measured = step
         start = time.monotonic()
         with self._warn_on_failure(step):
             try:
-                protected = _protect(_module(self._model), self._request.run.seed)
-                asked = self._model, self._request, self._data
-                with protected, open_job(*asked, samples=self._samples) as job:
+                protected = _protect(_get_module(self._model), self._request.run.seed)
+                opened = open_job(self._model, self._request, self._data, samples=self._samples)
+                with protected, opened as job:
                     report = execute(job)
             finally:
                 seconds = time.monotonic() - start
                 self.seconds += seconds
-            run = report.run
-            model = report.run.model
-            model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
-            run = run.model_copy(update={"model": model})
-            self.report = report.model_copy(update={"run": run})
+            self.report = _name_step(report, step)
             self._reports.write(step, self.report)
             figures = collect_figures(self.report) | {f"{PREFIX}seconds": round(seconds, 3)}
             for log in self._loggers:
@@ -224,7 +221,8 @@ class Monitor:
             self.measure(self._step)
         if self._active:
             with self._warn_on_failure(self._step):
-                if reports := self._reports.load(self._step):
+                reports = self._reports.load(self._step)
+                if reports:
                     self._reports.draw(reports)
 
     @contextmanager
@@ -238,21 +236,30 @@ class Monitor:
             warnings.warn(f"lipaudit, step {step}: {explain_error(error).message}", stacklevel=2)
 
 
-def _module(model: Watched) -> nn.Module:
+def _name_step(report: Report, step: int) -> Report:
+    """Return a report whose model is named with the step."""
+    model = report.run.model
+    model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
+    run = report.run.model_copy(update={"model": model})
+    return report.model_copy(update={"run": run})
+
+
+def _get_module(model: Watched) -> nn.Module:
+    """Return the module of a model."""
     return model.module if isinstance(model, ModelSpec) else model
 
 
-def _innermost(model: Watched) -> Watched:
+def _unwrap_model(model: Watched) -> Watched:
     """Return the model without wrappers for several devices.
 
     Raises:
         InputError: no process has all weights.
     """
-    if not isinstance(_module(model), nn.Module):
+    if not isinstance(_get_module(model), nn.Module):
         raise InputError(
             f"{type(model).__name__} is not a model", "Give an nn.Module or a lipaudit.ModelSpec."
         )
-    inner = unwrap(_module(model))
+    inner = unwrap(_get_module(model))
     while isinstance(inner, DistributedDataParallel | DataParallel):
         inner = unwrap(inner.module)
     if isinstance(model, nn.Module):
@@ -260,11 +267,10 @@ def _innermost(model: Watched) -> Watched:
     elif not isinstance(model, Net):
         model = replace(model, module=inner)
     for name, part in (*inner.named_modules(), *inner.named_parameters()):
-        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
-            where = name or "all"
+        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:  # ds_id: DeepSpeed
             raise InputError(
-                f"the weights are sharded over processes ({where}), so no process can measure "
-                "the whole model",
+                f"the weights are sharded over processes ({name or 'all'}), so no process can "
+                "measure the whole model",
                 "Measure the saved checkpoints instead: lipaudit watch FOLDER.",
             )
     return model
@@ -278,24 +284,25 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
     forward passes). Buffers are replaced by copies in the block: changing them would break a later
     backward pass.
     """
+    # The buffers of each submodule, and what they were.
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    copies: dict[int, torch.Tensor | None] = {}
+    copies: dict[int, torch.Tensor | None] = {}  # a buffer that modules share has one copy
     state = random.getstate()
-    place = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     try:
-        for table, own in tables:
-            for name, value in own.items():
+        for buffers, originals in tables:
+            for name, value in originals.items():
                 copy = None
                 if value is not None:
                     copy = value.detach().clone()
-                table[name] = copies.setdefault(id(value), copy)
-        with seed_device(seed, place), exact_arithmetic(place):
+                buffers[name] = copies.setdefault(id(value), copy)
+        with seed_device(seed, device), exact_arithmetic(device):
             yield
     finally:
         random.setstate(state)
-        for table, own in tables:
-            table.clear()
-            table.update(own)
+        for buffers, originals in tables:
+            buffers.clear()
+            buffers.update(originals)
 
 
 def collect_figures(report: Report) -> dict[str, float]:
@@ -311,11 +318,10 @@ def collect_figures(report: Report) -> dict[str, float]:
             name += "/" + re.sub(r"[^A-Za-z0-9.]+", "_", ball)
         figures[name] = row.value
     jacobian = report.section("jacobian")
-    rows = []
-    if jacobian:
-        rows = [row for row in jacobian.rows if not row.module]
-    for row in rows[:1]:
-        figures |= {f"jacobian_norm/{name}": row[name] for name in ("p95", "max")}
+    if jacobian is not None and jacobian.rows:
+        of_model = jacobian.rows[0]  # rows of blocks follow
+        figures["jacobian_norm/p95"] = of_model.p95
+        figures["jacobian_norm/max"] = of_model.max
     bounds = report.section("bounds")
     if bounds is not None:
         figures["heads/median"] = middle(row.exact for row in bounds.rows)
@@ -353,10 +359,13 @@ class StepReports:
         Raises:
             InputError: a report is damaged.
         """
-        named = re.compile(rf"step-(\d+){self.suffix}\.json")
-        names = [path.name for path in self.folder.glob("step-*.json")]
-        steps = sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
-        return [schema.load(self.path(step)) for step in steps if last is None or step <= last]
+        pattern = re.compile(rf"step-(\d+){self.suffix}\.json")
+        steps = []
+        for path in self.folder.glob("step-*.json"):
+            match = pattern.fullmatch(path.name)
+            if match and (last is None or int(match[1]) <= last):
+                steps.append(int(match[1]))
+        return [schema.load(self.path(step)) for step in sorted(steps)]
 
     def draw(self, reports: list[Report]) -> Path:
         """Write a page with the reports side by side; return its path."""
@@ -385,12 +394,12 @@ class Checkpoint:
     changed: int
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder in the order of their steps.
 
     If several have the same step, the newest counts.
     """
-    known: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     for path in folder.iterdir():
         step = read_step(path.name)
         if step is None or path.name.startswith("."):
@@ -398,22 +407,20 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
         files = [path]
         model = path
         if path.is_dir():
-            names = [each.name for each in path.iterdir()]
+            names = [file.name for file in path.iterdir()]
             weights = list_weight_files(names)
             if not weights:
                 continue  # no weights yet
             files = [path / name for name in (*weights, CONFIG) if name in names]
-            if CONFIG in names:
-                model = path
-            else:
+            if CONFIG not in names:
                 model = files[0]
         elif path.suffix not in SUFFIXES:
             continue
-        changed = max(each.stat().st_mtime_ns for each in files)
-        known.append(Checkpoint(path.name, model, step, changed))
+        changed = max(file.stat().st_mtime_ns for file in files)
+        checkpoints.append(Checkpoint(path.name, model, step, changed))
     # Of several with one step the newest comes last, and stays in the dictionary.
-    known.sort(key=lambda each: (each.step, each.changed))
-    return list({each.step: each for each in known}.values())
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.changed))
+    return list({checkpoint.step: checkpoint for checkpoint in checkpoints}.values())
 
 
 def read_step(name: str) -> int | None:
@@ -424,12 +431,13 @@ def read_step(name: str) -> int | None:
     >>> read_step("model_0200.safetensors"), read_step("best.ckpt"), read_step("acc=0.91.pt")
     (200, None, None)
     """
-    stem = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name).lower()
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    stem = name.removesuffix(suffix).lower()
     if SHARD.search(stem) or BESIDE.match(stem):
         return None
-    number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
-    if number:
-        return int(number[1])
+    match = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
+    if match:
+        return int(match[1])
     return None
 
 
@@ -449,15 +457,19 @@ class CheckpointFolder:
         self.folder = folder
         self.request = request
         measures = {name: options.model_dump() for name, options in request.measures.items()}
-        asked = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
-        self.reports = StepReports(to, f"-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
+        settings = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
+        digest = hashlib.sha256(settings.encode()).hexdigest()
+        self.reports = StepReports(to, f"-{digest[:8]}")
         self.samples: Samples | None = None
 
     def list_pending(self) -> list[Checkpoint]:
-        """Return the checkpoints that are new or changed, in order."""
-        paths = {each: self.reports.path(each.step) for each in checkpoints(self.folder)}
-        times = {each: path.stat().st_mtime_ns for each, path in paths.items() if path.exists()}
-        return [each for each in paths if times.get(each, 0) <= each.changed]
+        """Return the checkpoints that are new, or newer than their report, in order."""
+        pending = []
+        for checkpoint in list_checkpoints(self.folder):
+            report = self.reports.path(checkpoint.step)
+            if not report.exists() or report.stat().st_mtime_ns <= checkpoint.changed:
+                pending.append(checkpoint)
+        return pending
 
     def measure(self, checkpoint: Checkpoint, observer: Observer) -> None:
         """Measure a checkpoint on the samples of the others, and write its report.
@@ -473,7 +485,7 @@ class CheckpointFolder:
 # Callbacks of the Trainers of transformers and Lightning. Each class is created on first use, from
 # the installed packages.
 
-Part = Callable[[nn.Module], nn.Module | ModelSpec]
+ChoosePart = Callable[[nn.Module], nn.Module | ModelSpec]
 
 
 class WatchingCallback:
@@ -482,24 +494,28 @@ class WatchingCallback:
     Args:
         part: returns the part of the trainer's model to watch; None: all of it.
         to: as in `lipaudit.watch`; by default a folder in the trainer's folder.
-        asked: other arguments of `lipaudit.watch`: data, measures, every, loggers...
+        options: other arguments of `lipaudit.watch`: data, measures, every, loggers...
     """
 
     def __init__(
-        self, part: Part | None = None, *, to: str | os.PathLike[str] | None = None, **asked: Any
+        self,
+        part: ChoosePart | None = None,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.part = part
         self.to = to
-        self.asked = asked
+        self.options = options
         self.monitor: Monitor | None = None
 
-    def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
+    def start_watching(self, model: Any, folder: str, step: int, **defaults: Any) -> None:
         """Measure before the first step, or before the first one after a checkpoint."""
         if self.part is not None:
             model = self.part(model)
         to = Path(folder) / FOLDER if self.to is None else self.to
-        self.monitor = watch(model, to=to, **(usual | self.asked))
+        self.monitor = watch(model, to=to, **(defaults | self.options))
         self.monitor.measure(step)
 
     def finish_step(self, step: int) -> None:
@@ -543,8 +559,8 @@ def make_lightning_callback() -> type:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
             if trainer.is_global_zero:
-                usual = {"loggers": [each.log_metrics for each in trainer.loggers]}
-                self.start_watching(pl_module, folder, trainer.global_step, **usual)
+                loggers = [logger.log_metrics for logger in trainer.loggers]
+                self.start_watching(pl_module, folder, trainer.global_step, loggers=loggers)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.finish_step(trainer.global_step)

@@ -12,7 +12,7 @@ from lipaudit import schema
 from lipaudit.errors import EvaluationError
 from lipaudit.models.sources.loader import load_net, save_net
 from lipaudit.tables import Report
-from lipaudit.wings.training.watching import checkpoints, read_step
+from lipaudit.wings.training.watching import list_checkpoints, read_step
 from tests.commands import break_measure, invoke
 from tests.wings.training.conftest import median
 from tests.wings.training.conftest import reports as watched
@@ -70,7 +70,7 @@ def test_checkpoints_come_in_the_order_of_their_steps(tmp_path):
             "best.ckpt": 1,
         },
     )
-    seen = checkpoints(tmp_path)
+    seen = list_checkpoints(tmp_path)
     assert [(c.name, c.step) for c in seen] == [
         ("step_20.pt", 20),
         ("checkpoint-900", 900),
@@ -79,9 +79,9 @@ def test_checkpoints_come_in_the_order_of_their_steps(tmp_path):
     assert seen[1].model == tmp_path / "checkpoint-900/model.safetensors"
     assert seen[2].model == tmp_path / "checkpoint-1000"
     filled(tmp_path, {"checkpoint-1000/optimizer.pt": 30})
-    assert checkpoints(tmp_path)[2] == seen[2]
+    assert list_checkpoints(tmp_path)[2] == seen[2]
     filled(tmp_path, {"checkpoint-1000/model.safetensors": 30})
-    assert checkpoints(tmp_path)[2] != seen[2]
+    assert list_checkpoints(tmp_path)[2] != seen[2]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -38,17 +39,18 @@ Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 def name_models(*models: AnyModel) -> list[str]:
     """Return the names of models; a module is named by its class, several of one are numbered."""
     names: list[str] = []
-    modules = set()
+    class_names = set()
     for model in models:
         if isinstance(model, str):
             names.append(model)
             continue
         module = model.module if isinstance(model, ModelSpec) else model
-        names.append(type(module).__name__)
-        modules.add(names[-1])
+        name = type(module).__name__
+        names.append(name)
+        class_names.add(name)
     numbered = []
     for i, name in enumerate(names):
-        if name in modules and names.count(name) > 1:
+        if name in class_names and names.count(name) > 1:
             number = names[: i + 1].count(name)
             name = f"{name} {number}"
         numbered.append(name)
@@ -57,7 +59,7 @@ def name_models(*models: AnyModel) -> list[str]:
 
 def is_demo(*models: AnyModel) -> bool:
     """Say whether all models are demos: samples, radii and the quick preset are then a demo's."""
-    return all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
+    return all(isinstance(model, str) and model.partition(":")[0] == "demo" for model in models)
 
 
 def audit_request(
@@ -77,22 +79,24 @@ def audit_request(
     """
     if measures is not None and not measures:
         raise UsageError("no measure was given", f"There are: {', '.join(load_measures())}.")
-    own, shared = _split_options(options, AuditOptions, RunOptions)
+    of_audit, of_run = _split_options(options, AuditOptions, RunOptions)
     names: tuple[str, ...] | None = None
     if isinstance(measures, str):
         names = (measures,)
     elif measures is not None:
         names = tuple(measures)
-    extent = AuditOptions.parse({**own, "only": names})
-    request = plan_audit(model, extent, RunOptions.parse(shared), demo=demo, command=command)
+    audit_options = AuditOptions.parse({**of_audit, "only": names})
+    run = RunOptions.parse(of_run)
+    request = plan_audit(model, audit_options, run, demo=demo, command=command)
     plan = {name: request.measures[name] for name in names or request.measures}
     if isinstance(measures, Mapping):
+        # The given options of a measure replace those of the audit.
         for name, given in measures.items():
-            usual = plan[name]
-            kind = type(usual)
-            changed = {field: getattr(usual, field) for field in usual.model_fields_set}
-            (asked,) = _split_options(given, kind)
-            plan[name] = kind.parse(changed | asked)
+            planned = plan[name]
+            kind = type(planned)
+            fields = {field: getattr(planned, field) for field in planned.model_fields_set}
+            (of_measure,) = _split_options(given, kind)
+            plan[name] = kind.parse(fields | of_measure)
     return replace(request, measures=plan, optional={*plan})
 
 
@@ -118,25 +122,25 @@ def _split_options(
     Raises:
         UsageError: an option belongs to no group.
     """
-    split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
-    # The group and the field of each name. The first group counts, so it is entered last.
-    known: dict[str, tuple[dict[str, Any], str]] = {}
-    backwards = list(zip(groups, split, strict=True))[::-1]
-    for group, given in backwards:
-        for name in group.model_fields:
-            known[name] = given, name
-    # Options that can be typed come first: a measure has a seed, too, but that of the run counts.
-    for group, given in backwards:
-        for name, each in group.options().items():
-            known[name] = given, name
+    # By name: the number of its group, and the field. Later entries replace earlier ones: those of
+    # the first group, and of options that can be typed (a measure has a seed, too, but not typed).
+    owners: dict[str, tuple[int, str]] = {}
+    last_first = list(enumerate(groups))[::-1]
+    for number, group in last_first:
+        for field in group.model_fields:
+            owners[field] = (number, field)
+    for number, group in last_first:
+        for field, option in group.options().items():
+            owners[field] = (number, field)
             # On the command line some fields have other names, such as `to` and `mode`.
-            typed = each.flags[0].removeprefix("--")
-            known[typed.replace("-", "_")] = given, name
+            typed = option.flags[0].removeprefix("--").replace("-", "_")
+            owners[typed] = (number, field)
+    split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
     for name, value in options.items():
-        if name not in known:
-            raise UsageError(f"there is no option {name!r}", suggestion(name, known))
-        given, field = known[name]
-        given[field] = value
+        if name not in owners:
+            raise UsageError(f"there is no option {name!r}", suggestion(name, owners))
+        number, field = owners[name]
+        split[number][field] = value
     return split
 
 
@@ -191,25 +195,27 @@ def require_shared(outlines: Sequence[Outline]) -> None:
         InputError: inputs, classes or samples of the models differ.
     """
     first, *others = outlines
-    for i, other in enumerate(others, start=1):
-        if other.model in (each.model for each in outlines[:i]):
+    data = first.run.data
+    names = {first.model}
+    for other in others:
+        if other.model in names:
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
-        one = first.run.data
-        two = other.run.data
+        names.add(other.model)
+        other_data = other.run.data
         # Ids differ where two models read one file at two sizes: then the places are equal.
         places = first.samples.get("place")
         has_same_places = bool(places) and places == other.samples.get("place")
-        is_shared = one.suite_id == two.suite_id or has_same_places
+        is_shared = data.suite_id == other_data.suite_id or has_same_places
         if first.kind != other.kind or not is_shared:
             raise InputError(
-                f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}, "
-                f"{two.spec}) do not read the same samples",
+                f"{first.model} ({first.kind}, {data.spec}) and {other.model} ({other.kind}, "
+                f"{other_data.spec}) do not read the same samples",
                 "Give --data for both: images or a table of texts. Random samples fit one model.",
             )
         reason = _compare_classes(first, other)
         if reason:
             raise InputError(
-                f"{reason}, so the labels of {one.spec} cannot fit both",
+                f"{reason}, so the labels of {data.spec} cannot fit both",
                 "Use class names in the data that both models know, or audit them separately.",
             )
 
@@ -223,14 +229,15 @@ def _compare_classes(first: Outline, other: Outline) -> str:
         return f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
     reason = ""
     for label in {*first.labels} - {-1}:
-        ones = _list_names(first, label)
-        twos = _list_names(other, label)
-        is_other = ones and twos and {*ones}.isdisjoint(twos)
-        if not is_other:
-            return ""
-        one = ", ".join(ones)
-        two = ", ".join(twos)
-        reason = reason or f"the class {one!r} of {first.model} is {two!r} in {other.model}"
+        names = _list_names(first, label)
+        other_names = _list_names(other, label)
+        if not names or not other_names or not {*names}.isdisjoint(other_names):
+            return ""  # one common name suffices
+        name = ", ".join(names)
+        other_name = ", ".join(other_names)
+        reason = (
+            reason or f"the class {name!r} of {first.model} is {other_name!r} in {other.model}"
+        )
     return reason
 
 
@@ -289,9 +296,9 @@ def measure(
         2
     """
     kind = find_measure(name).options
-    given, shared = _split_options(options, kind, RunOptions)
-    plan = {name: kind.parse(given)}
-    run = RunOptions.parse(shared)
+    of_measure, of_run = _split_options(options, kind, RunOptions)
+    plan = {name: kind.parse(of_measure)}
+    run = RunOptions.parse(of_run)
     request = Request(name_models(model)[0], plan, run, command="lipaudit.measure()")
     with open_job(model, request, data, input_shape=input_shape) as job:
         if run.shard:
@@ -356,8 +363,11 @@ def audit(
         models = [model]
     if not models:
         raise UsageError("no model was given", "Give one model or a list of models.")
-    how: dict[str, Any] = {"demo": is_demo(*models), "command": "lipaudit.audit()"}
-    requests = [audit_request(name, measures, options, **how) for name in name_models(*models)]
+    demo = is_demo(*models)
+    requests = []
+    for name in name_models(*models):
+        request = audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
+        requests.append(request)
     if requests[0].run.shard and len(models) == 1:
         with open_job(models[0], requests[0], data, input_shape=input_shape) as job:
             run_shard(job, observer)
@@ -395,9 +405,9 @@ def run_audits(
     Raises:
         LipauditError: the only model fails, or several do not share samples.
     """
-    pairs = [*zip(models, requests, strict=True)]
-    if len(pairs) == 1:
-        opened = open_job(*pairs[0], data, input_shape=input_shape)
+    open_model = partial(open_job, data=data, input_shape=input_shape)
+    if len(models) == 1:
+        opened = open_model(models[0], requests[0])
         with opened as job, run_job(job, observer) as report:
             yield report
         return
@@ -406,9 +416,9 @@ def run_audits(
             "shards and folders of parts are of one model", "Audit the models one by one."
         )
     outlines = []
-    for model, request in pairs:
+    for model, request in zip(models, requests, strict=True):
         try:
-            with open_job(model, request, data, input_shape=input_shape) as job:
+            with open_model(model, request) as job:
                 outlines.append(outline_job(job))
                 del job  # the name would keep the model while the next one is loaded
         except LipauditError as error:
@@ -417,26 +427,33 @@ def run_audits(
         finally:
             gc.collect()  # a module may reference itself, and the next model needs its memory
     require_shared(outlines)
-    with ExitStack() as stored:
-        whole = True
-        for (model, request), outline in zip(pairs, outlines, strict=True):
+    with ExitStack() as stored_parts:  # at its end it removes the finished parts
+        all_complete = True
+        for model, outline in zip(models, outlines, strict=True):
             try:
-                with open_job(model, request, data, input_shape=input_shape) as job:
-                    report = stored.enter_context(run_job(job, observer))
+                with open_model(model, outline.request) as job:
+                    report = stored_parts.enter_context(run_job(job, observer))
                     del job
                 assert report is not None, "one process measures several models"
             except Exception as error:
                 if observer is not None:
-                    observer.fails(request.model, error)
-                failure = describe_failure(error)
-                plan = outline.request.measures.items()
-                failed = tuple(make_failed(name, each, failure) for name, each in plan)
-                known = {"run": outline.run, "samples": outline.samples, "sections": failed}
-                report = Report(status="partial", **known)
-            whole &= report.status == "complete"
+                    observer.fails(outline.model, error)
+                report = _report_failure(outline, error)
+            all_complete &= report.status == "complete"
             yield report
-        if not whole:
-            stored.pop_all()  # the parts stay, for --resume
+        if not all_complete:
+            stored_parts.pop_all()  # the parts stay, for --resume
+
+
+def _report_failure(outline: Outline, error: Exception) -> Report:
+    """Return the report of a model that could not be measured: no section has figures."""
+    failure = describe_failure(error)
+    sections = []
+    for name, options in outline.request.measures.items():
+        sections.append(make_failed(name, options, failure))
+    return Report(
+        status="partial", run=outline.run, samples=outline.samples, sections=tuple(sections)
+    )
 
 
 @contextmanager
@@ -460,14 +477,14 @@ def open_job(
     Raises:
         LipauditError: any failure, also inside the block, with a hint.
     """
-    text = "resume needs a checkpoint with a name, and a module has no name"
-    nameless = request.run.resume and not isinstance(model, str)
-    if nameless:
-        raise UsageError(text, "Leave resume out.")
-    if request.run.shard and request.run.parts is None and request.place is None:
-        number, of = request.run.shard
+    if request.run.resume and not isinstance(model, str):
         raise UsageError(
-            f"--shard {number}/{of} needs a folder for its parts",
+            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
+        )
+    if request.run.shard and request.run.parts is None and request.place is None:
+        number, count = request.run.shard
+        raise UsageError(
+            f"--shard {number}/{count} needs a folder for its parts",
             "Add --parts FOLDER, the same for every shard; then: lipaudit merge FOLDER.",
         )
     if isinstance(data, str | os.PathLike):
@@ -491,15 +508,16 @@ def open_job(
             else:
                 net = load_net(model, options)
             if samples is None and data is not None:
-                most = max(request.count(name) for name in request.measures)
+                count = max(request.count(name) for name in request.measures)
                 x, labels = _split_data(data)
-                samples = draw_tensors(x, labels, net, data_options(request.run, most))
+                samples = draw_tensors(x, labels, net, data_options(request.run, count))
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
         # A bug keeps its type and traceback; any other failure is an error with a hint.
-        if (fault := errors.find_user_error(error)) is None or fault is error:
+        user_error = errors.find_user_error(error)
+        if user_error is None or user_error is error:
             raise
-        raise fault from error
+        raise user_error from error
 
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:

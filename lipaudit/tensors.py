@@ -64,42 +64,40 @@ def heads(
     queries = _read_numbers("W_Q", wq, 2, 3)
     keys = _read_numbers("W_K", wk, 2, 3)
     values = _read_numbers("W_V", wv, 2, 3)
-    wanted = "(D, d) or (heads, D, d), as X and W_Q have them"
+    expected = "(D, d) or (heads, D, d), as X and W_Q have them"
     count = len(queries)
     width = tokens.shape[-1]
-    _require_shape(queries.shape[1] == width, "W_Q", queries, wanted)
-    _require_shape(keys.shape == queries.shape, "W_K", keys, wanted)
-    _require_shape(values.shape[:2] == (count, width), "W_V", values, wanted)
+    _require_shape(queries.shape[1] == width, "W_Q", queries, expected)
+    _require_shape(keys.shape == queries.shape, "W_K", keys, expected)
+    _require_shape(values.shape[:2] == (count, width), "W_V", values, expected)
     layer = affine_heads(tokens, queries, keys, values)
     for name, bias in zip("qkv", biases, strict=True):
         if bias is not None:
             layer = _add_bias(layer, name, bias)
-    added = None
+    logit_bias = None
     if mask is not None:
-        added = _read_numbers("mask", mask, 0, 4)
-        whole = (*layer.q.shape[:3], layer.q.shape[2])
-        fits = all(size in (1, most) for size, most in zip(added.shape, whole, strict=True))
-        _require_shape(fits, "mask", added, f"that broadcasts to {whole}")
+        logit_bias = _read_numbers("mask", mask, 0, 4)
+        shape = (*layer.q.shape[:3], layer.q.shape[2])  # (batch, heads, tokens, tokens)
+        fits = all(n in (1, full) for n, full in zip(logit_bias.shape, shape, strict=True))
+        _require_shape(fits, "mask", logit_bias, f"that broadcasts to {shape}")
     if scale is None:
         scales = layer.scale
     else:
         scales = tokens.new_full((1, 1), scale)
-    return replace(layer, scale=scales, bias=added, causal=causal)
+    return replace(layer, scale=scales, bias=logit_bias, causal=causal)
 
 
 def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
-    """Return the heads with a bias of their q, k or v."""
+    """Return the heads with a bias of their q, k or v (`name`)."""
     bias = _read_numbers(f"bias {name}", values, 1, 2)
-    rows = getattr(layer, name)
+    rows = getattr(layer, name)  # (batch, heads, tokens, width)
     count = rows.shape[1]
     width = rows.shape[-1]
     fits = bias.shape[0] in (1, count) and bias.shape[1] == width
     _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
-    bias = bias.expand(count, -1)  # one value for all heads counts for each
-    shifted = rows + bias[:, None]
-    projected = f"to_{name}"
-    projection = replace(getattr(layer, projected), bias=bias)
-    changes: dict[str, Any] = {name: shifted, projected: projection}
+    bias = bias.expand(count, -1)  # a single bias is that of all heads
+    projection = replace(getattr(layer, f"to_{name}"), bias=bias)
+    changes: dict[str, Any] = {name: rows + bias[:, None], f"to_{name}": projection}
     return replace(layer, **changes)
 
 
@@ -157,6 +155,7 @@ def ball_norm(
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
+    """Return the function of a bound."""
     bound = load_bounds().get(name)
     if bound is None:
         raise AttributeError(f"there is no bound {name!r}; there are {', '.join(load_bounds())}")
@@ -181,22 +180,24 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
             numbers = torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
-    wanted = f"of real numbers (at least one) with {least} to {most} axes"
+    expected = f"of real numbers (at least one) with {least} to {most} axes"
     is_real = not numbers.is_complex()
     fits = is_real and numbers.numel() > 0 and least <= numbers.ndim <= most
-    _require_shape(fits, name, numbers, wanted)
+    _require_shape(fits, name, numbers, expected)
     missing = (1,) * (most - numbers.ndim)
     return numbers.reshape(missing + tuple(numbers.shape)).to(torch.float64)
 
 
-def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:
+def _require_shape(fits: bool, name: str, values: Tensor, expected: str) -> None:
+    """Refuse values of a shape that does not fit."""
     if not fits:
         raise UsageError(
-            f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {wanted}."
+            f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {expected}."
         )
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
+    """Return values (batch, heads) without an axis that the tokens or the weights lack."""
     if np.ndim(weight) != 3:
         values = values[:, 0]
     if np.ndim(x) == 3:

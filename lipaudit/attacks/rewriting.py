@@ -212,7 +212,13 @@ def search(
 def _try_changes(
     oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
 ) -> None:
-    """Evaluate changed texts of several steps together, and record their margins."""
+    """Evaluate changed texts together, and record their margins.
+
+    Args:
+        oracle: the model.
+        y: the labels of the unchanged texts.
+        chosen: for each step of a text its changes, and the texts that they make.
+    """
     texts = []
     owners = []  # position of the unchanged text of each
     for step, changes in chosen:

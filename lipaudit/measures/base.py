@@ -100,6 +100,8 @@ class MeasureOptions(Settings):
     def adapt_scores(self, changes: Sequence[Norm]) -> Self:
         """Return the options for a language model that scores continuations.
 
+        By default these are the options for a text of which nothing can be changed.
+
         Args:
             changes: the units of its prompts that can be changed.
 

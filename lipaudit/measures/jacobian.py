@@ -294,12 +294,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     import numpy as np
 
     facts = parts[0].facts
-    arrays = {}
-    for name in dict.fromkeys(name for part in parts for name in part.values):
-        if not name.startswith("share_"):
-            # Parts without any label have no column `correct`: nothing is known to be wrong.
-            pieces = [part.values.get(name, np.ones(len(part.ids), bool)) for part in parts]
-            arrays[name] = np.concatenate(pieces)
+    arrays = _join_arrays(parts)
     columns: dict[str, Any] = {}
     for name, values in arrays.items():
         if name in ("norm", "upper"):
@@ -339,6 +334,19 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     )
     output = "margin" if options.direction == "margin" else facts["to"]
     return [section, *summarise_shares(parts, options, arrays["norm"], output)]
+
+
+def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
+    """Return the arrays of all samples by name, without those of shares."""
+    import numpy as np
+
+    arrays = {}
+    for name in dict.fromkeys(name for part in parts for name in part.values):
+        if not name.startswith("share_"):
+            # Parts without any label have no column `correct`: nothing is known to be wrong.
+            pieces = [part.values.get(name, np.ones(len(part.ids), bool)) for part in parts]
+            arrays[name] = np.concatenate(pieces)
+    return arrays
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:

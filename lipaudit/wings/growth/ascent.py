@@ -276,27 +276,8 @@ class _Objective:
     whole: bool = False
 
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return points where followers attend to both leaders; every other one with copies."""
-        to_q, to_k, to_v = affine_projections(self.head)
-        wq = to_q.weight[0]
-        wk = to_k.weight[0]
-        wv = to_v.weight[0]
-        directions = _draw_normal(generator, 2, count, len(wq))
-        follower, apart = normalize(directions, dim=-1)  # each (count, D)
-        bias = torch.zeros_like(wq[0])
-        if to_q.bias is not None:
-            bias = to_q.bias[0]
-        # On this side of the ball the bias turns a follower's attention away from other followers.
-        towards = (follower @ wk @ bias)[:, None]
-        follower = torch.where(towards > 0, -follower, follower)
-        query = self.radius * follower @ wq + bias
-        query = normalize(query @ wk.mT, dim=1)
-        # The leaders on opposite sides across the query, where the values differ most.
-        apart = apart @ wv @ wv.mT
-        apart = normalize(apart - _dot(apart, query) * query, dim=1)
-        leader = normalize(apart + _TILT * query, dim=1)
-        opposite = normalize(-apart + _TILT * query, dim=1)
-        points = torch.stack([leader, opposite, follower], 1)
+        """Return random rows of parameters without u; every other one with several copies."""
+        points = self._draw_points(count, generator)
         # A point z stands for the token R sin |z| z / |z|: |z| = pi / 2 is the edge of the ball.
         points = points * (_EDGE * math.pi / 2)
         # An angle t stands for (n / 3)^(sin^2 t) copies: sin^2 t is uniform in [0, 1].
@@ -305,29 +286,61 @@ class _Objective:
         angle[::2] = 0.0  # every other start has one copy
         return torch.cat([points.flatten(1), angle], 1)
 
+    def _draw_points(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return two leaders and a follower that attends to both, (count, 3, D), of length 1."""
+        to_q, to_k, to_v = affine_projections(self.head)
+        wq = to_q.weight[0]
+        wk = to_k.weight[0]
+        wv = to_v.weight[0]
+        directions = _draw_normal(generator, 2, count, len(wq))
+        follower, across = normalize(directions, dim=-1)  # each (count, D)
+        bias = torch.zeros_like(wq[0])
+        if to_q.bias is not None:
+            bias = to_q.bias[0]
+        # On this side of the ball the bias turns a follower's attention away from other followers.
+        towards = (follower @ wk @ bias)[:, None]
+        follower = torch.where(towards > 0, -follower, follower)
+        # The direction of the keys that the follower attends to: W_K W_Q^T x.
+        query = self.radius * follower @ wq + bias
+        query = normalize(query @ wk.mT, dim=1)
+        # The leaders are opposite each other, orthogonal to it, where their values differ most.
+        across = across @ wv @ wv.mT
+        across = normalize(across - _dot(across, query) * query, dim=1)
+        leader = normalize(across + _TILT * query, dim=1)
+        opposite = normalize(-across + _TILT * query, dim=1)
+        return torch.stack([leader, opposite, follower], 1)
+
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the highest end of each search, with whole copies."""
+        """Return the highest end of each search, with whole copies.
+
+        Args:
+            starts: the starts, (searches, starts, parameters), without u.
+            generator: source of the first u.
+        """
         rows = starts.flatten(0, 1)
+        u = self._start_directions(rows, generator)
+        rough = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
+        highest = _select_highest(rough.x.view(*starts.shape[:2], -1), rough.height)
+        # Once more, from both whole numbers of copies beside the end; these stay.
+        rounded = self._round_copies(highest)
+        with_whole_copies = replace(self, whole=True)
+        end = climb(with_whole_copies._measure, rounded.flatten(0, 1), steps=_POLISH)
+        highest = _select_highest(end.x.view_as(rounded), end.height)
+        return highest[:, : starts.shape[2]]  # without u
+
+    def _start_directions(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a unit vector u for each row, close to the leading left singular vector of J."""
         tokens = self.n
         if not self.causal:
             tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
-        # Power steps bring u closer to the leading left singular vector.
-        u = _draw_normal(generator, len(rows), size)
-        u = normalize(u, dim=1)
-        for _ in range(_POWER_STEPS):
+        u = normalize(_draw_normal(generator, len(rows), size), dim=1)
+        for _ in range(_POWER_STEPS):  # u <- J J^T u
             position = measure_heights(self._measure, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
             image = position.slope[:, -size:] + position.height[:, None] * u
             u = normalize(image, dim=1)
-        end = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
-        highest = _select_highest(end.x.view(*starts.shape[:2], -1), end.height)
-        # From both whole numbers of copies beside the end, in a few more steps.
-        rounded = self._round_copies(highest)
-        whole = replace(self, whole=True)
-        end = climb(whole._measure, rounded.flatten(0, 1), steps=_POLISH)
-        highest = _select_highest(end.x.view_as(rounded), end.height)
-        return highest[:, : starts.shape[2]]  # without u
+        return u
 
     def _round_copies(self, rows: Tensor) -> Tensor:
         """Return each row with the whole numbers of copies below and above its own."""
@@ -392,9 +405,9 @@ class _Objective:
         leaders = torch.exp(self._log_most_copies * torch.sin(angle) ** 2)
         if self.whole:
             leaders = leaders.detach().round()
-        followers = self.n - 2 * leaders
+        followers = self.n - 2 * leaders  # all other tokens
         copies = torch.stack([leaders, leaders, followers], 1)
-        return copies[:, : self.n]
+        return copies[:, : self.n]  # of two tokens both are leaders
 
     @property
     def _log_most_copies(self) -> float:

@@ -195,25 +195,23 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
     from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
 
-    notes: tuple[Note, ...] = ()
-    worst_rows: list[Cells] | None = None
-    for batch in batches:
-        if worst_rows is None:
-            if "real" in options.modes and net.kind != "text":
-                require_lengths(net, batch, options.lengths)
-            worst_rows = []
-            if batch.start == 0:  # the worst case belongs to the first sample of the run
-                first = batch[:1]
-                if first.mask is not None:  # without padding
-                    first, _ = cut(net, first, int(first.mask.sum()))
-                worst_rows, notes = worst_case(net, first, options)
+    worst_rows: list[Cells] = []
+    worst_notes: tuple[Note, ...] = ()
+    for number, batch in enumerate(batches):
+        if number == 0 and "real" in options.modes and net.kind != "text":
+            require_lengths(net, batch, options.lengths)
+        if batch.start == 0:  # the worst case belongs to the first sample of the run
+            first = batch[:1]
+            if first.mask is not None:  # without padding
+                first, _ = cut(net, first, int(first.mask.sum()))
+            worst_rows, worst_notes = worst_case(net, first, options)
         arrays: dict[str, Values] = {}
         facts: dict[str, Any] = {"rows": list(worst_rows)}
-        notes_of_lengths: tuple[Note, ...] = ()
+        notes: tuple[Note, ...] = ()
         if "real" in options.modes:
-            arrays, facts_of_lengths, notes_of_lengths = _measure_lengths(net, batch, options)
-            facts |= facts_of_lengths
-        yield Part(batch.ids, arrays, facts, notes + notes_of_lengths)
+            arrays, facts_on_data, notes = _measure_lengths(net, batch, options)
+            facts |= facts_on_data
+        yield Part(batch.ids, arrays, facts, worst_notes + notes)
 
 
 def _measure_lengths(

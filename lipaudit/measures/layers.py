@@ -251,7 +251,7 @@ def per_sample(values: Tensor, sample: Tensor) -> Tensor:
 
 
 class Claim(NamedTuple):
-    """That a bound is nowhere below a norm.
+    """The claim that a bound is nowhere below a norm.
 
     Attributes:
         name: the name of the bound.
@@ -294,39 +294,7 @@ def require_bounds_hold(
     Raises:
         EvaluationError: a bound is below a norm; the message names bound, head and sample.
     """
-    exact = values["exact"]
-
-    @cache
-    def slack(r: float = 0.0) -> Tensor:
-        """Return what rounding may do to a bound of each head, in the ball of radius r."""
-        double = heads.to(torch.float64)
-        error = bound_error(double, exact[heads.sample.cpu()])
-        if r:
-            error = error + ball_error(double, r)
-        return per_sample(error.cpu(), heads.sample)
-
-    def layer_slack() -> Tensor:
-        """W_O is linear: an error of a head grows by ||W_O||, and its product has one more."""
-        out = heads.out
-        assert out is not None
-        eps = torch.finfo(torch.float64).eps
-        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
-        errors = slack().square().sum(1, keepdim=True).sqrt()
-        return values["out_norm"] * errors + share * values["layer_sharp_rss"]
-
-    claims = [
-        Claim(name, values[name], exact, slack, record) for name, record in load_bounds().items()
-    ]
-    rss = values["layer_sharp_rss"]
-    claims.append(Claim("sharp_rss", rss, values["layer_exact_out"], layer_slack, SHARP))
-    for name, constants in balls.items():
-        for k, radius in enumerate(radii):
-            label = f"{name} at r = {radius.text}"
-            norms = balls["ball_norm"][..., k]
-            claims.append(
-                Claim(label, constants[..., k], norms, partial(slack, float(radius)), SHARP)
-            )
-    for name, bound, norm, rounding, record in claims:
+    for name, bound, norm, rounding, record in _list_claims(values, heads, balls, radii):
         if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
             continue
         below = (bound < norm - rounding().nan_to_num(0.0)).nonzero()
@@ -342,6 +310,47 @@ def require_bounds_hold(
             "is wrong: do not rely on any number of this run",
             record.remedy,
         )
+
+
+def _list_claims(
+    values: Mapping[str, Tensor],
+    heads: Heads,
+    balls: Mapping[str, Tensor],
+    radii: Sequence[Radius],
+) -> Iterator[Claim]:
+    """Yield every claim of `require_bounds_hold`, whose arguments these are."""
+    exact = values["exact"]
+
+    @cache
+    def bound_rounding(r: float = 0.0) -> Tensor:
+        """Return what rounding may do to a bound of each head, in the ball of radius r."""
+        double = heads.to(torch.float64)
+        error = bound_error(double, exact[heads.sample.cpu()])
+        if r:
+            error = error + ball_error(double, r)
+        return per_sample(error.cpu(), heads.sample)
+
+    def bound_layer_rounding() -> Tensor:
+        """Return what rounding may do to the bound of the layer.
+
+        W_O is linear: an error of a head grows by ||W_O||, and its product has one more.
+        """
+        out = heads.out
+        assert out is not None
+        eps = torch.finfo(torch.float64).eps
+        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
+        errors = bound_rounding().square().sum(1, keepdim=True).sqrt()
+        return values["out_norm"] * errors + share * values["layer_sharp_rss"]
+
+    for name, record in load_bounds().items():
+        yield Claim(name, values[name], exact, bound_rounding, record)
+    rss = values["layer_sharp_rss"]
+    yield Claim("sharp_rss", rss, values["layer_exact_out"], bound_layer_rounding, SHARP)
+    for name, constants in balls.items():  # (samples, heads, radii)
+        for i, radius in enumerate(radii):
+            label = f"{name} at r = {radius.text}"
+            rounding = partial(bound_rounding, float(radius))
+            yield Claim(label, constants[..., i], balls["ball_norm"][..., i], rounding, SHARP)
 
 
 def below_by_rounding(

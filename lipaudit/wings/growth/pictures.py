@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lipaudit.report import blocks
-from lipaudit.report.blocks import Curve
+from lipaudit.report.blocks import Curve, Series
 from lipaudit.report.pictures import make_series
 from lipaudit.report.rows import Sections, find_columns, read_rows
 from lipaudit.tables import Row
@@ -19,26 +18,39 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
     """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
     columns = find_columns(sections)
     rows = [row for row in read_rows(sections) if order(row.norm) > 0]
-    for mode, group in group_values((row["mode"], row) for row in rows).items():
-        x = "radius" if mode == "radius" else "n"
+    by_mode = group_values((row["mode"], row) for row in rows)
+    for mode, group in by_mode.items():
+        x = "n"
+        axis = "the length"
+        if mode == "radius":
+            x = "radius"
+            axis = "R"
         lines = group_values((_name_line(row, mode), row) for row in group)
-        names = list(lines)
-        if len(names) > LINES:
-            step = (len(names) - 1) / (LINES - 1)
-            names = [names[round(i * step)] for i in range(LINES)]
-        series = [make_series(name, lines[name], x, "norm") for name in names]
-        if not series:
-            continue
+        series = []
+        for name in _spread(list(lines)):
+            series.append(make_series(name, lines[name], x, "norm"))
         if x == "n":
-            start = min(each.x[0] for each in series)
-            end = max(each.x[-1] for each in series)
-            first = series[0].y[0]
-            for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
-                last = first * (end / start) ** power
-                series.append(blocks.Series(text, (start, end), (first, last), guide=True))
-        axis = "R" if x == "radius" else "the length"
+            series += list(_draw_guides(series))
         title = f"How norms grow with {axis}, mode {mode}"
         yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+
+
+def _spread(names: list[str]) -> list[str]:
+    """Return at most LINES of the names, spread evenly."""
+    if len(names) <= LINES:
+        return names
+    step = (len(names) - 1) / (LINES - 1)
+    return [names[round(i * step)] for i in range(LINES)]
+
+
+def _draw_guides(series: list[Series]) -> Iterator[Series]:
+    """Yield lines of the slopes 1/4 and 1/2 from the beginning of the first series."""
+    start = min(line.x[0] for line in series)
+    end = max(line.x[-1] for line in series)
+    first = series[0].y[0]
+    for text, power in (("n^1/4", 0.25), ("n^1/2", 0.5)):
+        last = first * (end / start) ** power
+        yield Series(text, (start, end), (first, last), guide=True)
 
 
 def _name_line(row: Row, mode: str) -> str:

@@ -87,15 +87,7 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
     elif ball.norm == "l1":
-        # Soft threshold (Duchi et al., 2008): each entry shrinks by
-        # t = max_k (sum of the k largest entries - eps) / k, or by 0 inside the ball.
-        sizes = delta.abs().flatten(1)
-        descending = sizes.sort(1, descending=True)[0]
-        excess = descending.cumsum(1, dtype=torch.float64) - ball.eps
-        k = torch.arange(1, sizes.shape[1] + 1, device=x.device)
-        threshold = (excess / k).amax(1).clamp_min(0)
-        threshold = add_axes(threshold.to(x), x)
-        delta = delta.sign() * (delta.abs() - threshold).clamp_min(0)
+        delta = _project_l1(delta, ball.eps)
     else:
         # Lengths below eps count as eps: a point inside the ball is scaled by eps / eps = 1.
         # The tiny number avoids 0 / 0 at eps = 0.
@@ -103,6 +95,21 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
         lengths = _lengths(delta, ball.norm).clamp_min(smallest)
         delta = delta * (ball.eps / lengths)
     return ball.clamp(x + delta)
+
+
+def _project_l1(delta: Samples, eps: float) -> Samples:
+    """Return the nearest perturbation with an l1 norm of at most eps, for each sample.
+
+    Soft threshold (Duchi et al., 2008): each entry shrinks by
+    t = max_k (sum of the k largest entries - eps) / k, or by 0 inside the ball.
+    """
+    sizes = delta.abs()
+    descending = sizes.flatten(1).sort(1, descending=True)[0]
+    excess = descending.cumsum(1, dtype=torch.float64) - eps
+    k = torch.arange(1, excess.shape[1] + 1, device=delta.device)
+    threshold = (excess / k).amax(1).clamp_min(0)
+    threshold = add_axes(threshold.to(delta), delta)
+    return delta.sign() * (sizes - threshold).clamp_min(0)
 
 
 def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:

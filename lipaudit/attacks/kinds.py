@@ -274,10 +274,14 @@ def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
     """
 
     def rank(trial: Trial) -> tuple[int, Fraction]:
+        """Return the cost of a trial, then its radius."""
         cost = sum(attack.estimate_cost(trial.radius) for attack in trial.attacks)
         return cost, trial.radius.value
 
-    return [(trial, attack) for trial in sorted(plan, key=rank) for attack in trial.attacks]
+    steps: list[tuple[Trial, Attack]] = []
+    for trial in sorted(plan, key=rank):
+        steps += ((trial, attack) for attack in trial.attacks)
+    return steps
 
 
 def read_plan(

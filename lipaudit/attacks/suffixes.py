@@ -188,18 +188,22 @@ class _Search:
         """
         assert draft.suffix is not None
         ids = draft.suffix.ids
-        # The first position of the suffix that changes: all do, or only the last one, if new.
-        first = len(ids) - 1 if len(ids) > len(self.current) else 0
+        first = 0  # the first position of the suffix that changes
+        if len(ids) > len(self.current):  # a new token was added: only that one changes
+            first = len(ids) - 1
         start = self.place.token + first
-        slopes = slope[start : start + len(ids) - first]
+        end = self.place.token + len(ids)
+        slopes = slope[start:end]  # (positions, width)
         embeddings = self.reader.table[list(ids[first:])]
         table = self.reader.table[self.tokens.to(embeddings.device)]
         # (positions, tokens): to first order, the lead changes by
         # slope . (e(token) - e(token at the position)).
-        rises = slopes @ table.T - (slopes * embeddings).sum(1, keepdim=True)
+        before = (slopes * embeddings).sum(1, keepdim=True)
+        rises = slopes @ table.T - before
         by_gradient = rises.flatten().argsort(stable=True).cpu()
         at_random = self._shuffle(len(by_gradient))
-        for index in torch.stack([by_gradient, at_random], 1).flatten().tolist():
+        in_turn = torch.stack([by_gradient, at_random], 1).flatten()
+        for index in in_turn.tolist():
             row, token = divmod(index, len(self.tokens))
             position = first + row
             yield (*ids[:position], int(self.tokens[token]), *ids[position + 1 :])

@@ -393,7 +393,8 @@ class TextOracle:
             ids, mask = self.reader.pad([texts[i] for i in rows])
             output = self.reader.output(ids, mask)
             logits |= zip(rows, output, strict=True)
-        return torch.stack([logits[i] for i in range(len(texts))])
+        in_order = [logits[i] for i in range(len(texts))]
+        return torch.stack(in_order)
 
     def measure_leads(
         self, logits: Float[Tensor, "texts classes"], y: Int[Tensor, " texts"]

@@ -24,15 +24,15 @@ ARGS = ("demo", "-n", "128", "--epochs", "3", "--batch-size", "32", "--lr", "1e-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A trained model; beside it, in `cut`, what a kill after the first epoch would have left."""
-    folder, keep = tmp_path_factory.mktemp("whole"), TrainingRecord.keep
+    folder, add = tmp_path_factory.mktemp("whole"), TrainingRecord.add
 
-    def keep_and_copy(self, epoch):
-        keep(self, epoch)
+    def add_and_copy(self, epoch):
+        add(self, epoch)
         if epoch.number == 1:
             shutil.copytree(self.out, folder / "cut")
 
     with chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRecord, "keep", keep_and_copy)
+        patch.setattr(TrainingRecord, "add", add_and_copy)
         done = invoke("train", *ARGS, "--out", "whole")
     assert done.stdout == "whole\n"
     assert done.stderr.count("epoch ") == 3

@@ -75,10 +75,8 @@ def add_inputs(
                 tokens[name] = part.x * is_real[..., None]
     memory = tokens["k"]  # the input of keys and values
     out = None
-    if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
-        weight = read_weight(structure.out.reference)
-        out = weight[structure.out.order] * structure.out.gain[:, None]
-        out = torch.unflatten(out, 0, (call.q.shape[1], -1))
+    if structure.out is not None:
+        out = structure.out.divide(call.q.shape[1])
     if "q" in parts:
         x = tokens["q"]
         to_q = parts["q"].projection
@@ -281,6 +279,11 @@ class OutputMap:
     order: Tensor
     gain: Tensor
 
+    def divide(self, heads: int) -> Tensor:
+        """Return W_O of each head, (heads, d_v, D_out)."""
+        weight = read_weight(self.reference)[self.order] * self.gain[:, None]
+        return torch.unflatten(weight, 0, (heads, -1))
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -445,8 +448,8 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     u = u.to(call.output)
     readers = {"x": queries, "x_kv": memory}
     closed_form = [(readers[name][0], z) for name, z in pulled.items()]
-    # By autograd, input by input. Gradients are compared at the inputs of the linear maps, where
-    # both are exact.
+    # By autograd, input by input: one group of projections for each. Gradients are compared at the
+    # inputs of the linear maps, where both are exact.
     q_leaves = {id(leaf.tensor) for part in queries for leaf in part.leaves}
     kv_leaves = {id(leaf.tensor) for part in memory for leaf in part.leaves}
     groups = [queries, memory]

@@ -155,6 +155,9 @@ def _find_moved(source: Probed, *, row: int | None = None, column: int | None = 
 def _find_factors(moved: Mapping[str, _Moved], axis: int, size: int) -> tuple[Factor, ...]:
     """Return the factors of a leading axis; samples count as windows so far.
 
+    See the table at the top of this file: a factor holds heads if a channel moves one place of it,
+    windows if a token of the keys does, and further queries if only a token of the queries does.
+
     Args:
         moved: which vectors of q, k and v move with their inputs.
         axis: number of the axis.

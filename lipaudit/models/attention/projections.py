@@ -287,21 +287,31 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
             part = replace(source, t=t[:, ::repeat])
         if not torch.equal(part.t.repeat_interleave(repeat, 1), t):
             continue
-        count = heads // repeat
-        number = torch.arange(count, device=t.device)
-        # Column c of y affects the head with the number head[c], or none: -1.
-        head = graph.label_affected(part, number.view(1, -1, 1, 1), rows=False)
-        if head is not None:
-            sizes = torch.bincount(head[head >= 0], minlength=count)
-            if (sizes != sizes[0]).any():
-                raise NotClosedForm("uses more channels in some heads than in others", "ragged")
-            # Columns in the order of their heads; those without an effect come first.
-            without_effect = int((head < 0).sum())
-            order = head.argsort(stable=True)[without_effect:]
-            return part, order.view(count, -1), repeat
-        if repeat > 1:
-            return part, None, repeat
+        columns = _find_columns(part)
+        if columns is not None or repeat > 1:
+            return part, columns, repeat
     return source, None, 1
+
+
+def _find_columns(source: Probed) -> Tensor | None:
+    """Return the columns of y that each head reads, (heads, e); None if heads share some.
+
+    Raises:
+        NotClosedForm: heads read different numbers of columns.
+    """
+    count = source.t.shape[1]
+    number = torch.arange(count, device=source.t.device)
+    # Column c of y affects the head with the number head[c], or none: -1.
+    head = graph.label_affected(source, number.view(1, -1, 1, 1), rows=False)
+    if head is None:
+        return None
+    sizes = torch.bincount(head[head >= 0], minlength=count)
+    if (sizes != sizes[0]).any():
+        raise NotClosedForm("uses more channels in some heads than in others", "ragged")
+    # Columns in the order of their heads; those without an effect come first.
+    without_effect = int((head < 0).sum())
+    order = head.argsort(stable=True)[without_effect:]
+    return order.view(count, -1)
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:

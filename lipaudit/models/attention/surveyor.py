@@ -483,32 +483,40 @@ def _find_scope(frames: Sequence[Frame], call: AttentionCall) -> Frame:
 
     Everything else that q, k, v and the logits depend on must enter it as an argument.
     """
-    tensors = call.q, call.k, call.v
-    origins = [leaf.origin for leaf in call.origins.leaves(*tensors)]
+    origins = [leaf.origin for leaf in call.origins.leaves(call.q, call.k, call.v)]
     maps = [origin for origin in origins if origin.linear]
     modules = _list_projection_modules(call, maps)
     for frame in reversed(frames):
-        if not all(map(frame.holds, modules)):
-            continue
-        # Walk back from q, k and v to the inputs of the module call.
-        inputs = [*frame.inputs.values()]
-        stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
-        walks = [graph.leaves(t, stop) for t in tensors]
-        # A module that gets q, k and v one by one contains none of their maps, so it is not the
-        # attention module.
-        has_map = any(frame.holds(origin.address.module) for origin in maps)
-        stops_met = {node for _, hits in walks for node in hits}
-        if origins and not has_map and len(stops_met) != 1:
-            continue
-        if isinstance(call.form, Explicit):
-            walks.append(graph.leaves(call.form.logits, stop))
-        # All other leaves must be made inside of the module.
-        input_ids = {id(t) for t in inputs}
-        others = [t for leaves, _ in walks for t in leaves if id(t) not in input_ids]
-        other_origins = [call.origins.by_leaf.get(t) for t in others]
-        if all(frame.holds(o.address.module) for o in other_origins if o is not None):
+        if all(map(frame.holds, modules)) and _is_complete(frame, call, origins):
             return frame
     return frames[0]
+
+
+def _is_complete(frame: Frame, call: AttentionCall, origins: Sequence[Origin]) -> bool:
+    """Say whether an attention depends on a module call's inputs, and its own parts, only.
+
+    Args:
+        frame: the module call.
+        call: the attention.
+        origins: the origins of its q, k and v.
+    """
+    # Walk back from q, k and v to the inputs of the module call.
+    inputs = [*frame.inputs.values()]
+    stop = [t.grad_fn for t in inputs if t.grad_fn is not None]
+    walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
+    # A module that gets q, k and v one by one contains none of their maps, so it is not the
+    # attention module.
+    has_map = any(frame.holds(origin.address.module) for origin in origins if origin.linear)
+    stops_met = {node for _, hits in walks for node in hits}
+    if origins and not has_map and len(stops_met) != 1:
+        return False
+    if isinstance(call.form, Explicit):
+        walks.append(graph.leaves(call.form.logits, stop))
+    # All other leaves must be made inside of the module.
+    input_ids = {id(t) for t in inputs}
+    others = [t for leaves, _ in walks for t in leaves if id(t) not in input_ids]
+    other_origins = [call.origins.by_leaf.get(t) for t in others]
+    return all(frame.holds(o.address.module) for o in other_origins if o is not None)
 
 
 def _list_projection_modules(call: AttentionCall, maps: Sequence[Origin]) -> list[str]:

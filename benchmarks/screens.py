@@ -43,7 +43,7 @@ COMMANDS = {
     "several": ("report", BEFORE, AFTER, "-o", "several.html"),
     "text": ("audit", "./reviews", "--data", "test.jsonl", "-n", "8", "--run-dir", "text"),
     "language": ("audit", "./capitals", "--data", "questions.jsonl", "--score", "sum",
-                 "--eps", "0.3,1", "--run-dir", "language"),
+                 "--eps", "0.02,0.05,0.1", "--run-dir", "language"),
 }  # fmt: skip
 """The command that makes each kind of page; an audit writes it into its folder."""
 SCRIPTS = {"text": "reviews.py", "language": "capitals.py"}

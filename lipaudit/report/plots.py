@@ -31,7 +31,10 @@ Span = tuple[float, float]
 Tip = tuple[str, Span, Span]
 """The text of a tooltip and its place in the units of the axes: a point, or the ends in x, y."""
 MANY = 500
-"""Charts with more points or cells embed a PNG in the SVG, to keep pages small."""
+"""Charts with more points or cells embed a PNG in the SVG, to keep pages small.
+
+So do all attention maps.
+"""
 MOST_TIPS = 1200
 """Largest number of tooltips in a chart: they make most of a page's size.
 
@@ -65,7 +68,8 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     across = np.arange(width + 1) - 0.5
     down = np.arange(height + 1) - 0.5
     # Many cells as paths would make the page several megabytes large.
-    look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": values.size > MANY}
+    embedded = block.square or values.size > MANY
+    look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": embedded}
     mesh = axes.pcolormesh(across, down, np.ma.masked_invalid(values), clip_on=False, **look)
     _draw_colours(axes, mesh, block.column, log=scale.log)
     ylabel, xlabel = block.axes

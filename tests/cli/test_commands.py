@@ -249,6 +249,10 @@ def test_a_terminal_shows_one_screen_and_last_the_files_and_what_to_type(audited
     assert "Scorecard" in shown
 
 
+def test_the_page_of_an_audit_of_12_heads_stays_below_250_kb(audited):
+    assert (audited[0] / "run/report.html").stat().st_size < 250_000
+
+
 def test_details_print_the_sections_and_so_do_files(audited, monkeypatch):
     folder, shown = audited[0], audited[1].stdout.splitlines()
     monkeypatch.chdir(folder)

@@ -215,9 +215,9 @@ class Attack:
             "gradient": 3,
             "steps": 3 * self.steps,
             "queries": self.queries,
-            "edits": (self.queries + 3) * changes,
-            "points": 1,  # or more: the file says how many
-            "swaps": self.steps * (self.queries + 3),
+            "edits": (self.queries + 3) * changes,  # queries and a gradient for every change
+            "points": 1,  # or more: the file of `--transfer` says how many
+            "swaps": self.steps * (self.queries + 3),  # queries and a gradient for every step
         }
         return costs[self.kind.effort] * self.turns
 

@@ -176,7 +176,8 @@ class Lexicon:
     def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
         """Split a text into words; every fixed id is a separate piece.
 
-        If the spans are known, a word ends at the first gap.
+        A token goes on a word if the vocabulary marks it so, and if the spans are known, only
+        without a gap behind the token before.
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()

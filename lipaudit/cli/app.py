@@ -435,7 +435,7 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     return command
 
 
-class _Parameters(NamedTuple):
+class _CommandParameters(NamedTuple):
     """The parameters of a command.
 
     Attributes:
@@ -449,7 +449,7 @@ class _Parameters(NamedTuple):
     rare: frozenset[str]
 
 
-def _read_parameters(function: Callable[..., None]) -> _Parameters:
+def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     """Return the parameters of a command from those of its function."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type[Settings]] = {}
@@ -475,7 +475,7 @@ def _read_parameters(function: Callable[..., None]) -> _Parameters:
     # A command without rare options shows all options in --help.
     if rare & {p.name for p in parameters}:
         parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
-    return _Parameters(groups, parameters, frozenset(rare))
+    return _CommandParameters(groups, parameters, frozenset(rare))
 
 
 def _parse_values(

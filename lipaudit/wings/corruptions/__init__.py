@@ -1,6 +1,6 @@
 """Accuracy under common corruptions of images, and typing errors."""
 
 from lipaudit.tables.plugins import Wing
-from lipaudit.wings.corruptions.measure import CORRUPT
+from lipaudit.wings.corruptions.corrupt import CORRUPT
 
 WING = Wing(measures=(CORRUPT,))

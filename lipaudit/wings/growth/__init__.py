@@ -5,5 +5,5 @@ from lipaudit.wings.growth.scaling import SCALING
 
 WING = Wing(
     measures=(SCALING,),
-    drawings={"lengths": "lipaudit.wings.growth.pictures:draw_lengths"},
+    drawings={"lengths": "lipaudit.wings.growth.length_curves:draw_lengths"},
 )

@@ -24,7 +24,7 @@ from lipaudit.tables.columns import group_values
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, are_affine_everywhere
 from lipaudit.wings.growth import worst_tokens
-from lipaudit.wings.growth.ascent import steepest_tokens
+from lipaudit.wings.growth.searches import steepest_tokens
 
 if TYPE_CHECKING:
     from lipaudit.wings.growth.scaling import ScalingOptions

@@ -491,7 +491,7 @@ def _write_notes(
     disagreeing: Sequence[Sequence[Row]],
 ) -> Iterator[Note]:
     """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
-    from lipaudit.wings.growth.ascent import SEARCHES
+    from lipaudit.wings.growth.searches import SEARCHES
 
     reached = len({row.n for row in rows if row.mode == "real"})
     if reached:

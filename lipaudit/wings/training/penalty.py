@@ -300,15 +300,28 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
-                end = first + weight.shape[1]
-                # (heads, d): a map has the heads all of whose columns are in it.
-                inside = (form.columns >= first) & (form.columns < end)
-                heads = inside.all(1)
-                if bool((inside.any(1) != heads).any()):
-                    raise InputError(
-                        f"{where} adds several linear maps up in a head, so it has no weight of "
-                        "its own",
-                        "Merge adapters into the weights first.",
-                    )
-                yield partial(_read_heads, parameter, weight, form.columns[heads] - first)
-                first = end
+                columns = _select_heads(form.columns, first, weight.shape[1], where)
+                yield partial(_read_heads, parameter, weight, columns)
+                first += weight.shape[1]
+
+
+def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor:
+    """Return the columns of the heads that a linear map computes, counted within the map.
+
+    Args:
+        columns: the columns of each head, (heads, d), among those of all maps of one input.
+        first: the first column of the map.
+        count: its number of columns.
+        where: the layer in words.
+
+    Raises:
+        InputError: a head has columns of several maps.
+    """
+    inside = (columns >= first) & (columns < first + count)
+    heads = inside.all(1)
+    if bool((inside.any(1) != heads).any()):
+        raise InputError(
+            f"{where} adds several linear maps up in a head, so it has no weight of its own",
+            "Merge adapters into the weights first.",
+        )
+    return columns[heads] - first

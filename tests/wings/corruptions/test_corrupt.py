@@ -19,8 +19,8 @@ from lipaudit.measures.base import seed_of
 from lipaudit.measures.texts import make_reader, read_texts
 from lipaudit.models.sources.loader import load_net
 from lipaudit.tables.columns import wilson
+from lipaudit.wings.corruptions.corrupt import CorruptOptions
 from lipaudit.wings.corruptions.images import corrupt_image
-from lipaudit.wings.corruptions.measure import CorruptOptions
 from lipaudit.wings.corruptions.typing_errors import mistype
 from tests.attacks.text_folders import FOLDERS, TEXTS, count_typing_errors, save
 from tests.measures.cases import run_measure

@@ -8,7 +8,7 @@ import torch
 
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.wings.growth import ascent
-from lipaudit.wings.growth.ascent import climb, steepest_tokens
+from lipaudit.wings.growth.searches import climb, steepest_tokens
 from lipaudit.wings.growth.worst_tokens import move_heads, power_law
 from tests.theory.cases import growing_head
 

@@ -19,9 +19,9 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.report.blocks import Curve
 from lipaudit.report.sections import show_section
 from lipaudit.settings.option import read_lengths
-from lipaudit.wings.growth.ascent import steepest_tokens
 from lipaudit.wings.growth.lengths import cut
 from lipaudit.wings.growth.scaling import ScalingOptions, measure, summarise
+from lipaudit.wings.growth.searches import steepest_tokens
 from tests.measures.cases import dense_norm, run_measure
 from tests.nets import own_batch, own_net, seeded
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lipaudit.theory.products import dense_jacobian
-from lipaudit.wings.growth import ascent
+from lipaudit.wings.growth import searches
 from lipaudit.wings.growth.searches import climb, steepest_tokens
 from lipaudit.wings.growth.worst_tokens import move_heads, power_law
 from tests.theory.cases import growing_head
@@ -28,7 +28,7 @@ def test_norms_are_those_of_whole_tokens_whatever_the_seed_and_the_rounding(caus
     heads, radius, lengths = growing_head(2), 4.0, (2, 8)
     ends = list(steepest_tokens(heads, radius, lengths, seed=0, causal=causal))
     for n, end in zip(lengths, ends, strict=True):
-        assert len(end.norm) == ascent.SEARCHES
+        assert len(end.norm) == searches.SEARCHES
         for points, copies, found in zip(end.points, end.copies, end.norm, strict=True):
             x = points.repeat_interleave(copies, 0)
             assert len(x) == n

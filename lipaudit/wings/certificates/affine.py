@@ -508,7 +508,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Put a constant into the entries where a mask holds."""
+    """Put a constant into the entries where a mask holds: no symbol or slack moves them."""
     mask = mask.bool()
     unchanged = ~mask
     input = broadcast(input, mask.shape)

@@ -478,14 +478,14 @@ def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _stack_times(stack: Tensor, y: Tensor) -> Tensor:
-    """Return stack (rows, *b, i, k) @ y (*b, k, j), as products of tall matrices: faster."""
+    """Return stack (symbols, *b, i, k) @ y (*b, k, j), as products of tall matrices: faster."""
     tall = stack.movedim(0, -3)
     product = tall.flatten(-3, -2) @ y
     return torch.unflatten(product, -2, tall.shape[-3:-1]).movedim(-3, 0)
 
 
 def _times_stack(x: Tensor, stack: Tensor) -> Tensor:
-    """Return x (*b, i, k) @ stack (rows, *b, k, j), as products with wide matrices: faster."""
+    """Return x (*b, i, k) @ stack (symbols, *b, k, j), as products with wide matrices: faster."""
     wide = stack.movedim(0, -2)
     product = x @ wide.flatten(-2)
     return torch.unflatten(product, -1, wide.shape[-2:]).movedim(-2, 0)

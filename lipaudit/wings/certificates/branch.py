@@ -258,11 +258,15 @@ class Evaluation(NamedTuple):
 
 
 def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> Evaluation:
-    """Bound margins `which` (b,) from below by multipliers y (2, b, k)."""
+    """Return lower bounds of the margins `which` (b,) by multipliers y (2, b, k).
+
+    margin + sum y constraint is no larger than the margin where the constraints (<= 0) hold. It is
+    affine in the symbols e, so its minimum is its constant less the dual norm of its coefficients.
+    """
     relus = problem.relus
     margins = problem.margins
     n = problem.inputs
-    # margin + sum y constraint = margin + on_z . z + on_error . (1 + eps), z and eps in symbols.
+    # margin + on_z . z + on_error . (1 + eps), where z and the margin are affine in e.
     on_z = (y * effects.on_z).sum(0)
     on_error = (y * effects.on_error).sum(0)
     coefficients = torch.addmm(margins.slopes[which], on_z, relus.slopes)
@@ -270,7 +274,7 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # The minimum over the symbols: less the dual norm of the coefficients.
+    # Symbols in [-1, 1] have the 1-norm; those of the input may have another dual norm.
     if problem.symbols.norm == "linf":
         bounds = bounds - torch.linalg.vector_norm(coefficients, 1, dim=1)
         return Evaluation(bounds, coefficients, on_z)

@@ -202,8 +202,9 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
 def _bound_log_mean(deviation: Deviation) -> Form:
     """Return rho = log sum_j p_j e^(d_j), one form per row.
 
-    With q = sum p d^2, sum p e^d = 1 + y for y = sum p d + q / 2 + C. Here `second` is Q >= q,
-    `third` is T >= |C|, and `top` is Y = t + Q / 2 + T >= y.
+    With q = sum p d^2, sum p e^d = 1 + y for y = sum p d + q / 2 + C, where |sum p d| <= t is
+    rounding. Here `second` bounds q and `third` bounds |C|; then `top` = t + second / 2 + third
+    bounds y.
     """
     d, p, r, lengths, mean_error = deviation
     keys = p.shape[-1]
@@ -220,6 +221,7 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     rho = _bound_log_mean_affine(deviation, top)
     if d.symbols.order == 1:
         return rho
+    # At order 2 rho = q / 2 +- error may be closer: in each row the smaller slack is taken.
     error = third + 2 * mean_error + top.square() / 2
     quadratic = _bound_log_mean_quadratic(deviation, error)
     is_better = rho.slack < quadratic.slack

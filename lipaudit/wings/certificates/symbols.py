@@ -398,17 +398,21 @@ class Symbols:
         return round_up_sum(largest_of_words.topk(count, 0).values.sum(0), count)
 
     def find_best_words(self, linear: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-        """Return the symbols, 0 or 1, at which linear parts reach `maximise_over_words`."""
+        """Return the symbols at which linear parts are largest if `max_words` words may change.
+
+        1 for the best replacement of each of the best words, else 0. The largest values are those
+        of `maximise_over_words`.
+        """
         groups, largest_of_words = self._split_words(linear)
         count = min(self.max_words, len(largest_of_words))
-        moving = largest_of_words.topk(count, 0).indices
-        is_moving = torch.zeros_like(largest_of_words).scatter_(0, moving, 1.0)
+        best_words = largest_of_words.topk(count, 0).indices
+        is_best = torch.zeros_like(largest_of_words).scatter_(0, best_words, 1.0)
         # A word whose replacements all lower the value stays as it is.
-        is_moving = is_moving * largest_of_words.sign()
+        is_best = is_best * largest_of_words.sign()  # (words, m)
         symbols = []
-        for group, moves in zip(groups, is_moving, strict=True):
-            best = F.one_hot(group.argmax(0), len(group)).mT  # (replacements, m)
-            symbols.append(best * moves)
+        for group, is_best_word in zip(groups, is_best, strict=True):
+            best_replacement = F.one_hot(group.argmax(0), len(group)).mT  # (replacements, m)
+            symbols.append(best_replacement * is_best_word)
         return torch.cat(symbols)
 
     def _split_words(self, linear: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
@@ -524,7 +528,10 @@ class Symbols:
         return create_errors(radius, first, self.dtype)
 
     def add_row_errors(self, coefficients: Float[Tensor, "layers ..."]) -> ErrorBlock:
-        """Return new error symbols: one per layer and row of the last axis, for the whole row."""
+        """Return new error symbols, each of which acts on all entries of a row of the last axis.
+
+        There is one per layer and row, with these coefficients (layers, *shape).
+        """
         first = self.count
         layers, *lead, width = coefficients.shape
         rows = torch.Size(lead).numel()

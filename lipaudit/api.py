@@ -477,16 +477,7 @@ def open_job(
     Raises:
         LipauditError: any failure, also inside the block, with a hint.
     """
-    if request.run.resume and not isinstance(model, str):
-        raise UsageError(
-            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
-        )
-    if request.run.shard and request.run.parts is None and request.place is None:
-        number, count = request.run.shard
-        raise UsageError(
-            f"--shard {number}/{count} needs a folder for its parts",
-            "Add --parts FOLDER, the same for every shard; then: lipaudit merge FOLDER.",
-        )
+    _require_possible(model, request)
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request = replace(request, run=run)
@@ -518,6 +509,29 @@ def open_job(
         if user_error is None or user_error is error:
             raise
         raise user_error from error
+
+
+def _require_possible(model: AnyModel | Net, request: Request) -> None:
+    """Refuse a request that this process cannot serve, before anything is loaded.
+
+    Raises:
+        UsageError: a module cannot be resumed, or a shard has no folder or has several processes.
+    """
+    if request.run.resume and not isinstance(model, str):
+        raise UsageError(
+            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
+        )
+    if request.run.shard and request.place is not None:
+        raise UsageError(
+            "--shard and a launcher of several processes both split the samples",
+            "Leave --shard out, or run one process.",
+        )
+    if request.run.shard and request.run.parts is None:
+        number, count = request.run.shard
+        raise UsageError(
+            f"--shard {number}/{count} needs a folder for its parts",
+            "Add --parts FOLDER, the same for every shard; then: lipaudit merge FOLDER.",
+        )
 
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:

@@ -86,13 +86,10 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
     """Return the options of one process: its shard of the samples, on its own device.
 
     Raises:
-        UsageError: every process would spread its model over all devices, or the run is a shard.
+        UsageError: every process would spread its model over all devices.
     """
     import torch
 
-    text = "--shard and a launcher of several processes both split the samples"
-    if run.shard:
-        raise UsageError(text, "Leave --shard out, or run one process.")
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
         where = run.device_map

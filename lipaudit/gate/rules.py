@@ -118,10 +118,10 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
     measure, _, column = match["metric"].rpartition(".")
     table = tables[measure]
-    stat = _stat(match["stat"], column, table)
+    stat = _read_statistic(match["stat"], column, table)
     per_sample = stat != "each" and column in table.sample_columns
     selector, group = _read_selector(match["selector"] or "", table)
-    limit = _limit(match["limit"], text)
+    limit = _read_limit(match["limit"], text)
     if per_sample and column in FLAGS and abs(limit.value) > 1:
         advice = "Write -2pp for a change by two points, 0.6 for 60%."
         raise UsageError(f"{text!r}: a share is between 0 and 1, not {match['limit']}", advice)
@@ -170,7 +170,7 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
     relative = not rule.about.signed and all(value >= 0 for value in values)
     limit = "+0pp" if share else "+0%" if relative else "+0"
     op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
-    return replace(rule, text=rule.metric, op=op, limit=_limit(limit, metric))
+    return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 
 
 def configure(
@@ -189,7 +189,8 @@ def configure(
         if key not in usual:
             message = f"unknown key {key!r} in [tool.lipaudit.gate]"
             raise UsageError(message, suggestion(key, usual))
-        if not isinstance(value, kind := type(usual[key])):
+        kind = type(usual[key])
+        if not isinstance(value, kind):
             message = f"{key} = {value!r} in [tool.lipaudit.gate] is not of type {kind.__name__}"
             raise UsageError(message, "Such as rules = [...], alpha = 0.05, strict = true.")
     given = {**usual, **table}
@@ -199,22 +200,26 @@ def configure(
 
 def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[str, ...]:
     """Return the metrics of tables, by default of all installed measures."""
-    pairs = (layouts() if tables is None else tables).items()
-    rows = [(name, *pair) for name, table in pairs for pair in table.columns.items()]
-    rows += [(name, *pair) for name, table in pairs for pair in table.sample_columns.items()]
-    known = (f"{measure}.{name}" for measure, name, column in rows if column.format != "s")
-    return tuple(dict.fromkeys(known))
+    if tables is None:
+        tables = layouts()
+    of_rows = list[str]()
+    of_samples = list[str]()
+    for measure, table in tables.items():
+        for known, columns in ((of_rows, table.columns), (of_samples, table.sample_columns)):
+            known += (f"{measure}.{name}" for name in columns if columns[name].format != "s")
+    return tuple(dict.fromkeys(of_rows + of_samples))
 
 
-def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
+def _read_statistic(text: str | None, column: str, table: Layout | Section) -> Stat:
     if text is None:
-        own = column in table.sample_columns
-        return "each" if not own else "mean" if column in FLAGS else "median"
+        if column not in table.sample_columns:
+            return "each"
+        return "mean" if column in FLAGS else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = table.columns.get(column)
-    each_sample = text == "each" and (row is None or row.format == "s" or column in FLAGS)
-    if each_sample:
+    of_samples = row is None or row.format == "s" or column in FLAGS
+    if text == "each" and of_samples:
         raise UsageError(
             f"{column} has one value per sample, and `each` judges the rows of a table",
             "Use median, mean, p95 or max.",
@@ -222,7 +227,7 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
     return text  # type: ignore[return-value]
 
 
-def _limit(text: str, rule: str) -> Limit:
+def _read_limit(text: str, rule: str) -> Limit:
     match = _LIMIT.fullmatch(text)
     if match and math.isfinite(float(match["number"])):
         value = Fraction(match["number"])
@@ -238,10 +243,8 @@ def _limit(text: str, rule: str) -> Limit:
     raise UsageError(f"{text!r} is not a limit (in {rule!r})", advice)
 
 
-RADIUS, NORM = (
-    parse_rule(text)
-    for text in ("jacobian.radius_first_order:median >= +0%", "jacobian.norm:median <= +0%")
-)
+RADIUS = parse_rule("jacobian.radius_first_order:median >= +0%")
+NORM = parse_rule("jacobian.norm:median <= +0%")
 """No change of the radius, and of the norm that is set against it."""
 
 

@@ -35,6 +35,9 @@ EXIT: dict[VerdictStatus, ExitCode] = {
 """Exit code of each failing status, the most severe first."""
 
 
+NO_LIMITS = "no finite limits"
+
+
 class Verdict(Frozen):
     """The verdict on one change: of a row or column, under a rule or under none.
 
@@ -120,8 +123,8 @@ class Verdict(Frozen):
     @property
     def line(self) -> str:
         """Return the verdict as one line, with what would settle an inconclusive change."""
-        where = f" {self.row}" if self.row else ""
-        text = f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"
+        subject = f"{self.rule} {self.row}".rstrip()
+        text = f"{self.status}: {subject}: {self.reason or self.figures}"
         return "; ".join(filter(None, (text, self.remark, self.advice)))
 
     @property
@@ -129,8 +132,10 @@ class Verdict(Frozen):
         """Return what would settle an inconclusive change or prove a limit; else nothing."""
         if not self.samples_needed:
             return ""
-        of_group = " of the group" if self.group else ""
-        needed = f"about {self.samples_needed} samples{of_group} would settle it"
+        samples = "samples"
+        if self.group:
+            samples = "samples of the group"
+        needed = f"about {self.samples_needed} {samples} would settle it"
         return f"{needed}, and this run has {self.samples}"
 
     @property
@@ -142,8 +147,10 @@ class Verdict(Frozen):
         stat = self.metric.rpartition(":")[2]
         if stat in ("p95", "max") and words != self.metric:
             words = f"{words}, {stat},"
+        where = self.name
         trial = TrialKey.parse(self.name)
-        where = trial.ball if trial else self.name
+        if trial is not None:
+            where = trial.ball
         if self.group:
             where = f"{where}, group {self.group}".removeprefix(", ")
         if not where:
@@ -188,16 +195,18 @@ class Verdict(Frozen):
         """Return the values, their change, and the tested change."""
         texts = self.texts
         if not texts["baseline"]:
-            of_group = f" (n = {self.samples})" if self.samples else ""
-            return texts["current"] + of_group
+            if self.samples:
+                return f"{texts['current']} (n = {self.samples})"
+            return texts["current"]
         values = f"{texts['baseline']} -> {texts['current']}"
         change = texts["change"]
         if self.low is not None:
             if texts["paired"] != change:
                 change += f"; paired {texts['paired']}"
             limits = texts["limits"]
-            change += f", limits {limits}" if " to " in limits else f", {limits}"
-            change += f", n = {self.samples}"
+            if limits != NO_LIMITS:
+                limits = f"limits {limits}"
+            change += f", {limits}, n = {self.samples}"
             # Beside a verdict that leaves open whether there is a change at all.
             if self.change_status in {"regressed", "improved"} - {self.status}:
                 change += f"; the change alone: {self.change_status}"
@@ -210,14 +219,16 @@ class Verdict(Frozen):
         """Return the printed parts of the verdict, by kind; empty if absent."""
         limits = ""
         if self.low is not None:
-            limits = f"{amount(self.low, self.unit)} to {amount(self.high, self.unit)}"
+            limits = (
+                f"{format_change(self.low, self.unit)} to {format_change(self.high, self.unit)}"
+            )
             if self.high == math.inf and self.low in (-1.0, -math.inf):
-                limits = "no finite limits"
+                limits = NO_LIMITS
         return {
             "baseline": "" if self.old is None else f"{self.old:.4g}",
             "current": "" if self.new is None else f"{self.new:.4g}",
-            "change": amount(self.change, self.unit),
-            "paired": amount(self.paired, self.unit),
+            "change": format_change(self.change, self.unit),
+            "paired": format_change(self.paired, self.unit),
             "limits": limits,
             "samples": str(self.samples or ""),
         }
@@ -281,14 +292,19 @@ class Judgement(Frozen):
         if self.outcome == "pass":
             return f"pass: {self.counts}"
         if self.outcome not in ("worse", "not proven"):
-            more = f" (and {len(gravest) - 1} more)" if len(gravest) > 1 else ""
-            return gravest[0].line + more
+            if len(gravest) == 1:
+                return gravest[0].line
+            return f"{gravest[0].line} (and {len(gravest) - 1} more)"
         shown = []
         for verdict in gravest[:LISTED]:
             detail = verdict.proof if self.outcome == "worse" else verdict.advice
-            shown.append(f"{verdict.sentence} ({detail})" if detail else verdict.sentence)
-        more = f", and {len(gravest) - LISTED} more" if len(gravest) > LISTED else ""
-        return f"{self.outcome}: {', '.join(shown)}{more}"
+            text = verdict.sentence
+            if detail:
+                text += f" ({detail})"
+            shown.append(text)
+        if len(gravest) > LISTED:
+            shown.append(f"and {len(gravest) - LISTED} more")
+        return f"{self.outcome}: {', '.join(shown)}"
 
     @property
     def counts(self) -> str:
@@ -307,9 +323,9 @@ class Judgement(Frozen):
 
     def _list_gravest(self) -> list[Verdict]:
         """Return the verdicts behind the outcome."""
-        bad = [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
-        open_ones = [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]
-        return bad if self.exit_code else open_ones
+        if self.exit_code:
+            return [verdict for verdict in self.verdicts if self._code(verdict) == self.exit_code]
+        return [verdict for verdict in self.verdicts if verdict.status == "inconclusive"]
 
     def fails(self, verdict: Verdict) -> bool:
         """Say whether a verdict fails the gate."""
@@ -328,9 +344,11 @@ def _write_figure(value: float | None, unit: str) -> str:
     return f"{100 * value:.1f}%" if unit == "pp" else f"{value:.4g}"
 
 
-def amount(value: float | None, unit: str) -> str:
+def format_change(value: float | None, unit: str) -> str:
     """Write a change with its sign: +5%, -2pp, +0.1."""
     if value is None:
         return ""
     value += 0.0  # -0.0 becomes 0.0
-    return f"{100 * value:+.3g}{unit}" if unit and math.isfinite(value) else f"{value:+.3g}"
+    if unit and math.isfinite(value):
+        return f"{100 * value:+.3g}{unit}"
+    return f"{value:+.3g}"

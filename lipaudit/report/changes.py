@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lipaudit.gate.comparison import Pair, Ranking, SampleChange
-from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.measures import list_headlines
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Bar, Block, Forest, Paragraph
@@ -169,7 +169,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
     assert value is not None
     assert verdict.low is not None
     assert verdict.high is not None
-    change = amount(value, unit)
+    change = format_change(value, unit)
     if verdict.paired is not None:
         change = f"paired {change}"  # the median over samples, which the two medians need not give
     limit = LIMIT.search(verdict.rule)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lipaudit.gate.comparison import Pair
 from lipaudit.gate.groups import list_group_figures
 from lipaudit.gate.statistics import ALPHA, Movement, Proportion
-from lipaudit.gate.verdicts import amount
+from lipaudit.gate.verdicts import format_change
 from lipaudit.measures import find_column
 from lipaudit.report.blocks import Block, Cells, Paragraph
 from lipaudit.report.cells import HEADINGS, format_limits, format_value, pick_columns
@@ -119,8 +119,8 @@ def show_movement(movement: Movement) -> list[Block]:
 def _describe_movement(movement: Movement) -> Iterator[str]:
     """Yield the change of the accuracy and the divergence of the outputs, in a sentence each."""
     if movement.change is not None and movement.mcnemar is not None:
-        limits = f"{amount(movement.low, 'pp')} to {amount(movement.high, 'pp')}"
-        change = amount(movement.change, "pp")
+        limits = f"{format_change(movement.low, 'pp')} to {format_change(movement.high, 'pp')}"
+        change = format_change(movement.change, "pp")
         yield f"Accuracy {change} (limits {limits}, McNemar p = {movement.mcnemar:.2g})."
     if movement.kl is None:
         yield f"No divergence of the outputs: {movement.reason}."

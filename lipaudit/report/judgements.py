@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
-from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, amount
+from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus, format_change
 from lipaudit.measures import find_column
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Block, Cells, Chapter, Document, Paragraph, Points
@@ -102,7 +102,8 @@ def make_comparison_page(
         reports: the compared reports.
         short: for one screen: without samples, heads and sections.
     """
-    pairs, several = comparison.pairs, len(comparison.pairs) > 1
+    pairs = comparison.pairs
+    several = len(pairs) > 1
     places = dict[str, str]()
     for report in reports:
         places |= describe_places(report)
@@ -122,9 +123,7 @@ def make_comparison_page(
             chapters.append(chapter)
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
-    facts = [("old", old)]
-    facts += (("new", name) for name in new)
-    facts.append(("data", "; ".join(data)))
+    facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
     tone: Literal["answer", "broken"] = "answer"
     for pair in pairs:
         if any(verdict.status == "regressed" for verdict in pair.verdicts):
@@ -212,8 +211,9 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
         value = read_change(head)
         if value is None or math.isnan(value):
             return -1.0
-        # Halved and doubled heads moved equally far.
-        return abs(math.log1p(value)) if head.unit == "%" and value > -1 else abs(value)
+        if head.unit == "%" and value > -1:
+            value = math.log1p(value)  # halved and doubled heads moved equally far
+        return abs(value)
 
     return [head for head in sorted(changes, key=size, reverse=True) if size(head) >= 0]
 
@@ -255,7 +255,7 @@ def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
 def _list_head_cells(head: HeadChange) -> Cells:
     """Return the cells of a head in the table of heads that moved most."""
     cells = read_verdict(head)
-    cells["change"] = amount(read_change(head), head.unit)
+    cells["change"] = format_change(read_change(head), head.unit)
     if head.p_adjusted is not None:
         cells["stands"] = head.stands
     return cells
@@ -359,7 +359,7 @@ def list_models(
         difference = model.difference
         if difference is not None:  # the best model has none
             limits = difference.texts["limits"]
-            row["difference"] = amount(read_change(difference), difference.unit)
+            row["difference"] = format_change(read_change(difference), difference.unit)
             if limits:
                 row["difference"] += f" ({limits})"
         rows.append(row)
@@ -430,13 +430,16 @@ def rank_verdict(judgement: Judgement, verdict: Verdict) -> int:
 
 def make_judgement_page(judgement: Judgement) -> Document:
     """Return the page of a judgement: the answer, a table of verdicts, the remarks."""
-    ending = "failed" if judgement.exit_code else "passed"
-    tone: Literal["kept", "open", "broken"] = "broken" if judgement.exit_code else "kept"
-    if not judgement.exit_code:
-        if judgement.outcome == "not proven":
-            ending = "not proven"
-        if not all(verdict.proven for verdict in judgement.verdicts):
-            tone = "open"
+    ending = "passed"
+    tone: Literal["kept", "open", "broken"] = "kept"
+    if judgement.exit_code:
+        ending = "failed"
+        tone = "broken"
+    elif judgement.outcome == "not proven":
+        ending = "not proven"
+        tone = "open"
+    elif not all(verdict.proven for verdict in judgement.verdicts):
+        tone = "open"
     reason = judgement.reason.removeprefix(f"{ending}: ")
     text = f"{ending.upper()} (exit code {judgement.exit_code}): {reason}"
     if judgement.outcome != "pass":

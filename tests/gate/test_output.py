@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lipaudit.gate import compare, judge
-from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.gate.verdicts import Verdict, format_change
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
 from tests.gate.cases import EXACT, NORMS, attack, bounds, flags, jacobian, new, report, rules
@@ -78,7 +78,7 @@ def test_the_change_is_that_of_the_two_figures():
     for verdict in (*judge(current, old).verdicts, *compare([old, current]).pairs[0].verdicts):
         share = verdict.new / verdict.old - 1 if verdict.unit == "%" else verdict.new - verdict.old
         assert verdict.change == pytest.approx(share, rel=1e-12)
-        assert f"({amount(share, verdict.unit)}" in verdict.figures
+        assert f"({format_change(share, verdict.unit)}" in verdict.figures
         summary = verdict.metric.rpartition(":")[2]
         if verdict.paired is not None and summary not in ("median", "each"):
             assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)

@@ -222,6 +222,8 @@ def _compare_sections(
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, (before, after))
             changes.heads += _judge_heads(rule, old, new)
+            if metric in OF_HEADS_ALONE:
+                changes.verdicts += _find_refusal(rule, old, new)
 
 
 def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
@@ -323,6 +325,13 @@ def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
         if contrast.key in corrected:
             adjusted, _ = corrected[contrast.key]
         yield judge_change(rule, contrast).model_copy(update={"p_adjusted": adjusted})
+
+
+def _find_refusal(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
+    """Yield the verdict with the reason why figures cannot be compared, if there is one."""
+    examined = examine(rule, new, old, lenient=True)
+    if isinstance(examined, Verdict):
+        yield examined
 
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:

@@ -56,7 +56,11 @@ def find_measure(name: str) -> Measure:
 
 
 def _find_fault(name: str, measure: Measure) -> str:
-    """Return what is wrong with the tables of a plug-in's measure; empty if nothing is."""
+    """Return what is wrong with the tables of a plug-in's measure; empty if nothing is.
+
+    The first table has the name of the measure, the others NAME.SOMETHING. Headlines show columns
+    of their table, and drawings are known by name.
+    """
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != name:
         return f"has no table of the section {name!r}"
@@ -90,7 +94,7 @@ def summarise(report: Report) -> Section:
 
 
 def list_headlines() -> list[tuple[str, Headline]]:
-    """Return the first figures of all sections, each with its section, in their order."""
+    """Return the headlines of all sections as (section, headline), in the order of a scorecard."""
     pairs = []
     for name, layout in layouts().items():
         pairs += [(name, headline) for headline in layout.headlines]
@@ -98,7 +102,7 @@ def list_headlines() -> list[tuple[str, Headline]]:
 
 
 def find_headline(section: str, column: str) -> Headline | None:
-    """Return the first figure of a section that its column is, if there is one."""
+    """Return the headline of a section that shows this column; None if there is none."""
     layout = layouts().get(section)
     for headline in layout.headlines if layout else ():
         if headline.column == column:
@@ -111,7 +115,7 @@ def find_column(metric: str) -> Column:
 
     If its measure is not installed, the column has the metric's name only.
     """
-    path = re.split("[@:]", metric)[0]
+    path = re.split("[@:]", metric)[0]  # SECTION.COLUMN, without a statistic or a row
     section, _, name = path.rpartition(".")
     columns: dict[str, Column] = {}
     layout = layouts().get(section)
@@ -135,23 +139,28 @@ USUAL = ("bounds", "attention", "jacobian", "attack")
 
 @cache
 def load_audit_options() -> type[AuditOptions]:
-    """Return the options of an audit, with those that measures add."""
+    """Return the class `AuditOptions` with the options that measures add to an audit.
+
+    A measure adds a switch --NAME that runs it, or options of its own command, such as --eps.
+    """
     fields: dict[str, Any] = {}
     measures = load_measures()
     for name, measure in measures.items():
-        if measure.audit.switch:
+        if measure.audit.switch:  # the help of --NAME
             fields[name] = option(False, measure.audit.switch)
             fields[name].annotation = bool
     for measure in measures.values():
+        # `end` is added to the help that the option has in the command of the measure.
         for name, end in measure.audit.options.items():
-            own = measure.options.options()[name]
-            fields[name] = option(None, own.help + end, *own.flags, need=_need_user(name))
+            known = measure.options.options()[name]
+            fields[name] = option(None, known.help + end, *known.flags, need=_need_user(name))
+            # As typed: the measure itself reads the text.
             fields[name].annotation = str | None
     return add_options(AuditOptions, fields)
 
 
 def _need_user(name: str) -> Need:
-    """Return the need for a measure that uses an option of audits."""
+    """Return the condition of an option of audits: that a measure which uses it runs."""
     users = []
     for measure in load_measures().values():
         if name in measure.audit.options or name in measure.audit.uses:
@@ -182,7 +191,7 @@ class AuditOptions(Settings):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options, those of measures before the folder."""
+        """Return the options in the order of the help: --run-dir comes last."""
         known = super().options()
         known["run_dir"] = known.pop("run_dir")
         return known
@@ -190,12 +199,14 @@ class AuditOptions(Settings):
     @field_validator("only", "skip")
     @classmethod
     def _require_measures(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Refuse names of measures that do not exist."""
         for name in names or ():
             find_measure(name)
         return names
 
     @model_validator(mode="after")
     def _require_some(self) -> AuditOptions:
+        """Refuse --skip of a measure that would not run anyway, and an audit without measures."""
         by_default = self.only or USUAL
         for name in self.skip or ():
             if name not in by_default:
@@ -229,9 +240,9 @@ class AuditOptions(Settings):
 
     @property
     def required(self) -> frozenset[str]:
-        """Return the measures that the user named: it is an error if one cannot run.
+        """Return the measures that the user asked for by name: it is an error if one cannot run.
 
-        An option of a measure, such as --eps, names it, too.
+        An option of a measure, such as --eps, asks for it, too.
         """
         names = set(self.only or ())
         for name, measure in load_measures().items():

@@ -146,9 +146,9 @@ ATTACK_TABLE = Layout(
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
-    """Yield, for each chunk of samples, the outcomes of the trials after every attack.
+    """Yield a part for each chunk of samples, again after every attack if the run can be resumed.
 
-    The cheapest attack runs first, on up to 512 samples (a round), then the next one.
+    A round is up to 512 samples. The cheapest attack runs on all of them, then the next one.
 
     Raises:
         UsageError: a batch is not a chunk of the run, so `logical_chunk` would be wrong.
@@ -162,29 +162,37 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     steps = kinds.list_steps(options.trials())
     target = options.find_target(net)
     notes = (*map(note_source, options.transfer), *texts.note_target(net, target))
-    incomplete = find_unfinished(
-        batches
-    )  # parts of an interrupted run; None: parts are not resumed
+    # Parts of an interrupted run; None: this run cannot be resumed, and takes no incomplete parts.
+    incomplete = find_unfinished(batches)
     begin = prepare_chunks(net, options, steps, incomplete or {})
-    # Of continuations, examples are needed at the end: their chunks are attacked one by one.
+    # Whether the model scores continuations. `move_losses` needs the examples of a complete chunk,
+    # which incomplete parts do not store: such chunks are attacked one by one, without stopping.
     continues = net.scored == "continuation"
     unread = iter(batches)
     while group := list(islice(unread, 1 if continues else ROUND)):
         runs = [begin(batch) for batch in group]
         for run in attack_round(runs, steps, net.classes or 2, _name_round(group)):
-            complete = len(run.outcomes) > len(steps)
+            complete = len(run.outcomes) > len(steps)  # the clean samples, and one per attack
             if continues and complete:
-                how = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
-                outcomes = tuple(run.outcomes)
                 run.outcomes += texts.move_losses(
-                    net, run.batch, run.chunk, outcomes, target, **how
+                    net,
+                    run.batch,
+                    run.chunk,
+                    tuple(run.outcomes),
+                    target,
+                    box=net.box,
+                    seed=options.seed,
+                    batch_size=options.batch_size,
                 )
             if complete or (incomplete is not None and not continues):
                 yield make_part(net, run, options, notes)
 
 
 def _name_round(group: Sequence[Batch]) -> str:
-    """Name the samples of a round by their positions; nothing if they are the first ones."""
+    """Return the beginning of a message about a round: which samples it has.
+
+    Empty for the first round, which is the only one of most runs.
+    """
     first = group[0].start
     if first == 0:
         return ""
@@ -239,22 +247,23 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 
     trials = options.trials()
     results = _read_results(parts, trials)
-    keys = list(results)
-    balls = worst_cases(keys)
+    keys = list(results)  # of the trials
+    balls = worst_cases(keys)  # the key of each ball's worst case -> the trials inside the ball
     for ball, inside in balls.items():
         results[ball] = _join_results(ball, {key: results[key] for key in inside})
     columns = _list_samples(parts, keys, results)
     losses: dict[str, Values] = {}
-    if "losses" in parts[0].values:  # attacks on continuations
+    if "losses" in parts[0].values:  # attacks on continuations: (samples, clean and trials)
         names = ["loss", *(key.column("loss") for key in keys)]
         losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
     order = [*balls, *keys]
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
     is_limit = np.array([results[key].unfinished.any() for key in order])
     shares = base.share_columns("robust", np.stack([results[k].robust[unique] for k in order], 1))
-    # An upper limit has no lower end.
+    # Before all attacks ran, robust accuracy is an upper limit: it may fall to any lower value.
     shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
-    if not losses:  # a continuation and its rival are no classes
+    # A continuation and its rival are no classes: no worst class, and no calibration.
+    if not losses:
         shares |= _rate(parts, [results[key] for key in order])
     costs = np.array([results[key].cost for key in order])
     untried = {trial.key: texts.share_untried(parts, trial) for trial in trials}
@@ -325,13 +334,19 @@ def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Resul
 def _list_samples(
     parts: Sequence[Part], trials: Sequence[TrialKey], results: Mapping[TrialKey, _Result]
 ) -> dict[str, Values]:
-    """Return the columns of the samples: without attack, by trial, and in each ball."""
+    """Return the columns of the samples: without attack, by trial, and for each ball's worst case.
+
+    Args:
+        parts: the parts.
+        trials: keys of the trials.
+        results: results of the trials and of the worst cases.
+    """
     import numpy as np
 
     columns = {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
     distances = dict(zip(trials, base.join_parts(parts, "distance").T, strict=True))
     for key, result in results.items():
-        # Broken is certain; a sample that not all attacks have tried may still be broken.
+        # Broken is certain. A sample that is not broken yet, with attacks to come, is unknown.
         unknown = result.robust.astype(bool) & result.unfinished
         columns[key.column("robust")] = np.where(unknown, np.nan, result.robust)
         if key in distances:
@@ -345,7 +360,10 @@ def _list_samples(
 
 
 def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
-    """Return the columns of the calibration error and of the worst class, for some results."""
+    """Return the columns of the calibration error and of the worst class, a value per result.
+
+    Of few samples there is no calibration error: the columns are missing.
+    """
     import numpy as np
 
     unique = base.mark_unique(parts)
@@ -356,7 +374,7 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
         columns["ece_clean"] = calibration_error(clean, correct)
         columns["ece"] = []
         for result in results:
-            error = np.nan
+            error = np.nan  # unknown until all attacks ran
             if not result.unfinished.any():
                 error = calibration_error(result.confidence[unique], result.robust[unique])
             columns["ece"].append(error)
@@ -367,13 +385,17 @@ def _rate(parts: Sequence[Part], results: Sequence[_Result]) -> dict[str, Any]:
 
 
 def _mark_unfinished(parts: Sequence[Part], trials: Sequence[Trial]) -> Values:
-    """Return for each sample and trial whether attacks of the trial are still to come."""
+    """Return for each sample and trial whether attacks of the trial are still to come.
+
+    That is so after a time limit. The shape is (samples, trials).
+    """
     import numpy as np
 
     planned = np.array([len(trial.attacks) for trial in trials])
     rows = []
     for part in parts:
-        unfinished = np.array(part.facts["attacks"]) < planned  # the same for all its samples
+        # `attacks`: how many attacks of each trial ran, the same for all samples of the part.
+        unfinished = np.array(part.facts["attacks"]) < planned
         rows += [unfinished] * len(part.ids)
     return np.array(rows)
 
@@ -411,11 +433,13 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
         base.sum_checks(parts), guessing=of_classes, nonfinite=nonfinite / max(gradients, 1)
     )
     unique = base.mark_unique(parts)
+    # Robust samples before and after Square, summed over parts and trials.
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     notes += note_square(int(before), int(after), len(unique))
     limits = _note_limits(parts, trials)
     notes += limits
-    if not limits:  # an attack that did not run breaks nothing, and masks nothing
+    # Masking shows in which attacks break more samples than others: all of them must have run.
+    if not limits:
         robust = base.join_parts(parts, "robust")[unique].astype(bool)
         labels = base.join_parts(parts, "label")[unique]
         box = parts[0].facts.get("box")  # a list if it was stored
@@ -429,7 +453,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
 
 
 def encode_files(parts: Sequence[Part], options: AttackOptions) -> dict[Path, bytes]:
-    """Return the file of `--save-adv`: changed texts, or tensors."""
+    """Return the file of `--save-adv`: a table of changed texts, or tensors of examples."""
     from lipaudit.attacks.transfer import encode_examples
     from lipaudit.measures import texts
 

@@ -32,9 +32,13 @@ TABLE = ".jsonl"
 
 
 def _need_effort(*efforts: str) -> Need:
-    """Return the need of an option that applies to attacks of a certain effort."""
+    """Return the condition of an option: that an attack runs which has one of these efforts.
+
+    The effort is what an attack spends (`AttackKind.effort`): steps, queries...
+    """
 
     def holds(options: AttackOptions) -> bool:
+        """Say whether such an attack runs."""
         if options.attack is None or not (options.eps or options.attack == "paper"):
             return True  # the attacks are not known yet: `adapt` checks again
         planned = (attack for trial in options.trials() for attack in trial.attacks)
@@ -163,6 +167,7 @@ class AttackOptions(MeasureOptions):
     @field_validator("save_adv")
     @classmethod
     def _require_ending(cls, path: Path | None) -> Path | None:
+        """Refuse a file of --save-adv with an ending that names no format."""
         if path is not None and path.suffix not in (".safetensors", TABLE):
             raise ValueError(f"it must end in .safetensors, or in {TABLE} for changed texts")
         return path
@@ -170,7 +175,7 @@ class AttackOptions(MeasureOptions):
     @field_validator("attack")
     @classmethod
     def _refuse_repeats(cls, attack: str | None) -> str | None:
-        # No name twice: neither in the whole list nor in that behind `custom:`.
+        """Refuse a name given twice, in the list or in the ensemble behind `custom:`."""
         text = attack or ""
         for listed in (text, text.removeprefix("custom:")):
             names = [name.strip() for name in listed.split(",")]
@@ -179,20 +184,27 @@ class AttackOptions(MeasureOptions):
 
     @model_validator(mode="after")
     def _require_plan(self) -> AttackOptions:
-        # Without attacks or radii, they are those of the model: `adapt` checks them.
+        """Refuse attacks and radii that make no plan.
+
+        If one of them is left out, it depends on the kind of model: `adapt` fills it in and checks
+        the plan.
+        """
         if self.attack is not None and (self.eps or not self.usual_eps):
             self.trials()
         return self
 
     def adapt_scores(self, changes: Sequence[Norm]) -> Self:
-        """Fill in the attacks for a language model that scores: by default on embeddings."""
+        """Return the options for a language model that scores continuations.
+
+        By default the attacks change embeddings. Those that change the prompt need a tokenizer.
+        """
         has_units = any(radius.unit for radius in self.eps)
         if self.attack is not None or has_units:
             return self.adapt("text", changes, "this needs a fast tokenizer beside config.json")
         return self.model_copy(update={"attack": EMBEDDINGS}).adapt("text", changes)
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
+        """Return the options with attacks, norm and radii filled in for a kind of model.
 
         Raises:
             UsageError: an attack or a norm means nothing for it, or there is no radius.
@@ -207,6 +219,7 @@ class AttackOptions(MeasureOptions):
                     "Give a radius without a unit: --eps 2/255.",
                 )
         attack = self.attack or self._choose_attacks(is_text, changes)
+        # Attacks that count changes have default radii of their own; `paper` has fixed ones.
         has_radii = attack in ("paper", "patch") or (is_text and attack != EMBEDDINGS)
         eps = self.eps
         if not eps and not has_radii:
@@ -216,7 +229,8 @@ class AttackOptions(MeasureOptions):
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
-        # A table holds changed texts, a file of tensors all else.
+        # A table (.jsonl) can store only changed texts, a file of tensors only all else: so no
+        # trial changes texts, or every one does.
         storable = 0 if self.saves_tensors else len(trials)
         if self.save_adv is not None and len(of_texts) != storable:
             raise UsageError(
@@ -226,7 +240,8 @@ class AttackOptions(MeasureOptions):
         # Reports say how many changes of a text were tried at most.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
-        # The norm is that of the balls, if there are any; a plan may bring its own radii.
+        # The report records the norm of the balls, if an attack searches balls; and the radii,
+        # which are numbers of changes if they are the attacks' own.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):
@@ -235,7 +250,10 @@ class AttackOptions(MeasureOptions):
         return chosen.model_copy(update={"norm": norm, "eps": radii, "queries": most_queries})
 
     def _choose_attacks(self, is_text: bool, changes: Sequence[Norm]) -> str:
-        """Return the default attacks: those of the radii's units, else those of the model."""
+        """Return the default attacks: by the units of the typed radii, else by the kind of model.
+
+        A radius `2words` asks for the attack words, a radius without a unit for attacks on balls.
+        """
         if is_text:
             names = [radius.unit or EMBEDDINGS for radius in self.eps]
             possible = [name for name in TEXTS.split(",") if name in changes]
@@ -275,7 +293,8 @@ class AttackOptions(MeasureOptions):
         numbers = [str(number) for number in range(net.classes or 0)]
         names = list(net.labels or numbers)
         if net.scored == "continuation":
-            names = names[:1]  # its rival differs from sample to sample
+            # Class 0 is the continuation. Class 1, its rival, is another token in each sample.
+            names = names[:1]
         target = self.target.casefold()
         by_name = [name.casefold() for name in names]
         by_number = numbers[: len(names)]
@@ -303,6 +322,7 @@ class AttackOptions(MeasureOptions):
             queries=self.queries,
         )
         plan = tuple(trial.place_suffixes(self.suffix_place) for trial in plan)
+        # The balls of the plan, each once: --transfer tries its examples in every one.
         balls = dict.fromkeys((t.norm, t.radius) for t in plan if t.norm not in WHOLE)
         transfers = any(attack.name == TRANSFER for trial in plan for attack in trial.attacks)
         missing = ""

@@ -79,6 +79,7 @@ class AttentionOptions(MeasureOptions):
     @field_validator("rows")
     @classmethod
     def _suits_rows(cls, path: Path | None) -> Path | None:
+        """Refuse a file of --rows with an ending that names no format."""
         if path is not None and path.suffix not in (CSV, NPZ):
             raise ValueError(f"it must end in {CSV} or {NPZ}")
         return path
@@ -269,10 +270,11 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     reader = _LayerReader(net, options)
     if options.map is not None:
         reader.head = read_head(options.map)
+    # `projections=False`: statistics of the map need q and k, but no weights.
     parts = by_layer(net, batches, reader.read, layers=options.layers, projections=False)
     for number, part in enumerate(parts):
         notes = part.notes
-        if reader.windowed:
+        if reader.windowed:  # layers whose attention stays within windows of a sample (Swin)
             layers = few([str(index) for index in reader.windowed])
             text = (
                 f"layers {layers} attend within windows of a sample: p_norm is the largest of all "
@@ -286,7 +288,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                     f"layer {reader.head[0]} is not measured, so there is no map of it",
                     f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
                 )
-            # One map for the whole part: the first axis has length 1.
+            # One map for the whole part: its first axis, where others have the samples, has
+            # length 1.
             arrays = (reader.map.values[None], reader.map.counts[None])
             values = {**part.values, **dict(zip(MAP, arrays, strict=True))}
             part = replace(part, values=values, facts={**part.facts, "tokens": reader.map.tokens})
@@ -319,14 +322,17 @@ class _LayerReader:
 
         if self.head is not None and self.map is None and layer.site.index == self.head[0]:
             self.map = draw_map(self.net, layer, self.head[1])
-        if len(layer.attention.q) > layer.samples:
+        if len(layer.attention.q) > layer.samples:  # the batch has a row per window
             self.windowed[layer.site.index] = None
         with torch.inference_mode():
             return layer_statistics(layer, self.options)
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
-    """Return sums and maxima of a layer, per (sample, head)."""
+    """Return statistics of the attention rows of a layer, by (sample, head): sums and maxima.
+
+    The map P is computed for some heads at a time, and then in chunks of rows, to save memory.
+    """
     import torch
 
     from lipaudit.measures.layers import per_sample, sum_windows
@@ -339,8 +345,9 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     for chunk in heads.policy.chunks(count, batch * queries * heads.k.shape[2], ENTRIES):
         pieces.append(_read_map(_cast_inputs(heads.pick(chunk)), options))
     figures = {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
-    mass = figures.pop("mass")
+    mass = figures.pop("mass")  # attention on each key, summed over the queries
     p_norm = figures.pop("p_norm")
+    # The other figures describe each row: largest entries, entropy, norm of its softmax Jacobian.
     by_row = softmax.row_statistics(softmax.RowProfile(**figures), gamma=options.gamma)
     # (samples, heads, keys): the share of all attention that each key gets.
     received = sum_windows(mass, heads.sample, samples)
@@ -360,10 +367,10 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
 
 def _cast_inputs(heads: Heads) -> Heads:
-    """Return heads with the inputs of P in float64, and without values, which P does not need.
+    """Return heads with the inputs of P = softmax(scale q k^T + bias) in float64.
 
-    The bias, which may be large, is cast row by row later. Tensors are contiguous: the product
-    q k^T would copy a view.
+    The values v become empty, as P does not need them. The bias, which may be large, is cast row
+    by row later. Tensors are contiguous: each product q k^T would copy a view.
     """
     import torch
 
@@ -379,9 +386,12 @@ def _cast_inputs(heads: Heads) -> Heads:
 
 
 def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
-    """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||.
+    """Compute P in chunks of rows, and return what later steps need of it.
 
-    They have shapes (batch, heads, queries), (batch, heads, keys) and (batch, heads).
+    Returns:
+        The fields of a `RowProfile`, (batch, heads, queries); `mass`, the attention on each key
+        summed over the queries, (batch, heads, keys); `p_norm`, ||P||, (batch, heads), NaN for
+        more tokens than `p_norm_tokens`.
     """
     import torch
 
@@ -393,18 +403,19 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
     p_norm = mass.new_full((batch, count), torch.nan)
-    whole = None
+    full_map = None
     if max(queries, keys) <= options.p_norm_tokens:
-        whole = heads.attention()
-        p_norm = map_norm(whole, 1e-7)
+        full_map = heads.attention()
+        p_norm = map_norm(full_map, 1e-7)
     pieces = []
     for chunk in heads.policy.chunks(queries, batch * count * keys, ENTRIES):
-        if whole is None:  # P of a long text: some rows at a time, of the keys that they can see
-            p, reach = rows_in_reach(heads, chunk.start, chunk.stop)
+        if full_map is None:  # a long text: P of these rows, on the keys that a row can see
+            p, key_range = rows_in_reach(heads, chunk.start, chunk.stop)
         else:
-            p = whole[:, :, chunk]
-            reach = slice(None)
-        mass[..., reach] += p.sum(-2)
+            p = full_map[:, :, chunk]
+            key_range = slice(None)
+        mass[..., key_range] += p.sum(-2)
+        # The number of keys that each row can see: statistics depend on it.
         visible = heads.visible(chunk.start, chunk.stop).sum(-1).expand(p.shape[:-1])
         profile = softmax.profile_rows(p, options.k, keys=visible)
         # Clones, because views would keep all rows in memory.
@@ -415,13 +426,20 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
 
 
 def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics per row, (batch, heads, rows), to sums and maxima by sample and head."""
+    """Reduce statistics of rows to sums and maxima over the rows of each sample and head.
+
+    Args:
+        by_row: the statistics, (windows of all samples, heads, rows); NaN where a row has none.
+        sample: index of the sample of each window.
+        samples: number of samples.
+    """
     import torch
 
     from lipaudit.measures.layers import per_sample, sum_windows
 
     rows = torch.stack([by_row[name] for name in MEANS], 2)  # (batch, heads, statistics, rows)
-    # Rows with few keys have no regime; rows of padding have no statistic at all.
+    # Rows with few keys have no regime (uniform, intermediate, categorical), but other statistics.
+    # Rows of padding have no statistic at all.
     short = by_row["uniform"].isnan() & ~by_row["top1"].isnan()
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
@@ -440,7 +458,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
     of_layers = [name for name in parts[0].values if name.startswith(ROWS)]
     arrays = base.join_arrays(parts, besides=[*MAP, *of_layers])
-    # Sums over rows, and the number of rows behind them; rows of few keys have no regime.
+    # Sums over rows, and the number of rows that have the statistic: rows of few keys have no
+    # regime, and a sample may have no row with one.
     total = arrays["total"]
     count = arrays["count"]
     with np.errstate(invalid="ignore"):
@@ -478,7 +497,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     if options.map is not None:
         first = parts[0]
         for name in MAP:
-            # `make_section` transposes arrays: a map keeps its axes if it comes transposed.
+            # `make_section` transposes every array; transposed here, a map keeps its axes.
             stored[f"{name}@{options.map}"] = first.values[name][0].T
         tokens = first.facts["tokens"]
         if tokens:

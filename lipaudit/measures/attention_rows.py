@@ -37,9 +37,10 @@ CLASSES = {
 
 
 def keep_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Tensor:
-    """Return the values of rows by sample: (samples, heads, windows, rows, statistics).
+    """Return the statistics of rows by sample: (samples, heads, windows, rows, statistics).
 
-    A sample with fewer windows than another is padded with NaN.
+    Layers that attend within windows of a sample (Swin) have several windows per sample, others
+    one. A sample with fewer windows than another is padded with NaN.
 
     Args:
         by_row: statistics of each row, (windows of all samples, heads, rows).
@@ -56,7 +57,15 @@ def keep_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Ten
 
 
 def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
-    """Count the rows of each sample and head in every class: (samples, heads, classes)."""
+    """Count the rows of each sample and head in every class of `CLASSES`, for histograms.
+
+    There are two histograms, (samples, heads, classes): of p(1) + p(2), and of g_1 / ||M||.
+
+    Args:
+        by_row: statistics of each row, (windows of all samples, heads, rows); NaN at padding.
+        sample: index of the sample of each window.
+        samples: number of samples.
+    """
     import torch
 
     from lipaudit.measures.layers import sum_windows
@@ -65,9 +74,9 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     counts = {}
     for name, lower in CLASSES.items():
         ends = torch.tensor(lower[1:], dtype=torch.float64, device=sample.device)
-        number = torch.bucketize(values[name], ends, right=True)  # of the row's class
+        class_of_row = torch.bucketize(values[name], ends, right=True)
         known = ~values[name].isnan()
-        members = torch.nn.functional.one_hot(number, len(lower)) * known[..., None]
+        members = torch.nn.functional.one_hot(class_of_row, len(lower)) * known[..., None]
         counts[name] = sum_windows(members.sum(-2), sample, samples)
     return counts
 
@@ -123,17 +132,21 @@ def _list_rows(part: Part) -> Iterator[dict[str, Values]]:
     for name, values in part.values.items():
         if not name.startswith(ROWS):
             continue
-        # (samples, heads, windows, rows): where there is a row.
-        real = ~np.isnan(values[..., 0])
-        sample, head, window, row = np.nonzero(real)
-        columns = dict(zip(STATISTICS, values[real].T, strict=True))
+        # (samples, heads, windows, rows): False at padding, which is NaN.
+        is_row = ~np.isnan(values[..., 0])
+        sample, head, window, row = np.nonzero(is_row)
+        columns = dict(zip(STATISTICS, values[is_row].T, strict=True))
         columns["sample"] = ids[sample]
         columns["layer"] = np.full(len(sample), int(name.removeprefix(ROWS)))
         yield columns | {"head": head, "window": window, "row": row}
 
 
 def _write_lines(columns: Mapping[str, Values]) -> Iterable[Sequence[Any]]:
-    """Return the lines of the CSV: numbers to 9 digits, nothing for a statistic without value."""
+    """Return the cells of each line of the CSV: statistics with 9 digits, empty in place of NaN.
+
+    Args:
+        columns: values of all rows, by the name of the column.
+    """
     texts = []
     for name, values in columns.items():
         cells = values.tolist()

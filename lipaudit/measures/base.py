@@ -328,7 +328,10 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
 
 
 def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[str, Values]:
-    """Concatenate every array that all parts have; parts of an older journal may have more."""
+    """Concatenate every array that all parts have, along the samples; `besides` is left out.
+
+    Parts that an older version stored may have further arrays, which are left out, too.
+    """
     names = set(parts[0].values) - set(besides)
     for part in parts:
         names &= set(part.values)
@@ -348,15 +351,18 @@ def select_complete(parts: Iterable[Part]) -> list[Part]:
 def make_rows(
     layout: Layout, heads: Sequence[Sequence[Any]] = (), /, **columns: Any
 ) -> tuple[Row, ...]:
-    """Return the rows of a table from its columns: one value per row, or one for all rows.
+    """Return the rows of a table from its columns.
 
-    Values are plain or of numpy. NaN means not computed: it becomes None. `heads` has layer, head
-    and module of each row of a table of heads.
+    Args:
+        layout: the layout of the table.
+        heads: layer, head and module of each row of a table of heads, which has these columns too.
+        columns: by name, one value per row, or one for all rows; plain values, or an array of
+            numpy. NaN means not computed: it becomes None.
     """
-    if heads:
+    if heads:  # (layer, head, module) of each row -> the three columns
         columns |= zip(HEAD, zip(*heads, strict=True), strict=True)
     for name, values in columns.items():
-        # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
+        # Cells are plain values of Python, which JSON can hold, unlike numbers of numpy.
         if hasattr(values, "tolist"):
             columns[name] = values.tolist()
     count = max(len(values) for values in columns.values() if isinstance(values, list | tuple))
@@ -370,7 +376,7 @@ def make_rows(
 
 
 def _read_cells(values: Iterable[Any], *, whole: bool = False) -> list[Any]:
-    """Return cells of plain values: None in place of NaN, and whole numbers if asked for."""
+    """Return cells of plain values: None in place of NaN; with `whole`, numbers as integers."""
     cells: list[Any] = []
     for value in values:
         if value is None or value != value:
@@ -393,23 +399,24 @@ def make_section(
     arrays: Mapping[str, Values] = MappingProxyType({}),
     **others: Any,
 ) -> Section:
-    """Return a section of a measure, with the facts of its parts that a report shows.
+    """Return a section of the report of a measure.
 
     Args:
         layout: its layout.
-        parts: the parts, which have the ids, and facts of samples: examples, gradients, classes.
-        options: the settings.
-        rows: the rows.
+        parts: the parts, with sample ids, and facts of samples: examples, gradients, classes.
+        options: the options; the section records them as its settings.
+        rows: the rows of its table.
         notes: the notes.
-        samples: columns of the samples. In an array NaN means not computed: it becomes None.
-        arrays: values behind rows, (samples, rows).
+        samples: columns with a value per sample. In an array NaN means not computed: it becomes
+            None.
+        arrays: the values of each sample that rows summarise, (samples, rows).
         others: other attributes of the section.
     """
     columns: dict[str, tuple[Any, ...]] = {"ids": sample_ids(parts)}
     for name, values in samples.items():
         if hasattr(values, "tolist"):
-            # A column of whole numbers has truth values as 0 and 1.
-            kind, _ = parse_column(name)
+            # A column of whole numbers stores booleans as 0 and 1.
+            kind, _ = parse_column(name)  # without the attack: robust@pgd,linf,0.1 -> robust
             whole = layout.sample_columns[kind].format == "d"
             values = _read_cells(values.tolist(), whole=whole)
         columns[name] = tuple(values)
@@ -425,7 +432,12 @@ def make_section(
 
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:
-    """Return the columns of a share with its 95% limits, from flags or shares (samples, rows)."""
+    """Return the columns of a share with its 95% limits (Wilson), one value per row.
+
+    Args:
+        name: name of the column of the share; the limits are NAME_low and NAME_high.
+        flags: whether each sample counts, or its share, (samples, rows).
+    """
     limits = [wilson(float(of_row.sum()), len(of_row)) for of_row in flags.T]
     return {
         name: flags.mean(0),
@@ -435,9 +447,10 @@ def share_columns(name: str, flags: Values) -> dict[str, Any]:
 
 
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
-    """Return parts in the order of the samples; split a part if its samples are no neighbours.
+    """Return parts in the order of `ids`, the samples of the run.
 
-    Figures of a whole part go with its first piece.
+    A part whose samples are not neighbours in that order is split into one part per sample.
+    Figures of a whole part, such as its seconds, go with the first of these.
     """
     position = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
@@ -452,14 +465,14 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
 
 
 def _pick_sample(part: Part, i: int) -> Part:
-    """Return the part of one sample; the first sample takes the figures of the whole part."""
+    """Return the part of sample i alone; the first sample takes the figures of the whole part."""
     values = {}
     for name, array in part.values.items():
-        if len(array) == len(part.ids):
+        if len(array) == len(part.ids):  # a row per sample
             values[name] = array[i : i + 1]
-        elif i == 0:
+        elif i == 0:  # an array of the whole part
             values[name] = array
-        else:
+        else:  # empty, so that joining the parts again counts it once
             values[name] = array[:0]
     if i == 0:
         return Part(part.ids[:1], values, part.facts, part.notes)
@@ -518,7 +531,7 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 
 
 def lower_estimates(within: float) -> tuple[Note, ...]:
-    """Note how far norms may be too low; nothing if they are exact."""
+    """Note how far norms may be too low: `within` is their relative error, 0 if they are exact."""
     if within > 0:
         text = f"norms may be up to {100 * within:.2g}% too low (99.9% confidence)"
         return (Note.info("lower-estimates", text),)
@@ -574,7 +587,7 @@ def require_decision(net: Net, advice: str) -> None:
 
 
 def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
-    """Return the signs of weak attacks of clean samples, as facts of a part."""
+    """Return the signs of weak attacks that the clean samples show, as facts of a part."""
     return [asdict(outcome.checks) for outcome in outcomes if outcome.checks]
 
 

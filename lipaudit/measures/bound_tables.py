@@ -25,7 +25,7 @@ from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
 
 
 def _list_bounds() -> dict[str, Column]:
-    """Return the columns of every bound, those of the logarithms last."""
+    """Return the columns of every bound by name; columns of a logarithm come last."""
     columns: dict[str, Column] = {}
     for bound in load_bounds().values():
         columns |= bound.columns()
@@ -39,7 +39,11 @@ RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="
 
 
 def read_steepest(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the norm of the steepest head, with the next ones in the text."""
+    """Yield the figure of the steepest head: its norm.
+
+    The text adds its share of the model's sensitivity, if it was measured, the next heads, and the
+    median of all heads.
+    """
     norms = finite(row.exact for row in section.rows)
     if not norms:
         return
@@ -47,7 +51,7 @@ def read_steepest(headline: Headline, section: Section, report: Report) -> Itera
     first, *others = largest(rows, "exact", STEEPEST)
     text = f"head {first.layer}.{first.head}"
     shares = report.section("jacobian.shares")
-    shares_of_heads = shares.rows if shares else ()
+    shares_of_heads = shares.rows if shares else ()  # of another measure, which may not have run
     for row in shares_of_heads:
         if (row.layer, row.head) == (first.layer, first.head) and finite([row.share]):
             text += f" (share {row.share:.1%})"

@@ -130,6 +130,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     for name, bound in load_bounds().items():
         if bound.log10_label:  # a bound that may overflow has its logarithm beside it
             cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
+    # Heads without a closed form on some sample: their norms there are numerical.
     lost: Values = np.asarray(measured["numerical"].any(0))
     rows = base.make_rows(
         BOUNDS_TABLE,
@@ -158,13 +159,18 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
 
 def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dict[str, Values]:
-    """Return the figures without bounds of heads that had no closed form on some sample.
+    """Return the figures with NaN for the bounds of heads that had no closed form on some sample.
 
     The structure of such a head depends on the data. So no bound for all inputs holds, and
     medians of bounds and norms would be over different samples.
+
+    Args:
+        measured: arrays of all samples, (samples, heads or layers, ...).
+        facts: the layer of each head, and the layers.
     """
     import numpy as np
 
+    # Heads and layers that lose their bounds.
     lost: Values = np.asarray(measured["numerical"].any(0))
     layer_of_head = np.array([layer for layer, _, _ in facts["heads"]])
     lost_layers = np.array([lost[layer_of_head == layer].any() for layer, _ in facts["layers"]])
@@ -181,7 +187,13 @@ def _remove_bounds(measured: dict[str, Values], facts: Mapping[str, Any]) -> dic
 
 
 def _add_numerical(texts: Sequence[str], numerical: Sequence[str], lost: Values) -> list[str]:
-    """Return the kind or input of each head, with the numerical one if some samples have it."""
+    """Return a text for each head, with that of its numerical norms behind it, if it has some.
+
+    Args:
+        texts: kind or input of each head in closed form.
+        numerical: kind or input of each head where its norm is numerical.
+        lost: whether the norm of a head is numerical on some sample.
+    """
     texts_of_heads = []
     for text, other, is_lost in zip(texts, numerical, lost, strict=True):
         if is_lost and text != other:
@@ -196,7 +208,10 @@ def _name_heads(heads: Iterable[tuple[int, int, str]]) -> list[str]:
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
-    """Return the cells of each column, from arrays (samples, rows): medians, or the largest."""
+    """Return the cells of each column from its array, (samples, rows).
+
+    A cell is the median over the samples, or the largest value in columns that say so.
+    """
     import numpy as np
 
     cells = {}
@@ -238,13 +253,20 @@ def _make_layer_section(
 def _write_notes(
     parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
 ) -> Iterator[Note]:
-    """Note what is missing, what did not converge, and which norms have another input."""
+    """Note what is missing, what did not converge, and which norms vary two inputs independently.
+
+    Args:
+        parts: the parts.
+        measured: arrays of all samples, (samples, heads or layers, ...).
+        options: the options.
+    """
     import numpy as np
 
     yield from base.notes(parts)
     facts = parts[0].facts
     yield from base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
-    if measured["limited"].any():  # a proof would take more memory than the map
+    # The exact ||P|| of a large map would need more memory than the map itself.
+    if measured["limited"].any():
         text = (
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
             "possibly a loose one. Bounds that use it still hold"
@@ -281,11 +303,11 @@ def _write_notes(
 def _explain_missing(
     reasons: Sequence[str], numerical: Values, options: BoundsOptions
 ) -> list[str]:
-    """Return why each head has no closed form; empty: it has one.
+    """Return for each head why it has no bounds from the closed form; empty if it has them.
 
     Args:
-        reasons: what the survey says of each head.
-        numerical: whether it had no closed form, (samples, heads).
+        reasons: for each head, why it has no closed form on the first sample; empty if it has one.
+        numerical: whether its norm is numerical, without the closed form, (samples, heads).
         options: the options.
     """
     causes = []
@@ -318,7 +340,7 @@ def _make_ball_section(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
-    exact = measured["exact"].repeat(len(options.radius), 1)
+    exact = measured["exact"].repeat(len(options.radius), 1)  # the same at every radius
     rows = base.make_rows(
         BALLS_TABLE,
         [head for head in heads for _ in options.radius],
@@ -335,7 +357,10 @@ def _make_ball_section(
 
 
 def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
-    """Note how many heads have no bound in balls, and at which radii it is loose."""
+    """Note how many heads have no bound in balls, and at which radii the bound is loose.
+
+    The rows have every head at every radius.
+    """
     missing = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if missing:
         text = f"ball_sharp was not computed for {missing} heads: it {AFFINE_PLAIN}"

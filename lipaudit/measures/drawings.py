@@ -28,9 +28,10 @@ LETTERS = 40
 
 
 def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
-    """Return the tokens of each sample as text, without padding.
+    """Return the names of the tokens of each sample, without padding.
 
-    Token ids without text become numbers; tokens of other inputs become positions.
+    A token of a text is named by its characters, or its id without a tokenizer; a token of another
+    input by its position.
     """
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
@@ -41,16 +42,18 @@ def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
 
 
 def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
-    """Return per sample ||g_t||^2 / sum_s ||g_s||^2 of a gradient g over its tokens t.
+    """Return for each sample the share of every token in its gradient g.
+
+    The share of token t is ||g_t||^2 / sum_s ||g_s||^2, where g_t is the gradient at token t.
 
     Args:
         batch: the samples; padding has no share.
-        gradient: (batch, tokens, ...), of any length.
+        gradient: (batch, tokens, ...); its length does not matter.
 
     Returns:
         The shares of each sample; empty if its gradient is 0 or NaN.
     """
-    # In units of the largest entry, so that no square underflows.
+    # Divided by the largest entry, so that no square underflows; shares do not change by it.
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
     squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
@@ -74,9 +77,10 @@ def describe_gradients(
         gradient: (batch, tokens, ...).
         of: what the gradient is of: margin or direction.
     """
-    # A waveform is a number for each time: those are no tokens.
+    # Only an input with a vector per token has such shares, unlike a waveform.
     if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
+    # The mask of the tokens that may change: without padding and, of a prompt, continuations.
     batch = replace(batch, mask=net.free(batch))
     tokens_of_samples = name_tokens(net, batch)
     shares_of_samples = share_squares(batch, gradient)
@@ -121,7 +125,10 @@ class DrawnMap(NamedTuple):
 
 
 def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
-    """Return the map of a head for the batch's first sample: of its first window, no padding.
+    """Return the attention map of a head on the first sample of a layer's batch.
+
+    Padding is cut off. If the layer attends within windows of a sample, it is the first window. A
+    large map is reduced to means of square blocks.
 
     Raises:
         UsageError: the layer has no such head.
@@ -140,12 +147,12 @@ def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
     if heads.valid is not None:
         rows = rows[heads.valid[0].cpu()]  # without padding
     columns = rows
-    if queries != keys:
+    if queries != keys:  # cross-attention: padding of the queries says nothing about the keys
         columns = torch.arange(keys)
-    block = -(-max(len(rows), len(columns)) // SIDE)  # rounded up
-    size = block * max(1, SIDE // block)
+    block = -(-max(len(rows), len(columns)) // SIDE)  # side of a block, rounded up
+    size = block * max(1, SIDE // block)  # rows of a chunk: whole blocks, as the map may be large
     pooled = []
-    for start in range(0, len(rows), size):  # in chunks of rows, as the map may be large
+    for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
         first = int(chunk[0])
         p = heads.rows(first, int(chunk[-1]) + 1)[0, 0]  # (rows of the chunk, keys)
@@ -168,7 +175,9 @@ def describe_examples(
     *,
     known: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """Describe each broken sample with the example of the first trial that broke it.
+    """Describe, by sample id, the adversarial example of each broken sample, as plain values.
+
+    It is the example of the first trial that broke the sample.
 
     Args:
         net: the model.
@@ -176,7 +185,8 @@ def describe_examples(
         chunk: the samples, as they were attacked.
         outcomes: those of the clean samples, then the last one of each trial.
         size: number of samples on the device at a time.
-        known: examples described before; those of the same trial are left out.
+        known: examples described after earlier attacks; one of the same trial is not described
+            again.
     """
     clean, *ends = outcomes
     # (samples, trials)
@@ -198,6 +208,7 @@ def describe_examples(
         before = torch.cat([net.output(part).softmax(1) for part in samples.split(size)])
         after = texts.forward_pieces(net, samples, x_adv, size).softmax(1)
         for i, (row, end) in enumerate(pairs):
+            # An attack that changes texts has no x_adv: its text is read again.
             if end.drafts is not None and chunk.texts is not None:
                 reader = chunk.texts.reader
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)

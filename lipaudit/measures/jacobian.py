@@ -122,8 +122,8 @@ FEWEST = 20
 
 
 def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the median norm of the model, with the largest one and its sample in the text."""
-    rows = [row for row in section.rows if not row.module]
+    """Yield the median Jacobian norm of the model, with the largest one and its sample as text."""
+    rows = [row for row in section.rows if not row.module]  # without rows of blocks
     if not rows or not finite((rows[0].median, rows[0].max)):
         return
     row = rows[0]
@@ -259,7 +259,11 @@ OF_BLOCKS = ("norm", "within", "products", "converged")
 
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
-    """Yield the norms, margins and first-order radii of every sample."""
+    """Yield norms, margins and first-order radii of every sample, and with options of blocks.
+
+    Blocks are residual blocks around attention layers: --from gives norms from their output to the
+    output of the model, --per-layer from their input to their output.
+    """
     import torch
 
     from lipaudit.data.batch import find_first
@@ -268,7 +272,8 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 
     blocks: Blocks | None = None
     first: Batch | None = None
-    # Texts of one length have the same positions; those of a run come in such batches already.
+    # Texts of one length at a time, so that a position is the same column in all of them. A run
+    # hands out such batches already; batches of a caller may be mixed.
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
         if blocks is None or first is None:
             first = find_first(batches, batch)
@@ -290,7 +295,11 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
-    """Make the section `jacobian`: one row, and a column per quantity and sample."""
+    """Make the section `jacobian`, and with --shares the sections of shares.
+
+    Its first row is the model, the further ones are blocks. It also has the figures of each
+    sample.
+    """
     import numpy as np
 
     facts = parts[0].facts
@@ -298,17 +307,19 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     columns: dict[str, Any] = {}
     for name, values in arrays.items():
         if name in ("norm", "upper"):
-            # As a list, the NaN of a failed norm stays NaN: it is not a value that is missing.
+            # In an array NaN would become None, "not computed". The NaN of a norm that failed
+            # stays NaN in a list.
             columns[name] = values.tolist()
         elif name in JACOBIAN_TABLE.sample_columns:
             columns[name] = values
-    # (samples, rows): of the model, then of its blocks.
+    # (samples, rows): the first column is the model, the others are blocks.
     of_rows = {name: arrays[name][:, None] for name in OF_BLOCKS}
     of_norms = {}
     if "block_norm" in arrays:
         for name in OF_BLOCKS:
             of_rows[name] = np.column_stack([arrays[name], arrays[f"block_{name}"]])
         of_norms = {"norm": of_rows["norm"]}
+    # By row: input, output, module of the block, and the method of the norm.
     ends = [(facts["from"], facts["to"], "", facts["method"]), *facts.get("ends", ())]
     unique = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
     rows = []
@@ -343,7 +354,8 @@ def _join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
     arrays = {}
     for name in dict.fromkeys(name for part in parts for name in part.values):
         if not name.startswith("share_"):
-            # Parts without any label have no column `correct`: nothing is known to be wrong.
+            # Only `correct` can be missing, in a part without any label. Its samples count as
+            # correct, as samples without a label do in other parts.
             pieces = [part.values.get(name, np.ones(len(part.ids), bool)) for part in parts]
             arrays[name] = np.concatenate(pieces)
     return arrays
@@ -393,7 +405,12 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterato
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
-    """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
+    """Refuse options that do not fit the model or the samples, before anything is measured.
+
+    Raises:
+        UsageError: --from, --per-layer, --shares or --direction do not work with it.
+        InputError: the model lacks the output, or a text is too short for the position of --to.
+    """
     from lipaudit.measures.sensitivity import find_position
     from lipaudit.models.endpoints import resolve_target
 

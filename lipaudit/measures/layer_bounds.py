@@ -23,55 +23,69 @@ if TYPE_CHECKING:
 
 
 def has_bounds(site: Site, options: BoundsOptions) -> bool:
-    """Say whether the closed form gives the norm that the options ask for."""
+    """Say whether a layer gets norms and bounds in closed form, with respect to --input.
+
+    The closed form differentiates by the input of the projections of q, k and v. With --input
+    module it serves only if they read the arguments of the module directly (`Site.direct`).
+    """
     return site.closed_form and (options.input == "projections" or site.direct)
 
 
 def describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
-    """Return what does not depend on the sample, as lists with an item per head or layer."""
+    """Return what tables and notes say of the layers: the facts that are equal for all samples.
+
+    They are lists with an item per head (`kinds`, `inputs`, `module_inputs`, `reasons`) or per
+    layer (`layers`). `apart` has the layers whose norm varies the input of the queries and that of
+    keys and values independently, where --input module gives another norm.
+    """
     names = ("kinds", "inputs", "module_inputs", "reasons", "layers", "apart")
     facts: Facts = {name: [] for name in names}
     for site in sites:
-        closed = has_bounds(site, options)
-        kinds = site.kinds if closed else (NUMERICAL,)
+        is_closed_form = has_bounds(site, options)
+        # How q, k and v depend on the input (affine, rotation...), named once if they are alike.
+        kinds = site.kinds if is_closed_form else (NUMERICAL,)
         if len(set(kinds)) == 1:
             kind = kinds[0]
         else:
             kind = "/".join(kinds)
-        read = site.input if options.input == "projections" else site.module_input
+        input_name = site.input if options.input == "projections" else site.module_input
         facts["kinds"] += [kind] * site.heads
-        facts["inputs"] += [read] * site.heads
+        facts["inputs"] += [input_name] * site.heads
         facts["module_inputs"] += [site.module_input] * site.heads
         facts["reasons"] += [site.reason or ""] * site.heads
         facts["layers"].append((site.index, site.module))
-        if closed and site.input == APART and not site.direct:
+        # Projections that read the module's arguments directly have the norm of --input module.
+        if is_closed_form and site.input == APART and not site.direct:
             facts["apart"].append(site.index)
     return facts
 
 
 def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, float]) -> Reduced:
-    """Return all figures of a layer, per (sample, head) or (sample, 1); NaN: not computed.
+    """Return all norms and bounds of a layer, (samples, heads) or (samples, 1) for the layer.
+
+    In balls they are (samples, heads, radii). NaN means not computed.
 
     Args:
         layer: the layer, on some samples.
         options: the options.
-        out_norms: a cache of ||W_O|| by the index of the layer.
+        out_norms: a cache of ||W_O|| by the index of the layer; this function fills it.
     """
     site = layer.site
     ids = layer.batch.ids
     seeds = [base.seed_of(sample, options.seed) for sample in ids]
-    closed = has_bounds(site, options)
-    if closed:
+    is_closed_form = has_bounds(site, options)
+    if is_closed_form:
         heads = layer.heads()
         figures = _measure_heads(heads, seeds, options)
+        # A sample may have several rows of the batch (windows): the largest figure counts.
         values = {name: per_sample(f.cpu(), heads.sample) for name, f in figures.items()}
-        if heads.out is not None:
+        if heads.out is not None:  # without a plain output projection, no bounds of the layer
             if site.index not in out_norms:
                 out_norms[site.index] = float(
                     matrix_norms.spectral_norm(heads.out.double().flatten(0, 1))
                 )
             values |= _bound_layer(values, out_norms[site.index])
-    else:  # NaN if the survey found a closed form and the module cannot run on its own
+    else:  # norms alone, by differentiating the module; NaN if it cannot run on its own
         heads = layer.attention
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     queries = heads.q.shape[2]
@@ -81,11 +95,12 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
         **_list_missing(per_head, len(options.radius)),
         **values,
         "tokens": per_head * keys,
-        "limited": per_head * (closed and queries * keys > POLICY.map_limit),
-        "numerical": per_head * (not closed),
+        # Whether ||P|| is only an upper limit, because the map has too many entries for its norm.
+        "limited": per_head * (is_closed_form and queries * keys > POLICY.map_limit),
+        "numerical": per_head * (not is_closed_form),
         "forward_error": per_sample(head_norms.forward_error(heads).cpu(), heads.sample),
     }
-    if closed:
+    if is_closed_form:
         in_balls = {}
         if options.radius:
             in_balls = {name: values[stored] for name, stored in IN_BALLS.items()}
@@ -94,7 +109,12 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
 
 
 def _list_missing(per_head: Tensor, radii: int) -> Reduced:
-    """Return NaN for every figure that may not be computed, shaped as figures of heads."""
+    """Return NaN for every figure that some layers lack, so that all layers have the same ones.
+
+    Args:
+        per_head: any figure of heads, (samples, heads); it gives the shape.
+        radii: number of radii of the balls.
+    """
     nothing = torch.full_like(per_head, torch.nan)
     missing = dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing)
     missing |= dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1])
@@ -106,10 +126,15 @@ def _list_missing(per_head: Tensor, radii: int) -> Reduced:
 
 
 def _bound_layer(values: Reduced, out_norm: float) -> Reduced:
-    """Return bounds of the whole layer (samples, 1), from those of its heads and ||W_O||.
+    """Return bounds of the whole layer, (samples, 1), from the bounds of its heads and ||W_O||.
 
-    ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side: at most the
-    root of the sum of their squares (rss), and that is at most the sum.
+    J_h is the Jacobian of head h, and W_O,h the rows of W_O that it meets. ||sum_h J_h W_O,h|| is
+    at most ||W_O|| times the norm of the concatenated heads. That norm is at most the root of the
+    sum of the squares of ||J_h|| (rss), and this root at most their sum.
+
+    Args:
+        values: bounds of the heads, (samples, heads).
+        out_norm: ||W_O||.
     """
     norm = torch.full_like(values["layer_exact_out"], out_norm)
     rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
@@ -120,11 +145,20 @@ def _bound_layer(values: Reduced, out_norm: float) -> Reduced:
 
 
 def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return norms and bounds in closed form, per (batch row, head) or (batch row, 1)."""
+    """Return norms and bounds in closed form, of each head and of the layer.
+
+    Args:
+        heads: the heads of a layer.
+        seeds: seed of the start vectors of each sample.
+        options: which norms to compute, and how accurately.
+    """
     exact = head_norms.head_norms(heads, seeds=seeds, **options.accuracy)
     figures = head_bounds.head_bounds(heads) | _read_norms(exact)
+    # Splitting duplicates tokens. Under a causal mask the copies would see different keys, and the
+    # share of a sink would fall.
     if options.splitting and not heads.is_causal() and heads.sink is None:
         figures["splitting_gain"] = head_norms.splitting_gain(heads, exact.norm, seeds=seeds)
+    # Norms of the layer: of the concatenated heads before W_O, and after W_O.
     accuracy = options.accuracy | {"within": options.layer_within}
     together = head_norms.layer_norms(heads, seeds=seeds, concat=options.concat, **accuracy)
     within = []
@@ -154,6 +188,6 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
 
 
 def _read_norms(norms: Norms) -> Reduced:
-    """Return norms as columns; a norm that was not computed (NaN) is not missed."""
+    """Return norms as columns. `missed` marks norms that did not converge; NaN means no norm."""
     missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
     return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}

@@ -58,15 +58,17 @@ def by_layer(
     projections: bool = True,
     describe: Callable[[Sequence[Site]], Facts] = lambda _sites: {},
 ) -> Iterator[Part]:
-    """Yield a Part per batch: every layer reduced, joined along the heads; see `capture`.
+    """Yield a Part per batch: the figures of every layer, concatenated along the heads.
 
-    If a layer differs from its survey on a sample, that sample is reduced without the closed form,
-    and a note says so. The other samples of the batch keep the closed form.
+    The survey of the layers is a run on the first sample: it finds which have a closed form. If a
+    layer differs from it on a later sample, `reduce` gets that sample without the closed form, and
+    a note says so. The other samples of the batch keep the closed form.
 
     Args:
         net: the model.
         batches: the samples.
-        reduce: function of a layer, while the model is in the middle of its forward pass.
+        reduce: returns the figures of a layer. It is called while the model is in the middle of
+            its forward pass (see `capture`), so that the tensors of one layer are in memory.
         layers: indices of the layers to read; None for all.
         projections: whether `reduce` calls `Layer.heads`.
         describe: facts of the layers that do not depend on the sample, besides `heads`: the layer,
@@ -83,7 +85,7 @@ def by_layer(
         values = {}
         for name in pieces[0]:
             joined = _join_samples([piece[name] for piece in pieces])
-            # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
+            # numpy has no bfloat16, and sums over samples in 16 bits would have 3 digits.
             if joined.dtype in HALF:
                 joined = joined.float()
             values[name] = joined.numpy()
@@ -96,19 +98,21 @@ def by_layer(
 def _read_pieces(
     read: Callable[..., Sequence[Reduced]], sites: tuple[Site, ...], batch: Batch
 ) -> tuple[list[Reduced], tuple[Note, ...]]:
-    """Return a batch in pieces, each with all layers joined along the heads, and notes.
+    """Return the figures of a batch in pieces of samples, and notes on layers that differ.
 
-    It is one piece unless a layer differs from its survey. Then every sample is a piece, and where
-    the layer differs, it is read without its closed form.
+    The batch is one piece unless a layer differs from its survey, a run on the first sample. Then
+    every sample is a piece, and where the layer differs, it is read without its closed form. The
+    figures of all layers of a piece are concatenated along the heads.
 
     Args:
-        read: (layers, samples) -> the reduced layers.
-        sites: the layers of the survey.
+        read: (layers, samples) -> the figures of each layer; raises `StructureError` if a layer
+            differs from its survey.
+        sites: the layers, as surveyed.
         batch: the samples.
     """
     pieces: list[Reduced] = []
     notes: list[Note] = []
-    queue = [(batch, sites)]  # samples, in order, and what is known of the layers on them
+    queue = [(batch, sites)]  # samples in order, and the layers as they are on these samples
     while queue:
         samples, known = queue.pop(0)
         try:
@@ -122,9 +126,9 @@ def _read_pieces(
                 "has no closed form there, so it gets no bounds on any sample"
             )
             notes.append(Note.warn("structure-changed", text))
-            # Again, without the closed form of this layer; another layer may change, too.
-            open_form = replace(known[error.layer], structure=None, reason=error.reason)
-            known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
+            # Read it again, without the closed form of this layer; another layer may differ, too.
+            numerical = replace(known[error.layer], structure=None, reason=error.reason)
+            known = (*known[: error.layer], numerical, *known[error.layer + 1 :])
             queue.insert(0, (samples, known))
             continue
         pieces.append(_join_heads(of_layers))
@@ -132,7 +136,7 @@ def _read_pieces(
 
 
 def _join_heads(layers: Sequence[Reduced]) -> Reduced:
-    """Join the arrays of layers along the heads; those with one name belong together."""
+    """Concatenate the arrays of one name of all layers along axis 1, the heads."""
     by_name: dict[str, list[Tensor]] = {}
     for layer in layers:
         for name, values in layer.items():
@@ -141,13 +145,14 @@ def _join_heads(layers: Sequence[Reduced]) -> Reduced:
 
 
 def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
-    """Join arrays along the samples; shorter ones (of shorter texts) are padded with NaN."""
-    shapes = torch.tensor([piece.shape[1:] for piece in pieces])  # behind the samples
-    missing = shapes.amax(0) - shapes
+    """Concatenate arrays along the samples; those of shorter texts are padded with NaN."""
+    shapes = torch.tensor([piece.shape[1:] for piece in pieces])  # without the samples
+    missing = shapes.amax(0) - shapes  # entries to add on each axis, (pieces, axes)
     padded = []
     for piece, lengths in zip(pieces, missing.tolist(), strict=True):
         if any(lengths):
-            padding: list[int] = []  # of the last axis first: before and behind
+            # `F.pad` takes two numbers for each axis, before and behind, the last axis first.
+            padding: list[int] = []
             for length in reversed(lengths):
                 padding += [0, length]
             piece = F.pad(piece, padding, value=torch.nan)
@@ -156,11 +161,18 @@ def _join_samples(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
-    """Note what a reader must know of the selected layers, and which attention is left out."""
+    """Note what a reader must know of the selected layers, and which attention is left out.
+
+    Args:
+        net: the model.
+        sites: all attention layers.
+        selected: the measured ones.
+    """
     reasons = group_values((site.reason, site) for site in selected if site.reason is not None)
     for reason, alike in reasons.items():
         yield Note.warn("no-closed-form", f"no closed form for {_name_layers(alike)}: {reason}")
     yield from _note_inputs(selected)
+    # Layers with the same inputs of q and k: one note for each such group.
     calls = {site.partners: site for site in selected if site.partners}
     for partners, site in calls.items():
         text = (
@@ -181,12 +193,17 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
 
 
 def _note_inputs(sites: Sequence[Site]) -> Iterator[Note]:
-    """Name X, the input of the norms, where it is not the first input of the attention module."""
-    alike: dict[tuple[bool, str], list[Site]] = {}  # by whether X is inside the module, and X
+    """Note what X is, the input of the norms, where it is not the input of the attention module.
+
+    X may be further inside the module, behind another map or a normalisation, or outside of it.
+    """
+    # Layers by whether the modules that read X are inside the attention module, and their names.
+    alike: dict[tuple[bool, str], list[Site]] = {}
     for site in sites:
         prefix = f"{site.module}." if site.module else ""
         inside = all(f"{name}.".startswith(prefix) for name in site.reads)
-        has_input = site.closed_form or site.inputs
+        has_input = site.closed_form or site.inputs  # otherwise there are no norms
+        # `inner`: further maps between X and the projections of q, k and v.
         is_first = inside and not (site.inner and site.closed_form)
         if has_input and not is_first:
             readers = few([name or "the model" for name in site.reads])
@@ -210,7 +227,7 @@ def _name_module(site: Site) -> str:
 
 
 def _name_layers(sites: Sequence[Site]) -> str:
-    """Return the numbers of some layers in words, with the module of the first."""
+    """Return layers as text: their numbers, and the module of the first one."""
     plural = "s" * (len(sites) > 1)
     numbers = ", ".join(str(site.index) for site in sites)
     return f"layer{plural} {numbers} ({_name_module(sites[0])})"
@@ -219,7 +236,7 @@ def _name_layers(sites: Sequence[Site]) -> str:
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules: Sequence[str] = ()
-    for survey in net.surveys:
+    for survey in net.surveys:  # take the one that found these layers
         if survey.sites is sites:
             modules = survey.unread
     if not modules:
@@ -234,14 +251,22 @@ def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
 
 
 def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """Add up the batch rows (windows) of each sample."""
+    """Add up the values of the windows of each sample.
+
+    Args:
+        values: (windows of all samples, ...); a layer without windows has one per sample.
+        sample: index of the sample of each window.
+        samples: number of samples.
+    """
     return values.new_zeros(samples, *values.shape[1:]).index_add_(0, sample, values)
 
 
 def per_sample(values: Tensor, sample: Tensor) -> Tensor:
-    """Return the largest value over the batch rows (windows) of each sample, in order.
+    """Return the largest value over the windows of each sample, (samples, ...).
 
-    The Jacobian of a windowed layer is block diagonal, so its norm is the largest norm of a block.
+    A layer that attends within windows has a row of the batch per window. Its Jacobian is block
+    diagonal, so its norm is the largest norm of a block. `sample` is the sample of each window, in
+    ascending order.
 
     >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
     tensor([5., 2.])
@@ -278,8 +303,8 @@ def require_bounds_hold(
 ) -> None:
     """Stop the run if a bound of a head, a layer or a ball is below the exact norm.
 
-    This checks plug-in bounds, too. A difference that rounding explains passes;
-    `below_by_rounding` finds it again in the figures.
+    Such a bound, or the norm, is wrong. This checks plug-in bounds, too. A difference that
+    rounding explains passes; `below_by_rounding` notes it in the report.
 
     Args:
         site: the layer.
@@ -302,7 +327,7 @@ def require_bounds_hold(
             continue
         sample, head = below[0].tolist()
         where = f"layer {site.index}"
-        if bound.shape[1] == site.heads:
+        if bound.shape[1] == site.heads:  # a column per head: it is no bound of the layer
             where = f"head {site.index}.{head}"
         raise EvaluationError(
             f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
@@ -318,12 +343,15 @@ def _list_claims(
     balls: Mapping[str, Tensor],
     radii: Sequence[Radius],
 ) -> Iterator[Claim]:
-    """Yield every claim of `require_bounds_hold`, whose arguments these are."""
+    """Yield every claim that `require_bounds_hold` checks; the arguments are the same."""
     exact = values["exact"]
 
     @cache
     def bound_rounding(r: float = 0.0) -> Tensor:
-        """Return what rounding may do to a bound of each head, in the ball of radius r."""
+        """Return by how much rounding may lower a bound of each head, (samples, heads).
+
+        A radius r > 0 adds the rounding of bounds in the ball of that radius.
+        """
         double = heads.to(torch.float64)
         error = bound_error(double, exact[heads.sample.cpu()])
         if r:
@@ -331,11 +359,12 @@ def _list_claims(
         return per_sample(error.cpu(), heads.sample)
 
     def bound_layer_rounding() -> Tensor:
-        """Return what rounding may do to the bound of the layer.
+        """Return by how much rounding may lower the bound of the layer, (samples, 1).
 
-        W_O is linear: an error of a head grows by ||W_O||, and its product has one more.
+        The bound is ||W_O|| times the root of the squared bounds of the heads. So errors of the
+        heads are multiplied by ||W_O||, and the product with W_O has a rounding error of its own.
         """
-        out = heads.out
+        out = heads.out  # (heads, d_v, D_out)
         assert out is not None
         eps = torch.finfo(torch.float64).eps
         share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
@@ -360,10 +389,12 @@ def below_by_rounding(
     bounds: Mapping[str, Values],
     norm: str = "exact norm",
 ) -> tuple[Note, ...]:
-    """Name the bound furthest below its norm, in a run that passed the guard.
+    """Note how many bounds are below their norm, and the one that is furthest below.
+
+    The run passed `require_bounds_hold`, so rounding explains all of them.
 
     Args:
-        places: heads, layers, or heads at radii.
+        places: names of what the columns belong to: heads, layers, or heads at radii.
         ids: ids of the samples.
         exact: the norms, (samples, places).
         bounds: arrays (samples, places), by the name of the bound.

@@ -30,7 +30,9 @@ def calibration_error(confidence: Values, correct: Values) -> float:
 
 
 def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> dict[str, Any]:
-    """Return columns of the class with the lowest accuracy under each trial; none without one.
+    """Return the columns of the class with the lowest accuracy in each trial: accuracy and name.
+
+    No columns if every class has too few samples for an accuracy.
 
     Args:
         label: true classes, (samples,).
@@ -40,7 +42,7 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     import numpy as np
 
     numbers, index, counts = np.unique(label, return_inverse=True, return_counts=True)
-    # The class with the most samples first: of equal shares, its share is the best known.
+    # The class with the most samples first: among classes of equal accuracy, `argmin` takes it.
     order = [i for i in np.argsort(-counts, kind="stable") if counts[i] >= FEWEST_OF_CLASS]
     if not order:
         return {}
@@ -48,7 +50,7 @@ def find_worst_classes(label: Values, robust: Values, known: dict[str, str]) -> 
     for i in order:
         name = known.get(str(numbers[i]), numbers[i])
         texts.append(f"{name} ({counts[i]} samples)")
-    # (trials, classes): the number of robust samples, then their share.
+    # (trials, classes): the number of robust samples of each class, then their share.
     right = np.stack([np.bincount(index, of_trial) for of_trial in robust.T])
     shares = right[:, order] / counts[order]
     worst = shares.argmin(1)

@@ -87,9 +87,12 @@ def prepare_chunks(
     reader = None
     if any(trial.norm in COUNTED for trial in trials):
         reader = texts.make_reader(net)
+    # Settings of `evaluate_chunk`.
     how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     how["patch"] = options.choose_patch(net)
     how["target"] = options.find_target(net)
+    # A time limit ends an attack before its next pass. Attacks on continuations run to the end, as
+    # their incomplete chunks cannot be resumed.
     if net.scored != "continuation":
         how["check"] = base.require_time
 
@@ -112,7 +115,15 @@ def prepare_chunks(
 
 
 def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader | None) -> Chunk:
-    """Return the samples of a batch as attacks take them; the reader is for attacks on texts."""
+    """Return the samples of a batch as attacks take them: points, labels, texts, saved examples.
+
+    Args:
+        net: the model.
+        batch: the samples.
+        options: the options.
+        reader: how the model reads texts; None: no attack changes texts.
+    """
+    # Random numbers of attacks depend on the number of the chunk: a batch must be one chunk.
     if batch.start % CHUNK or len(batch) > CHUNK:
         raise UsageError(
             f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
@@ -136,7 +147,9 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
 def attack_round(
     runs: Sequence[ChunkRun], steps: Sequence[Step], classes: int, prefix: str = ""
 ) -> Iterator[ChunkRun]:
-    """Yield each chunk after each attack on it, and report what survives and what is left.
+    """Run each attack on all chunks before the next attack, and yield a chunk after each attack.
+
+    Reports to the listener: progress, the estimated time, and the robust accuracy so far.
 
     Args:
         runs: the chunks, some perhaps of an interrupted run.
@@ -147,6 +160,7 @@ def attack_round(
     Raises:
         TimeOverError: the time limit is over; chunks that were yielded keep their outcomes.
     """
+    # Forward passes that each attack takes at most on a sample.
     costs = [adapt(attack, classes)[0].estimate_cost(trial.radius) for trial, attack in steps]
     for run in runs:
         if not run.outcomes:
@@ -155,7 +169,7 @@ def attack_round(
     _report_progress(runs, steps, costs, complete)
     _report_estimate(runs, steps, costs, classes, prefix)
     for number, (trial, attack) in enumerate(steps, 1):
-        # Other chunks have this outcome from an interrupted run.
+        # Chunks without an outcome of this attack; others have it from an interrupted run.
         waiting = [run for run in runs if len(run.outcomes) <= number]
         for run in waiting:
             run.outcomes.append(next(run.attacks))
@@ -172,9 +186,16 @@ def attack_round(
 def _report_progress(
     runs: Sequence[ChunkRun], steps: Sequence[Step], costs: Sequence[int], complete: int
 ) -> None:
-    """Report the share of the passes that are done, in samples beside the complete ones."""
+    """Report progress as a number of samples: the share of the round's forward passes that ran.
+
+    Args:
+        runs: the chunks of the round.
+        steps: the attacks in order.
+        costs: forward passes of each attack on a sample.
+        complete: samples of complete chunks, which the listener counts itself.
+    """
     samples = sum(len(run.batch) for run in runs)
-    done = samples  # passes; the first ones are of the clean samples
+    done = samples  # one pass for each clean sample
     remaining = 0
     for run in runs:
         remaining += _count_remaining(run, steps, costs)
@@ -184,10 +205,17 @@ def _report_progress(
 
 
 def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int]) -> int:
-    """Return the forward passes that the attacks to come take at most."""
+    """Return the forward passes that the attacks to come take at most on a chunk.
+
+    Args:
+        run: the chunk.
+        steps: the attacks in order.
+        costs: forward passes of each attack on a sample.
+    """
     clean, *attacked = run.outcomes
     correct = int(clean.robust.sum())
-    # Samples that survive the same attacks at smaller radii: the others are not attacked again.
+    # By norm and attacks: how many samples survived the last radius. The same attacks at a larger
+    # radius run only on these.
     survivors: dict[Any, int] = {}
     for outcome, (trial, _) in zip(attacked, steps, strict=False):
         survivors[trial.norm, trial.attacks] = int(outcome.robust.sum())
@@ -200,7 +228,10 @@ def _count_remaining(run: ChunkRun, steps: Sequence[Step], costs: Sequence[int])
 def _estimate_seconds(
     runs: Sequence[ChunkRun], steps: Sequence[Step], costs: Sequence[int], number: int
 ) -> float:
-    """Return the seconds that the attacks to come take at most, at the pace of the last one."""
+    """Return the seconds that the attacks to come take at most, at the pace of attack `number`.
+
+    A backward pass counts as two forward passes.
+    """
     seconds = 0.0
     passes = 0
     for run in runs:
@@ -218,18 +249,27 @@ def _report_estimate(
     classes: int,
     prefix: str,
 ) -> None:
-    """Say how long all attacks take at most, and which flags make it shorter."""
-    if sum(costs) < COUNTED_PASSES:
+    """Report how long all attacks take at most, and which flags make it shorter.
+
+    Args:
+        runs: the chunks of the round.
+        steps: the attacks in order.
+        costs: forward passes of each attack on a sample.
+        classes: number of classes of the model.
+        prefix: the beginning of the message.
+    """
+    if sum(costs) < COUNTED_PASSES:  # timing a pass would take as long as the attacks
         return
     seconds_per_pass = time_pass(runs[0].model, runs[0].chunk)
     passes = sum(_count_remaining(run, steps, costs) for run in runs)
     samples = sum(len(run.batch) for run in runs)
     seconds = seconds_per_pass * passes
     text = f"the attacks on {samples} samples take at most about {format_duration(seconds)}"
+    # Balls with the standard AutoAttack, for which `--attack quick` is the shorter one.
     radii = {trial.radius for trial, _ in steps if trial.attacks in (STANDARD, STANDARD_L1)}
     options = []
     if seconds >= LONG and radii:
-        quick_passes = 0  # of a sample
+        quick_passes = 0  # forward passes of a sample
         for attack, radius in itertools.product(PRESETS["quick"], radii):
             quick_passes += adapt(attack, classes)[0].estimate_cost(radius)
         correct = sum(int(run.outcomes[0].robust.sum()) for run in runs)
@@ -270,7 +310,14 @@ def format_duration(seconds: float) -> str:
 def _describe_survivors(
     runs: Sequence[ChunkRun], trial: Trial, attack: Attack, seconds: float
 ) -> str:
-    """Say how many samples survive in the ball of a trial so far, and what time is left."""
+    """Return a message after an attack: how many samples survive so far, and what time is left.
+
+    Args:
+        runs: the chunks of the round.
+        trial: the trial of the attack; samples survive in its ball.
+        attack: the attack that just ran.
+        seconds: estimated time of the attacks to come.
+    """
     samples = 0
     survivors = 0
     for run in runs:
@@ -279,6 +326,7 @@ def _describe_survivors(
         for outcome in attacked:
             other = outcome.trial
             assert other is not None
+            # An example in a smaller ball of the same norm is inside this ball, too.
             if other.norm == trial.norm and other.radius.value <= trial.radius.value:
                 robust &= outcome.robust
         unique = torch.tensor([not is_repeat(name) for name in run.batch.ids])
@@ -298,7 +346,11 @@ def _describe_survivors(
 
 
 def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note, ...]) -> Part:
-    """Return what is known of a chunk; an attack that did not run yet broke no sample."""
+    """Return the part of a chunk after some or all attacks, with all that the report needs.
+
+    An attack that did not run yet broke no sample. The part also stores what a resumed run needs
+    to go on, if it is not complete.
+    """
     chunk = run.chunk
     clean, *attacked = run.outcomes
     trials = options.trials()
@@ -307,7 +359,8 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
         by_trial.append([outcome for outcome in attacked if outcome.trial == trial])
     unknown = torch.full_like(clean.distance, torch.nan)
     not_begun = replace(clean, distance=unknown, confidence=unknown.to(clean.confidence))
-    # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
+    # Each attack of a trial runs on the survivors of the one before, so the last outcome is the
+    # result of the trial.
     ends = [outcomes[-1] if outcomes else not_begun for outcomes in by_trial]
     arrays = _read_arrays(net, run, options, ends)
     costs = []
@@ -334,7 +387,8 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
         facts["sizes"] = texts.count_units(chunk.texts)
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     complete = len(attacked) >= sum(len(trial.attacks) for trial in trials)
-    # Examples to save, and changed texts, are not stored half-way: their chunk begins anew.
+    # Outcomes are stored without their examples. A run that saves examples, or changes texts,
+    # needs these: when resumed, it attacks an incomplete chunk from the beginning.
     if not complete and options.save_adv is None and chunk.texts is None:
         outcome_arrays, outcome_facts = store_outcomes(run.outcomes)
         arrays |= outcome_arrays
@@ -346,7 +400,14 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
 def _read_arrays(
     net: Net, run: ChunkRun, options: AttackOptions, ends: Sequence[Outcome]
 ) -> dict[str, Values]:
-    """Return the arrays of a part (samples, ...), from the last outcome of each trial."""
+    """Return the arrays of a part, each (samples, ...).
+
+    Args:
+        net: the model.
+        run: the chunk and its outcomes.
+        options: the options.
+        ends: the last outcome of each trial.
+    """
     clean = run.outcomes[0]
     values = {
         "label": run.chunk.y,
@@ -360,9 +421,10 @@ def _read_arrays(
         losses = []
         for outcome in (clean, *ends):
             scores = texts.score_outcome(net, run.batch, run.chunk, outcome, options.batch_size)
-            losses.append(-scores[:, 0])
+            losses.append(-scores[:, 0])  # the first score is log p of the continuation
         values["losses"] = torch.stack(losses, 1)
-    # The rival of a continuation depends on the model: it is no class that two models share.
+    # Scores are for comparing two models class by class. Continuations have no such scores: class
+    # 1, the rival of the continuation, is another token in each model.
     elif run.logits.shape[1] <= SCORED_CLASSES:
         values[SCORES] = run.logits.double().log_softmax(1)
     if options.saves_tensors:
@@ -377,7 +439,7 @@ FIGURES = ("attack", "seed", "seconds", "forwards", "backwards", "nonfinite")
 
 
 def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return the outcomes so far without their points, as arrays and facts of a part."""
+    """Return the outcomes so far, without their examples, as arrays and facts of a part."""
     arrays = {}
     for name in ARRAYS:
         columns = [getattr(outcome, name) for outcome in outcomes]
@@ -390,9 +452,10 @@ def store_outcomes(outcomes: Sequence[Outcome]) -> tuple[dict[str, Values], dict
 
 
 def restore_outcomes(part: Part, chunk: Chunk, steps: Sequence[Step]) -> list[Outcome]:
-    """Return the outcomes that `store_outcomes` stored, with the sample itself as the point.
+    """Return the outcomes that `store_outcomes` stored; x_adv is the sample itself.
 
-    Samples broken before are attacked no more, so their points do not matter.
+    The examples were not stored, and are not needed: broken samples are not attacked again, and
+    the next attack finds new points for the others.
     """
     outcomes: list[Outcome] = []
     for number, facts in enumerate(part.facts.get("outcomes", ())):

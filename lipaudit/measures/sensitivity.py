@@ -59,13 +59,19 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
-    """Find the blocks that the options name, by the first sample of a batch."""
-    layer = find_layer(options.start)
+    """Find the residual blocks that --from and --per-layer ask for, by running one sample.
+
+    Raises:
+        InputError: no layer of --from has a block whose output has a row per sample.
+    """
+    layer = find_layer(options.start)  # the number in --from layer:5
     from_layers = layer is not None or options.start == "layers"
     if not (from_layers or options.per_layer):
         return Blocks({}, (), ())
     sites = find_layers(net, batch)
     chosen = choose_layers(sites, None if layer is None else (layer,))
+    # For --per-layer, the smallest module with a skip path around the attention. For --from, the
+    # entire block, with its MLP: the residual stream after the layer is its output.
     inside = find_residuals(net, batch, sites)
     around = inside
     if from_layers:
@@ -96,8 +102,11 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
 
 
 def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
-    """Return the column of each text's position, -1 if it has none; None without positions."""
-    # The loss of a text begins with its second token.
+    """Return the column of the token in each text at which --to reads the output, (samples,).
+
+    -1 where a text is too short for it. None if --to names no position.
+    """
+    # The loss predicts each next token, so a text needs a second token: position 1.
     if end.what == "loss" and net.classes is None:
         return find_places(batch, "1")
     if end.where:
@@ -106,7 +115,7 @@ def find_position(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
 
 class _CutGraph:
-    """The graph of one forward pass: it has the derivatives from its input and every block.
+    """The graph of one forward pass, which gives the Jacobian from the input and from each block.
 
     Attributes:
         whole: the map from the input to the output.
@@ -114,9 +123,17 @@ class _CutGraph:
     """
 
     def __init__(self, net: Net, at: SampleFunction, blocks: Mapping[str, Residual]) -> None:
+        """Run the model once on all samples, and keep its graph.
+
+        Args:
+            net: the model.
+            at: the function from input to output, and the samples as its points.
+            blocks: blocks at whose output a Jacobian may begin, by name: `layer:5`.
+        """
         self.net = net
         self.at = at
         self.blocks = blocks
+        # `outputs`: the output of each block in this pass, as a tensor inside the graph.
         f, self.outputs = record_outputs(net, tuple(blocks.values()), at.f)
         self.whole = linearize(f, at.x)
         self.bypassed: list[str] = []
@@ -129,6 +146,7 @@ class _CutGraph:
         """
         block = self.blocks[name]
         inner = self.outputs[block]
+        # Whether the output depends on the block, and whether it depends on the input around it.
         through, beside = self.whole.find_paths(inner)
         if not through:
             text = f"the output {self.at.target} of {self.net.architecture} does not depend on "
@@ -165,10 +183,10 @@ def measure_batch(
 
     Args:
         net: the model.
-        batch: the samples; positions of texts of one length are equal.
+        batch: the samples; all texts have one length, so a position is the same column in all.
         options: the options.
-        cuts: blocks whose output is an input of the Jacobian, by its name.
-        first: the first sample of the run, by which layers are found.
+        cuts: blocks at whose output the Jacobian may begin, by name: `layer:5`.
+        first: the first sample of the run; the attention layers are found by running it.
     """
     end = resolve_target(net, batch, options.target)
     position = find_position(net, batch, end)
@@ -182,17 +200,19 @@ def measure_batch(
     linear = graph.whole
     start = at.start
     of_blocks: dict[str, JacobianNorms] = {}
-    if options.start in cuts:  # a single layer is the input
+    if options.start in cuts:  # --from layer:5: all figures are of this Jacobian
         start = str(options.start)
         linear = graph.start_after(start)
-    else:
+    else:  # --from layers: norms alone, in addition to all figures of the whole model
         for name in cuts:
             of_blocks[name] = compute_jacobian_norms(graph.start_after(name), **accuracy)
     has_margins = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
-        # With margins, their gradients are shown in place of the steepest direction.
+        # The direction is for a drawing of tokens, which shows the margin's gradient if there is
+        # one; images have no such drawing.
         directions=net.kind != "image" and options.norm == "2" and not has_margins,
+        # The left singular vector is the direction of the output in which shares are measured.
         left=options.shares and options.direction != "margin",
         **accuracy,
     )
@@ -218,13 +238,13 @@ def measure_batch(
         facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
     if options.shares:
         left = norms.left
-        tied = norms.tied
-        if left is None or tied is None:
+        tied = norms.tied  # vectors whose singular values agree with the largest one to tol
+        if left is None or tied is None:  # --direction margin
             left, tied = _find_margin_directions(linear, labels)
         else:
             assert norms.gap is not None
             values["gap"] = norms.gap.numpy()
-        # The shares have a graph of their own: this one would be in memory beside it.
+        # The shares build a second graph: free the first one before.
         graph.whole.release()
         shares, facts_of_shares = measure_shares(net, batch, at, left, tied, first)
         values |= shares
@@ -240,13 +260,14 @@ def _count_unlabelled(batch: Batch) -> int:
 
 
 def _find_margin_directions(linear: Linearization, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the direction of each sample's margin, and that it counts.
+    """Return the direction in the logits of each sample's margin f_y - f_j, for its shares.
 
-    The direction is u = e_y - e_j, (samples, 1, classes), of the class y and the next best j.
+    The direction is u = e_y - e_j, (samples, 1, classes), with unit vectors e, the class y and the
+    next best class j. The second result, (samples, 1), marks directions that count: all do.
     """
     logits = linear.output
     classes = logits.argmax(1)
-    if labels is not None:
+    if labels is not None:  # the predicted class stands in for a missing label (-1)
         classes = torch.where(labels < 0, classes, labels.to(classes))
     rivals = logits.scatter(1, classes[:, None], -torch.inf).argmax(1)
     count = logits.shape[1]
@@ -257,13 +278,21 @@ def _find_margin_directions(linear: Linearization, labels: Tensor | None) -> tup
 def _measure_margins(
     linear: Linearization, labels: Tensor | None, upper: Tensor, options: JacobianOptions
 ) -> tuple[dict[str, Values], Tensor | None]:
-    """Return margins and radii per sample, and the directions in which the margins fall most.
+    """Return margins and first-order radii per sample, and the gradients of the margins.
 
-    Without labels, they are those of the predicted class.
+    The gradient, (samples, inputs), is the direction in which the margin changes most. Without
+    labels, all are of the predicted class.
+
+    Args:
+        linear: the Jacobian from the input to the logits, at each sample.
+        labels: true classes, -1 for none; None without any.
+        upper: an upper limit of the norm of each Jacobian; it rules out classes that are too far.
+        options: the options.
     """
     predicted = linear.output.argmax(1)
     y = predicted if labels is None else labels
     margins = compute_margins(linear, y, rivals=options.rivals, norm=options.norm, upper=upper)
+    # A sample without a label counts as right. A wrong sample has no radius: it is NaN.
     right = ((y < 0) | (predicted == y)).cpu()
     values = {
         "margin": margins.margin.numpy(),

@@ -58,17 +58,23 @@ ENDS = {
 
 
 def read_sources(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the share of the sensitivity that passes attention maps, else any attention."""
+    """Yield the share of the sensitivity that passes through attention maps, median over samples.
+
+    Without shares of maps, it is the share through attention in any way. The text has the shares
+    of MLPs and of the head with the largest share.
+    """
     rows = [row for row in section.rows if finite([row.share])]
     if not rows:
         return
     column = section.columns["share"]
+    # Medians over the samples of the shares of all parts of one kind together.
     attention, patterns, mlps = (middle(list_unrepeated(section, name)) for name in OF_ALL)
     first = largest(rows, "share", 1)[0]
     texts = [f"head {first.layer}.{first.head} alone {format_value(first.share, column)}"]
     if mlps is not None:
         texts.insert(0, f"MLPs {format_value(mlps, column)}")
     if patterns is not None:
+        # A path may pass a map and an MLP: the shares do not add up.
         text = join_texts([*texts, "paths overlap"])
         yield headline.row(section, patterns, column, text=text)
         return
@@ -174,17 +180,18 @@ UNSHARED = "no shares of heads: {}"
 def measure_shares(
     net: Net, batch: Batch, at: SampleFunction, left: Tensor, tied: Tensor, first: Batch
 ) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return the shares at every sample, as values and facts of a part.
+    """Return the shares of heads and blocks at every sample, as values and facts of a part.
 
     Where they cannot be computed, the facts say why.
 
     Args:
         net: the model.
         batch: the samples.
-        at: the function from input to output.
-        left: directions of the output, (samples, directions, outputs).
-        tied: which of them count, (samples, directions).
-        first: the first sample, by which layers are found.
+        at: the function from input to output, and the samples as its points.
+        left: directions of the output, (samples, directions, outputs), for each of which there
+            are shares; the shares of a sample are their mean.
+        tied: which directions count, (samples, directions).
+        first: the first sample of the run; the attention layers are found by running it.
     """
     from lipaudit.models.attention.survey import find_layers
     from lipaudit.models.attribution import compute_shares, join_shares
@@ -197,11 +204,13 @@ def measure_shares(
     try:
         sites = find_layers(net, first)
         for rows in pieces:
+            # The rows of a piece are numbered from 0, those of `at.f` over the whole batch.
             f = _number_from(at.f, rows.start)
             shares = compute_shares(net, sites, f, at.x[rows], left[rows], tied[rows])
             shares_of_pieces.append(shares)
     except (LipauditError, RuntimeError) as error:
-        # A model may have no second derivative where it has a first one: the norm stays.
+        # The norm does not need shares, so the run goes on without them: a model may have no
+        # second derivative where it has a first one. A failing machine ends the run.
         if of_machine(error):
             raise
         return {}, {"unshared": first_line(error)}
@@ -237,12 +246,14 @@ def summarise_shares(
         norm: the norm of each sample.
         to: the output whose direction was taken.
     """
-    # Parts with shares. Of one whose samples are no neighbours, only the first piece has facts.
+    # Parts with shares. If the samples of a part are no neighbours in the order of the report, it
+    # was split (`base.in_order`), and only its first piece has the facts.
     described = [part for part in parts if "steps" in part.facts]
     if not described:
         return []
     ends = {"from": described[0].facts["from"], "to": to}
     sections = [_make_heads_section(parts, described, options, norm, ends)]
+    # If the model takes other steps on some samples, a table of steps has no meaning.
     steps = described[0].facts["steps"]
     if steps and all(part.facts["steps"] == steps for part in described):
         sections.append(_make_paths_section(parts, steps, options, ends))
@@ -256,7 +267,15 @@ def _make_heads_section(
     norm: Values,
     ends: Mapping[str, str],
 ) -> Section:
-    """Make the section `jacobian.shares`: a row per head."""
+    """Make the section `jacobian.shares`: a row per head, with medians over the samples.
+
+    Args:
+        parts: all parts.
+        described: the parts that have the facts of shares.
+        options: the options of the measure.
+        norm: the Jacobian norm of each sample.
+        ends: names of the input and the output of the Jacobian.
+    """
     import numpy as np
 
     heads = described[0].facts["heads"]
@@ -266,7 +285,8 @@ def _make_heads_section(
     arrays["carried"] = arrays["share"] * norm[:, None]
     shares = arrays["share"][unique]
     ids = np.array(base.sample_ids(parts))[unique]
-    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)  # the sample, by head
+    # For each head, the id of the sample with its largest share; empty if all shares are NaN.
+    largest = np.where(np.isnan(shares), -np.inf, shares).argmax(0)
     samples = []
     for i, of_head in zip(largest, shares.T, strict=True):
         samples.append("" if np.isnan(of_head[i]) else str(ids[i]))
@@ -294,19 +314,22 @@ def _make_paths_section(
     options: MeasureOptions,
     ends: Mapping[str, str],
 ) -> Section:
-    """Make the section `jacobian.paths`: a row per step (part, layer, module) of the model."""
+    """Make the section `jacobian.paths`: a row per step (part, layer, module) of the model.
+
+    A step is a branch with a skip connection: attention, MLP, both in parallel, or a whole block.
+    """
     import numpy as np
 
     unique = base.mark_unique(parts)
     values = _join(parts, "share_paths", (len(steps), len(OF_PATHS)))
     arrays = dict(zip(OF_PATHS, values.transpose(2, 0, 1), strict=True))  # (samples, steps)
-    arrays["rest"] = 1 - arrays["share"]
+    arrays["rest"] = 1 - arrays["share"]  # what passes around the step, by its skip connection
     kinds, layers, modules = zip(*steps, strict=True)
     rows = base.make_rows(
         PATHS_TABLE,
         step=list(range(len(steps))),
         part=kinds,
-        layer=[None if layer < 0 else layer for layer in layers],
+        layer=[None if layer < 0 else layer for layer in layers],  # -1: before any attention
         module=modules,
         **ends,
         **{name: _reduce(values[unique], np.median) for name, values in arrays.items()},
@@ -316,7 +339,11 @@ def _make_paths_section(
 
 
 def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
-    """Return an array of all samples; NaN where shares failed, or are of other steps."""
+    """Return one array of all parts, (samples, *shape).
+
+    NaN for the samples of a part that lacks the array, because its shares could not be computed,
+    or has it in another shape, because the model took other steps on these samples.
+    """
     import numpy as np
 
     pieces = []
@@ -329,13 +356,20 @@ def _join(parts: Sequence[Part], name: str, shape: tuple[int, ...]) -> Values:
 
 
 def _reduce(values: Values, statistic: Any) -> list[float]:
-    """Return a statistic over the known samples of each row; NaN without any."""
+    """Return a statistic of each column of an array (samples, heads or steps), without NaN.
+
+    NaN for a column that has no other values.
+    """
     reduced = [base.reduce_known(of_row, statistic) for of_row in values.T]
     return [math.nan if value is None else value for value in reduced]
 
 
 def _write_notes(parts: Sequence[Part]) -> Iterator[Note]:
-    """Note which layers could not be cut, and whose patterns could not be read."""
+    """Note which layers have no shares of heads, and which have no shares through the map P.
+
+    `uncut` has the layers that could not be cut out of the graph, `whole` those where P could not
+    be read.
+    """
     reasons: Mapping[str, list[str]] = group_values(
         (why, f"{index} ({module})") for index, module, why in parts[0].facts["uncut"]
     )

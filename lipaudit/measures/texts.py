@@ -49,7 +49,9 @@ SHOWN = 300
 
 
 def make_reader(net: Net) -> Reader:
-    """Return how a text model reads texts: vocabulary, embedding table and forward pass.
+    """Return the `Reader` of a text model: its vocabulary, embedding table and forward pass.
+
+    Attacks that change texts read every changed text with it.
 
     Raises:
         InputError: the model has no embedding table for token ids.
@@ -73,7 +75,8 @@ def make_reader(net: Net) -> Reader:
         forward=lambda z, ids, mask: net.forward(z, _make_batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
-        # A row of a language model packs all continuations, each of which is scored alone.
+        # A row packs a prompt with all its continuations, and may be longer than the model takes:
+        # each continuation is scored alone behind the prompt.
         most=WHOLE if net.scored else net.input_shape[0],
         pad_id=net.pad_id or 0,
         tokenize=net.tokenize if net.scored else None,
@@ -96,10 +99,10 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     Raises:
         InputError: characters are needed, and tokenizing them does not give the token ids.
     """
-    rows = list(batch.x.cpu())
+    rows = list(batch.x.cpu())  # the token ids of each sample
     if batch.mask is not None:
         rows = [row[mask] for row, mask in zip(rows, batch.mask.cpu(), strict=True)]
-    if reader.tokenize is not None:
+    if reader.tokenize is not None:  # the samples are prompts with their continuations
         return Texts(reader, _draft_prompts(reader, reader.tokenize, batch, rows))
     shortest = min(rows, key=len)
     reads_padding = _reads_padding(reader, shortest)
@@ -109,6 +112,7 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
     drafts = []
     for row, text in zip(rows, texts, strict=True):
         drafts.append(reader.lexicon.draft(row.tolist(), text, most))
+    # A draft without source has known token ids, but unknown characters.
     unknown = sum(draft.source is None for draft in drafts)
     if unknown and (batch.texts or characters):
         raise _make_mismatch(unknown)
@@ -116,7 +120,10 @@ def read_texts(reader: Reader, batch: Batch, *, characters: bool) -> Texts:
 
 
 def _reads_padding(reader: Reader, ids: Tensor) -> bool:
-    """Say whether padding behind a text changes the output of the model."""
+    """Say whether padding behind a text changes the output of the model.
+
+    Texts of different lengths are then not padded to one batch.
+    """
     ids = ids[max(0, len(ids) + PADDING - reader.most) :]  # keep the end: some models need it
     padding = ids.new_full((PADDING,), reader.pad_id)
     longer = torch.cat([ids, padding])[: reader.most][None]
@@ -149,10 +156,18 @@ def _draft_prompts(
     batch: Batch,
     rows: Sequence[Tensor],
 ) -> list[Draft]:
-    """Return the prompts of packed samples as texts, each with its continuations.
+    """Return the prompts of packed samples as drafts, which attacks can change.
+
+    A packed sample is the ids of a prompt followed by those of all its continuations.
+
+    Args:
+        reader: how the model reads texts.
+        tokenize: (prompt, most tokens) -> ids.
+        batch: the samples, with the characters of prompts and continuations.
+        rows: the packed ids of each sample, without padding.
 
     Raises:
-        InputError: a prompt is unknown, or reading it does not give the sample.
+        InputError: the characters of a prompt are unknown, or packing them again gives other ids.
     """
     lexicon = reader.lexicon
     read = lexicon.read
@@ -166,15 +181,16 @@ def _draft_prompts(
         tokens, spans = read((prompt.rstrip(),), WHOLE)
         ids = tuple(prompt_ids)
         packed = row.tolist()
-        # A tokenizer may end every text with a token, which is not part of a prompt.
+        # Compared without the tokens behind: a tokenizer may end every text with a token, which
+        # is not part of a prompt.
         if tokens[: len(ids)] != ids or packed != list(packer.pack(prompt, continuations)):
-            continue
+            continue  # the missing draft is an error below
         words = lexicon.words(ids, spans[: len(ids)])
         unused_spans = iter(spans)
         spans_of_words = tuple(tuple(islice(unused_spans, len(word))) for word in words)
-        room = packer.find_room(continuation_ids)
+        room = packer.find_room(continuation_ids)  # largest number of tokens of the prompt
         prompt_length = len(ids[-room:])  # a long prompt loses its beginning
-        tail = tuple(packed[prompt_length:])
+        tail = tuple(packed[prompt_length:])  # the ids of the continuations
         pack = partial(_pack_prompt, packer, continuations)
         behind = Continuations(continuations, tail, room, pack)
         drafts.append(Draft(words, source=Source(texts, spans_of_words, batch.limit, behind)))
@@ -202,10 +218,16 @@ def count_units(texts: Texts) -> dict[str, list[int]]:
 def describe_changes(
     outcomes: Sequence[Outcome], before: Texts, ids: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Describe every text that attacks tried, as plain values."""
+    """Describe the changed text of each sample in each trial, as plain values for a part.
+
+    Args:
+        outcomes: the last outcome of each trial.
+        before: the unchanged texts.
+        ids: ids of the samples.
+    """
     lines = []
     for outcome in outcomes:
-        if outcome.drafts is None or outcome.trial is None:
+        if outcome.drafts is None or outcome.trial is None:  # it changed no text, or did not run
             continue
         trial = str(outcome.trial.key)
         pairs = zip(before.drafts, outcome.drafts, strict=True)
@@ -223,11 +245,15 @@ def describe_changes(
 
 
 def _name_columns(draft: Draft) -> dict[str, Any]:
-    """Return a text by the columns in which `--data` reads it, with its continuations."""
+    """Return a text by the names of the columns from which `--data` reads such a text.
+
+    These are `text` (and `text_b` of a pair); `prompt` and `continuation`; or `question` and
+    `choices`, if a prompt has several continuations.
+    """
     texts = _write(draft)
     continuations = draft.source and draft.source.continuations
     if not continuations:
-        return dict(zip(COLUMNS, texts, strict=False))
+        return dict(zip(COLUMNS, texts, strict=False))  # a single text has no second column
     (prompt,) = texts
     if len(continuations.texts) == 1:
         return {"prompt": prompt, "continuation": continuations.texts[0]}
@@ -240,7 +266,7 @@ def _write(draft: Draft) -> tuple[str, ...]:
 
 
 def quote(draft: Draft) -> str:
-    """Return the beginning of a text."""
+    """Return a text for a note: its first characters, if it is long."""
     text = BETWEEN.join(_write(draft))
     if len(text) <= SHOWN:
         return text
@@ -248,15 +274,19 @@ def quote(draft: Draft) -> str:
 
 
 def table(parts: Sequence[Part]) -> bytes:
-    """Write the changed texts as a .jsonl file for `--data`: text and label come first."""
+    """Write the changed texts as a .jsonl file that `--data` reads, one object per line.
+
+    The columns that `--data` reads come first, then all else that `describe_changes` stored.
+    """
     lines = []
     for part in parts:
         labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
         for line in part.facts["texts"]:
-            facts = {name: line[name] for name in (*COLUMNS, *PROMPTS) if name in line}
+            columns = {name: line[name] for name in (*COLUMNS, *PROMPTS) if name in line}
+            # For a question, `--data` reads the number of the right choice in this column.
             answer = "answer" if "choices" in line else "label"
-            facts[answer] = labels[line["id"]]
-            lines.append(escape_controls(json.dumps(facts | line, ensure_ascii=False)) + "\n")
+            columns[answer] = labels[line["id"]]
+            lines.append(escape_controls(json.dumps(columns | line, ensure_ascii=False)) + "\n")
     return "".join(lines).encode()
 
 
@@ -267,7 +297,7 @@ def list_survivors(parts: Sequence[Part], trial: Trial) -> list[dict[str, Any]]:
 
 
 def share_untried(parts: Sequence[Part], trial: Trial) -> float:
-    """Return the share of the single changes of surviving texts that a trial did not try.
+    """Return which share of all single changes a trial did not try, on the texts that survived.
 
     NaN if no text survived, or none can change.
     """
@@ -311,7 +341,8 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     )
     for trial in of_texts:
         yield from note_untried(parts, trial)
-    # The largest budget of words and of characters: can it rewrite most texts from end to end?
+    # The largest number of changed words, and of characters: trials are sorted by it, so the last
+    # one stays in the dict. If it can rewrite most texts from end to end, it is too large.
     budgets = {trial.norm: int(trial.radius.value) for trial in of_texts if trial.norm != "suffix"}
     for norm, budget in budgets.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
@@ -332,14 +363,29 @@ FAR = 1e6
 
 @torch.no_grad()
 def forward_pieces(net: Net, batch: Batch, z: Tensor, size: int) -> Tensor:
-    """Return the logits or the scores at a point per sample, `size` samples at a time."""
+    """Return the model's output at a point per sample, (samples, classes or scores).
+
+    Args:
+        net: the model.
+        batch: the samples, for what the model needs besides the points (token ids and padding).
+        z: the points in the attacked space, (samples, ...).
+        size: number of samples at a time, which limits memory.
+    """
     pieces = torch.split(torch.arange(len(z), device=z.device), size)
     return torch.cat([net.forward(z[rows], batch.without_ids(rows)) for rows in pieces])
 
 
 def score_outcome(net: Net, batch: Batch, chunk: Chunk, outcome: Outcome, size: int) -> Tensor:
-    """Return the scores of the samples as an attack left them, (batch, classes)."""
-    if outcome.drafts is None or chunk.texts is None:
+    """Return the scores at the last point or text of an attack, (batch, scores).
+
+    Args:
+        net: the model.
+        batch: the samples.
+        chunk: the samples, as they were attacked.
+        outcome: the outcome of the attack.
+        size: number of samples at a time.
+    """
+    if outcome.drafts is None or chunk.texts is None:  # the attack moved embeddings
         return forward_pieces(net, batch, outcome.x_adv, size)
     reader = chunk.texts.reader
     return TextOracle(reader, size)([reader.read(draft) for draft in outcome.drafts])
@@ -355,13 +401,14 @@ def move_losses(
 ) -> Iterator[Outcome]:
     """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
-    With a target, the loss is decreased. A sample is robust if it is robust there, too. Each trial
+    The attacks before lower the margin, and skip samples that are wrong already. So each trial
     gets one more outcome: at the point or text that broke the sample, else at the one with the
-    higher loss (with a target, the lower one).
+    higher loss. A sample is robust only if these attacks do not break it either. With a target,
+    they decrease the loss.
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
-            is log p.
+            score is log p, the log-probability of the continuation.
         batch: the samples.
         chunk: the samples, to be attacked.
         outcomes: outcomes of the attacks before, the clean samples first.
@@ -372,14 +419,15 @@ def move_losses(
     size = how["batch_size"]
     correct = outcomes[0].robust
     last_of_trial = {outcome.trial: outcome for outcome in outcomes if outcome.trial is not None}
+    # `end` is the outcome of the attacks before, `top` that of the attacks on the loss.
     for trial, end in last_of_trial.items():
         climb = _climb_texts if trial.norm in COUNTED else _climb_ball
         climbs = climb(net, batch, chunk, trial, sign, how)
         top = climbs[-1]
         scores = score_outcome(net, batch, chunk, end, size)
         top_scores = score_outcome(net, batch, chunk, top, size)
-        # The climb's point replaces the end point if the loss is higher there, unless only the
-        # end point broke the sample; and it always does if it alone broke the sample.
+        # `top` replaces `end` if the loss is higher there, unless only `end` broke the sample;
+        # and it always does if it alone broke the sample.
         right = top_scores.argmax(1) == chunk.y
         higher = sign * top_scores[:, 0] < sign * scores[:, 0]
         only_end_broke = correct & ~end.robust & right
@@ -404,48 +452,64 @@ def move_losses(
 def _climb_ball(
     net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
 ) -> list[Outcome]:
-    """Run a trial on the loss of every continuation.
+    """Raise the loss -log p of every continuation by attacks in a norm ball; return the outcomes.
 
-    The attacks maximise softplus(c - log p) with c just below log p at the sample; its gradient
-    has the direction of the gradient of the loss -log p. The iterate with the highest loss counts.
+    Attacks work on classifiers, so the loss becomes one of two classes: class 0, the label of all
+    samples, has the logit log p. Class 1 has a constant logit, the floor. The cross-entropy is
+    softplus(floor - log p) then, and its gradient has the direction of the gradient of -log p. The
+    margin is log p - floor, so the iterate with the smallest margin has the highest loss.
+
+    Args:
+        net: the model, whose first score is log p of the continuation.
+        batch: the samples.
+        chunk: the samples, to be attacked.
+        trial: the attacks, and the ball.
+        sign: 1 raises the loss; -1 lowers it, with -log p in place of log p.
+        how: box, seed and batch size, for `evaluate_chunk`.
     """
     log_p = sign * forward_pieces(net, batch, chunk.x, how["batch_size"])[:, 0]
+    # Slightly below log p of the clean sample: all samples are classified as class 0 at first, so
+    # all are attacked, and the gradient of the softplus is not flat there.
     floor = log_p - SMALL * (1 + log_p.abs())
 
-    def loss(z: Tensor, rows: Tensor) -> Tensor:
+    def make_logits(z: Tensor, rows: Tensor) -> Tensor:
         """Return log p and the floor as the logits of two classes, (rows, 2)."""
         log_p = sign * net.forward(z, batch.without_ids(rows))[:, 0]
         return torch.stack([log_p, floor[rows]], 1)
 
-    of_class_0 = replace(chunk, y=torch.zeros_like(chunk.y))
-    _, *climbs = evaluate_chunk(ByRow(loss), of_class_0, [trial], **how)
+    relabelled = replace(chunk, y=torch.zeros_like(chunk.y))
+    # The first outcome is that of the clean samples.
+    _, *climbs = evaluate_chunk(ByRow(make_logits), relabelled, [trial], **how)
     return climbs
 
 
 def _climb_texts(
     net: Net, batch: Batch, chunk: Chunk, trial: Trial, sign: int, how: dict[str, Any]
 ) -> list[Outcome]:
-    """Run a trial that changes texts on log p of every continuation.
+    """Raise the loss -log p of every continuation by changes of texts; return the outcomes.
 
-    A search ends at a negative lead: the lead is log p plus a constant that keeps it positive.
+    The arguments are those of `_climb_ball`, and again the loss becomes one of two classes. Class
+    1 has a logit far below log p: a search ends once the margin of class 0 is negative, and this
+    one must go on to the highest loss.
     """
     assert chunk.texts is not None
     reader = chunk.texts.reader
 
-    def lift(scores: Tensor) -> Tensor:
+    def make_logits(scores: Tensor) -> Tensor:
         """Return log p and a number far below it as the logits of two classes, (rows, 2)."""
         log_p = sign * scores[:, 0].double()
         return torch.stack([log_p, torch.full_like(log_p, -FAR)], 1)
 
-    lifted = replace(
+    two_class_reader = replace(
         reader,
-        output=lambda ids, mask: lift(reader.output(ids, mask)),
-        forward=lambda z, ids, mask: lift(reader.forward(z, ids, mask)),
+        output=lambda ids, mask: make_logits(reader.output(ids, mask)),
+        forward=lambda z, ids, mask: make_logits(reader.forward(z, ids, mask)),
     )
-    texts = replace(chunk.texts, reader=lifted)
-    of_class_0 = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
-    loss = ByRow(lambda z, rows: lift(net.forward(z, batch.without_ids(rows))))
-    _, *climbs = evaluate_chunk(loss, of_class_0, [trial], **how)
+    texts = replace(chunk.texts, reader=two_class_reader)
+    relabelled = replace(chunk, y=torch.zeros_like(chunk.y), texts=texts)
+    model = ByRow(lambda z, rows: make_logits(net.forward(z, batch.without_ids(rows))))
+    # The first outcome is that of the clean samples.
+    _, *climbs = evaluate_chunk(model, relabelled, [trial], **how)
     return climbs
 
 
@@ -468,17 +532,17 @@ def note_target(net: Net, target: int | None) -> tuple[Note, ...]:
 
 
 def note_losses(losses: dict[str, Values], target: str | None) -> Note:
-    """Note the mean losses.
+    """Note the mean loss of continuations, without attack and under each attack.
 
     Args:
-        target: the class that the attacks aim at: the continuation, or None.
         losses: loss of every sample without change (`loss`) and under each attack
             (`loss@ATTACK,NORM,EPS`).
+        target: the class that the attacks aim at: the continuation, or None.
     """
     attacked = []
     for name, values in losses.items():
         _, trial = parse_column(name)
-        if trial is not None:
+        if trial is not None:  # None: the column without attack
             attacked.append(f"{values.mean():#.3g} by {trial.attack} ({trial.ball})")
     verb = "raised" if target is None else "lowered"
     clean = losses["loss"].mean()

@@ -137,7 +137,10 @@ TABLES = (HEADS, BLOCKS, MAPS, GAINS)
 
 
 def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iterator[Part]:
-    """Yield the rows as facts of the first part; with `at_samples`, norms of blocks of each."""
+    """Yield parts: the first has the rows of all tables as facts, since weights need no samples.
+
+    With `at_samples`, every part also has the Jacobian norm of each block at its samples.
+    """
     import torch
 
     from lipaudit.data.batch import find_first
@@ -152,7 +155,7 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
         if number == 0:
             first = find_first(batches, batch)[:1].trim()
             sites = find_layers(net, first)
-            around = find_residuals(net, first, sites, entire=True)
+            around = find_residuals(net, first, sites, entire=True)  # the block of each layer
             blocks = tuple(dict.fromkeys(filter(None, around)))
             if options.at_samples and not all(block.by_sample for block in blocks):
                 raise InputError(
@@ -171,7 +174,14 @@ def measure(net: Net, batches: Iterable[Batch], options: WeightsOptions) -> Iter
 def _read_tables(
     net: Net, sample: Batch, sites: Sequence[Site], around: Sequence[Residual | None]
 ) -> tuple[dict[str, list[Cells]], tuple[Note, ...]]:
-    """Return the rows of every table by its name, and notes."""
+    """Return the rows of every table by its name, and notes.
+
+    Args:
+        net: the model.
+        sample: one sample: the model runs once, to find the weights that each head uses.
+        sites: the attention layers.
+        around: the residual block of each layer; None if it has none.
+    """
     from lipaudit.models.attention.capture import capture
 
     notes = [Note.info("weights-only", "only figures at X depend on the samples")]
@@ -197,13 +207,15 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
 
     Args:
         net: the model.
-        used: names, or addresses of the weights, of the maps that rows of heads account for.
+        used: linear maps that are part of a head (W_Q, W_K, W_V, W_O), by the name of the module
+            or the memory address of the weight.
     """
     import torch
 
     maps: list[Cells] = []
     gains: list[Cells] = []
-    # A head over the vocabulary is no map of a block, and takes minutes.
+    # The output layer over the vocabulary is left out: it belongs to no block, and its singular
+    # values take minutes.
     output = getattr(net.module, "get_output_embeddings", lambda: None)()
     for name, part in net.module.named_modules():
         weight = getattr(part, "weight", None)
@@ -220,7 +232,16 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
 
 
 def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -> Cells:
-    """Return the row of a block: (1 + sum ||W_OV||) (1 + MLP), if all its heads are linear."""
+    """Return the row of a block: log10 of (1 + sum ||W_OV||) (1 + MLP).
+
+    MLP is the product of the norms of the block's linear maps outside of heads. Without a linear
+    W_OV of every head, there is no such product.
+
+    Args:
+        block: path of the block.
+        heads: rows of the heads in it.
+        maps: rows of all linear maps of the model outside of heads.
+    """
     row: Cells = {"module": block, "mlp": None}
     norms = [each["norm"] for each in maps if each["module"].startswith(f"{block}.")]
     if norms:
@@ -252,7 +273,7 @@ def _read_heads(layer: Layer) -> list[Cells]:
             if "ov" not in products:
                 reasons.append("has no linear W_V W_O")
             why = "; ".join(reasons)
-    cells = {"layer": site.index, "module": site.module, "why": why}
+    cells = {"layer": site.index, "module": site.module, "why": why}  # why a product is missing
     rows: list[Cells] = [{**cells, "head": head} for head in range(site.heads)]
     for name, product in products.items():
         # (heads, rank): the singular values.
@@ -278,14 +299,18 @@ class Product(NamedTuple):
 
 
 def _find_products(heads: Heads) -> dict[str, Product]:
-    """Return s W_Q W_K^T (`qk`) and W_V W_O (`ov`) as far as they are linear maps."""
+    """Return s W_Q W_K^T (`qk`, with the scale s of the logits) and W_V W_O (`ov`) of each head.
+
+    A product is missing if its factors are not linear maps of the input.
+    """
     import torch
 
     products: dict[str, Product] = {}
     q = heads.to_q
     k = heads.to_k
     v = heads.to_v
-    # A rotation is the identity at equal positions; a norm of queries is no linear map.
+    # Rotary embeddings cancel in q k^T between tokens at equal positions, so they may stay out.
+    # Other kinds, such as a normalisation of the queries, are no linear map.
     if q and k and {q.kind, k.kind} <= {"affine", "rotation"}:
         products["qk"] = Product(q.weight, k.weight, heads.scale[0].abs())
     if v and v.kind == "affine" and heads.out is not None:
@@ -294,7 +319,10 @@ def _find_products(heads: Heads) -> dict[str, Product]:
 
 
 def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:
-    """Yield the modules, or the addresses of the weights, that rows of heads account for."""
+    """Yield the linear maps that are part of a head: W_Q, W_K and W_V by module, W_O by address.
+
+    The address is that of the weight in memory.
+    """
     from lipaudit.models.precision import WeightReference
 
     for site in sites:
@@ -306,7 +334,7 @@ def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:
                 yield from (address.module for address in form.source)
         if structure.out is not None:
             weight = structure.out.reference
-            if isinstance(weight, WeightReference):
+            if isinstance(weight, WeightReference):  # weights stored in another precision
                 weight = weight.stored
             yield weight.data_ptr()
 
@@ -318,8 +346,8 @@ def _read_map(weight: Tensor) -> Cells:
     from lipaudit.theory.matrix_norms import product_values
 
     rows, columns = weight.shape
-    tall = weight if rows >= columns else weight.mT
-    values = product_values(tall)  # the singular values, largest first
+    tall = weight if rows >= columns else weight.mT  # has the same singular values
+    values = product_values(tall)  # these values, largest first
     norm, rank = _reduce(values)
     smallest = float(values[-1])
     # Singular values below this are rounding: the matrix may be singular.
@@ -331,17 +359,24 @@ def _read_map(weight: Tensor) -> Cells:
 
 
 def _reduce(values: Tensor) -> tuple[float, float | None]:
-    """Return the norm and the stable rank of a matrix by its singular values."""
+    """Return the spectral norm and the stable rank of a matrix.
+
+    Args:
+        values: its singular values, largest first.
+    """
     norm = float(values[0])
     if norm == 0.0:
         return norm, None
-    # ||W||_F^2 / ||W||^2
+    # ||W||_F^2 / ||W||^2: the sum of the squared singular values over the largest square.
     squares = (values / norm).square()
     return norm, float(squares.sum())
 
 
 def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
-    """Return the largest gain and the outliers of a normalisation; nothing of another map."""
+    """Return the largest gain and the outlier channels of a normalisation.
+
+    No cells if the module is a variant whose gain is unknown.
+    """
     gain = _find_gain(part, weight)
     if gain is None:
         return {}
@@ -357,9 +392,9 @@ def _read_gains(part: nn.Module, weight: Tensor) -> Cells:
 def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
     """Return the gain of each channel of a normalisation; None if it is another map.
 
-    The gains are its weight, or 1 + weight (Gemma): a trial shows which. A LayerNorm and an
-    RMSNorm both divide a row of mean 0 by its length: the output is gain * x + bias for a row x
-    of variance 1, whatever its factor. The bias cancels in the odd part.
+    The gains are its weight, or 1 + weight (Gemma): running the module on a random row x shows
+    which. Let x have mean 0 and variance 1. A LayerNorm and an RMSNorm map c x to gain * x + bias
+    then, for any large c. The bias cancels in (f(c x) - f(-c x)) / 2, the odd part.
     """
     import torch
 
@@ -367,7 +402,7 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
     x = torch.nn.functional.layer_norm(x, x.shape[2:]).to(weight)
     try:
         with torch.no_grad():
-            # A large factor, beside which the epsilon of the normalisation is nothing.
+            # The factor is so large that the epsilon of the normalisation does not matter.
             odd = (part(1e3 * x) - part(-1e3 * x)) / 2
     except (RuntimeError, TypeError, ValueError) as error:  # it takes other inputs
         if of_machine(error):
@@ -388,17 +423,18 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
 
     facts = next(part.facts for part in parts if part.facts)  # the first part has all rows
     blocks: list[Cells] = [dict(row) for row in facts[BLOCKS.name]]
-    whole: Cells = {"module": "all blocks"}
+    # The row of all blocks: the logarithm of the product of their norms.
+    all_blocks: Cells = {"module": "all blocks"}
     if all("log10_product" in row for row in blocks):
-        whole["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
+        all_blocks["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
     if blocks and options.at_samples:
         logs = np.log10(base.join_parts(parts, "blocks"))
         logs = logs[base.mark_unique(parts)]
         for row, of_block in zip(blocks, logs.T, strict=True):
             row["log10_data"] = float(np.median(of_block))
-        whole["log10_data"] = float(np.median(logs.sum(1)))
+        all_blocks["log10_data"] = float(np.median(logs.sum(1)))
     if len(blocks) > 1:
-        blocks.append(whole)
+        blocks.append(all_blocks)
     cells = {**facts, BLOCKS.name: blocks}
     # The first section has the settings and notes of the run.
     about: dict[str, Any] = {"settings": options.model_dump(), "notes": base.notes(parts)}

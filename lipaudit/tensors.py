@@ -60,6 +60,7 @@ def heads(
     Raises:
         UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
+    # x becomes (batch, tokens, D), a weight (heads, D, d): a missing first axis has length 1.
     tokens = _read_numbers("tokens", x, 2, 3)
     queries = _read_numbers("W_Q", wq, 2, 3)
     keys = _read_numbers("W_K", wk, 2, 3)
@@ -81,21 +82,22 @@ def heads(
         fits = all(n in (1, full) for n, full in zip(logit_bias.shape, shape, strict=True))
         _require_shape(fits, "mask", logit_bias, f"that broadcasts to {shape}")
     if scale is None:
-        scales = layer.scale
+        scales = layer.scale  # 1 / sqrt(d)
     else:
         scales = tokens.new_full((1, 1), scale)
     return replace(layer, scale=scales, bias=logit_bias, causal=causal)
 
 
 def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
-    """Return the heads with a bias of their q, k or v (`name`)."""
+    """Return the heads with a bias added to their q, k or v (`name`), and to its projection."""
     bias = _read_numbers(f"bias {name}", values, 1, 2)
-    rows = getattr(layer, name)  # (batch, heads, tokens, width)
+    rows = getattr(layer, name)  # q, k or v, (batch, heads, tokens, width)
     count = rows.shape[1]
     width = rows.shape[-1]
     fits = bias.shape[0] in (1, count) and bias.shape[1] == width
     _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
-    bias = bias.expand(count, -1)  # a single bias is that of all heads
+    bias = bias.expand(count, -1)  # a single bias is used by all heads
+    # The record of the projection x W + b, `to_q` for q.
     projection = replace(getattr(layer, f"to_{name}"), bias=bias)
     changes: dict[str, Any] = {name: rows + bias[:, None], f"to_{name}": projection}
     return replace(layer, **changes)
@@ -104,15 +106,16 @@ def _add_bias(layer: Heads, name: str, values: ArrayLike) -> Heads:
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
     """Return ||J||, the spectral norm of each head's Jacobian at x, to 1e-6.
 
-    Arguments are those of `heads`. The shape is (batch, heads), without an axis that tokens or
-    weights lack.
+    Arguments are those of `heads`. The shape is (batch, heads), without the batch axis if x is
+    (tokens, D), and without the head axis if W_Q is (D, d).
 
     Raises:
         UsageError: shapes that do not fit.
         EvaluationError: a norm did not converge.
     """
     layer = heads(x, wq, wk, wv, **how)
-    # Seeds by position, so that the norm of a sample does not depend on its batch.
+    # The seeds of the start vectors are the positions in the batch: further samples do not change
+    # the norm of a sample.
     norms = head_norms(layer, seeds=range(len(layer.x)), tol=1e-6, within=1e-6)
     if not norms.converged.all():
         raise EvaluationError(
@@ -125,7 +128,7 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
 def every(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
 ) -> dict[str, Tensor]:
-    """Return every bound by name; NaN where a bound does not apply.
+    """Return every upper bound of ||J||, by name; NaN where a bound does not apply.
 
     Arguments and shapes are those of `exact`.
     """
@@ -155,7 +158,10 @@ def ball_norm(
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    """Return the function of a bound."""
+    """Return the function that computes the bound of this name.
+
+    Python calls this for names that the module does not define: `lipaudit.bounds.sharp`.
+    """
     bound = load_bounds().get(name)
     if bound is None:
         raise AttributeError(f"there is no bound {name!r}; there are {', '.join(load_bounds())}")
@@ -172,7 +178,19 @@ def __dir__() -> list[str]:
 
 
 def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor:
-    """Return numbers as a float64 tensor of `most` axes; at least `least` axes must be given."""
+    """Return numbers as a float64 tensor of `most` axes; at least `least` axes must be given.
+
+    Missing axes are added in front, with length 1.
+
+    Args:
+        name: what the values are, for the error.
+        values: the numbers.
+        least: smallest number of axes.
+        most: largest number of axes.
+
+    Raises:
+        UsageError: the values are not real numbers, are empty or have another number of axes.
+    """
     try:
         if isinstance(values, Tensor):
             numbers = values
@@ -189,7 +207,7 @@ def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor
 
 
 def _require_shape(fits: bool, name: str, values: Tensor, expected: str) -> None:
-    """Refuse values of a shape that does not fit."""
+    """Refuse values whose shape does not fit; the error names the shape that is `expected`."""
     if not fits:
         raise UsageError(
             f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {expected}."
@@ -197,9 +215,15 @@ def _require_shape(fits: bool, name: str, values: Tensor, expected: str) -> None
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
-    """Return values (batch, heads) without an axis that the tokens or the weights lack."""
+    """Return values (batch, heads) with only those of the two axes that the user's arguments have.
+
+    Args:
+        values: one number per sample and head.
+        x: the tokens, as the user gave them: (tokens, D) is one sample, without a batch axis.
+        weight: W_Q, as the user gave it: (D, d) is one head, without a head axis.
+    """
     if np.ndim(weight) != 3:
-        values = values[:, 0]
+        values = values[:, 0]  # the only head
     if np.ndim(x) == 3:
         return values
-    return values[0]
+    return values[0]  # the only sample

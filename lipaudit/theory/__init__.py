@@ -44,9 +44,13 @@ class Policy:
     dense_entries: int = 2**18
 
     def chunks(self, total: int, entries: int, limit: int | None = None) -> list[slice]:
-        """Cut `total` items of `entries` numbers each: `limit` numbers at a time, or one item.
+        """Return slices that cut items into chunks which fit into memory.
 
-        The limit is `chunk_entries` by default.
+        Args:
+            total: number of items.
+            entries: how many numbers the computation holds in memory for each item.
+            limit: largest number of them in a chunk, `chunk_entries` by default. A chunk has at
+                least one item, however large it is.
         """
         size = max(1, (limit or self.chunk_entries) // max(1, entries))
         chunks = []

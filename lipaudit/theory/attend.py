@@ -34,13 +34,16 @@ def logit_gradients(
 ) -> Float[Tensor, "batch heads chunk partners d"]:
     """Return the gradients of the logits S_ij in some queries q_i, or in some keys k_j.
 
+    For logits s <q_i, k_j> they are s k_j and s q_i, s the scale.
+
     Args:
         heads: the heads of one layer.
         name: q for a_ij = dS_ij / dq_i, by query and key; k for b_ij = dS_ij / dk_j, by key and
             query.
         chunk: which queries (keys).
     """
-    # a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij: see `Pairs`.
+    # In general a_ij = f_ij s k_j + r_ij and b_ij = f_ij s q_i + t_ij: f is the slope of a soft
+    # cap, r and t come from relative positions. `Pairs` holds them.
     pairs = heads.pairs or Pairs()
     slope = pairs.slope  # f
     if name == "q":
@@ -108,14 +111,16 @@ def mean_value(
 
 
 def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
-    """Return o_i and c_ia, with nearly full precision however close to one-hot P_i is.
+    """Return the outputs o_i = sum_j P_ij v_j, and c_ia = P_ia (v_a - o_i) for a single key a.
 
+    a is the key with the largest entry of row P_i. If P_i is nearly one-hot, o_i is close to v_a,
+    and their difference would have few correct digits. It is computed without cancellation:
     v_a - o_i = (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of the others.
 
     Args:
         p: P, (..., n, m).
         v: values, (..., m, d_v).
-        sink: the share of a sink in each row, (..., n, 1), or None.
+        sink: the probability that each query gives to a sink, (..., n, 1), or None.
     """
     largest, key = p.max(-1, keepdim=True)  # P_ia and a, (..., n, 1)
     others = p.scatter(-1, key, 0.0)  # P_ij of the keys j != a
@@ -153,9 +158,9 @@ def anchor_blocks(blocks: Iterable[MapRows], v: Tensor, sink: Tensor | None) -> 
     """Return `anchor_outputs` of all queries, given P in blocks of rows.
 
     Args:
-        blocks: all rows of P, in order.
+        blocks: all rows of P, in order; each block may have only the keys that it can see.
         v: values, (..., m, d_v).
-        sink: the share of a sink in each row, (..., n, 1), or None.
+        sink: the probability that each query gives to a sink, (..., n, 1), or None.
     """
     parts = []
     for block in blocks:
@@ -185,7 +190,12 @@ class InputSide(NamedTuple):
 
 
 def map_rows(heads: Heads, p: Tensor | None) -> Iterator[MapRows]:
-    """Yield all rows of P, (problems, queries, keys): P itself, or computed in chunks if None."""
+    """Yield all rows of the attention map P, some queries at a time, (problems, queries, keys).
+
+    Args:
+        heads: the heads; each on each batch row is a problem.
+        p: P, which is one block; None if it is too large to be stored, and its rows are computed.
+    """
     if p is not None:
         yield MapRows(p, slice(None), slice(None))
         return
@@ -238,22 +248,31 @@ class Attend:
     sides: list[InputSide]
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Backpropagate a gradient u in O: return the gradients in x W of every input."""
-        # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
+        """Backpropagate a gradient u in O = P V: return the gradients in x W of every input.
+
+        x W holds those of q, k and v that read the input x, side by side, before rotary position
+        or qk-norm.
+        """
+        # The softmax needs sum_j P_ij <u_i, v_j> = <u_i, o_i>: known without a sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
-        largest = (u * self.c).sum(-1, keepdim=True)  # <u_i, c_ia>
-        # The gradients in q, k and v, those that are not constant.
+        # <u_i, c_ia> for the key a with the largest P_ia, where c_ia = P_ia (v_a - o_i) is known
+        # without cancellation.
+        largest = (u * self.c).sum(-1, keepdim=True)
+        # The gradients in q, k and v by name; a constant has none.
         total = {}
         for side in self.sides:
             for name in side.names:
                 total[name] = torch.zeros_like(getattr(self, name))
         for block in map_rows(self.heads, self.p):
             p, queries, keys = block
-            # In the logits: ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), at key a apart.
+            # The gradient in the logits: ds_ij = <u_i, c_ij> = P_ij (<u_i, v_j> - <u_i, o_i>), and
+            # at key a the value from above.
             u_rows = u[:, queries]
             ds = u_rows @ self.v[:, keys].mT
             ds.sub_(inner[:, queries]).mul_(p)
             ds.scatter_(-1, self._anchors(block), largest[:, queries])
+            # Logit ij has the gradient f_ij s k_j + r_ij in q_i and f_ij s q_i + t_ij in k_j; f is
+            # 1 without a soft cap, r and t are 0 without relative positions. k and q include s.
             scaled = ds  # ds_ij f_ij
             if self.slope is not None:
                 scaled = ds * self.slope
@@ -269,6 +288,7 @@ class Attend:
                 total["k"][:, keys] += rows
             if "v" in total:
                 total["v"][:, keys] += p.mT @ u_rows
+        # Back through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         pulled = []
@@ -278,24 +298,29 @@ class Attend:
         return pulled
 
     def push(self, inputs: list[Tensor]) -> Tensor:
-        """Return the change dO for the changes of x W of every input (forward mode)."""
-        tangents: dict[str, Tensor] = {}  # dq, dk and dv
+        """Return the change dO of O = P V for changes of x W of every input (forward mode).
+
+        x W holds those of q, k and v that read the input x, side by side.
+        """
+        tangents: dict[str, Tensor] = {}  # dq, dk and dv by name
         for side, y in zip(self.sides, inputs, strict=True):
             parts = torch.split(y, side.widths, -1)
             tangents |= zip(side.names, parts, strict=True)
+        # Through the Jacobian G of a rotary position or qk-norm at each token.
         for name, g in self.local.items():
             tangents[name] = torch.einsum("pne,pnde->pnd", tangents[name], g)
         outputs = []
         for block in map_rows(self.heads, self.p):
             p, queries, keys = block
-            # dO_i = sum_j P_ij dv_j + sum_j dS_ij P_ij (v_j - o_i)
+            # dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij, c_ij = P_ij (v_j - o_i), dS of the logits
             if "v" in tangents:
                 out = p @ tangents["v"][:, keys]
             else:
                 out = torch.zeros_like(self.o[:, queries])
             ds = self._push_logits(tangents, queries, keys)
             if ds is not None:
-                # The second sum: key a apart, sum_j dp_ij v_j - (sum_j dp_ij) o_i of the others.
+                # The second sum. The key a with the largest P_ia adds dS_ia c_ia, with c_ia known
+                # without cancellation; the others add sum_j dp_ij v_j - (sum_j dp_ij) o_i.
                 anchors = self._anchors(block)
                 largest = ds.gather(-1, anchors)
                 dp = ds.mul_(p).scatter_(-1, anchors, 0.0)
@@ -309,14 +334,18 @@ class Attend:
         return torch.cat(outputs, 1)
 
     def _anchors(self, block: MapRows) -> Tensor:
-        """Return key a of each query, counted from the block's first, (problems, queries, 1)."""
+        """Return the key with the largest P_ia of each query, counted from the block's first."""
         return self.key[:, block.queries] - block.first_key
 
     def _push_logits(
         self, tangents: dict[str, Tensor], queries: slice, keys: slice
     ) -> Tensor | None:
-        """Return dS of some queries and keys; None where q and k are constant."""
-        # dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>
+        """Return the change dS of the logits of some queries and keys, given dq and dk by name.
+
+        None if q and k do not depend on the tokens.
+        """
+        # dS_ij = f_ij (<s k_j, dq_i> + <s q_i, dk_j>) + <r_ij, dq_i> + <t_ij, dk_j>; k and q
+        # include s, `slope` is f of a soft cap, `extra` has r and t of relative positions.
         ds = None
         if "q" in tangents:
             dq = tangents["q"][:, queries]
@@ -332,7 +361,7 @@ class Attend:
             return None
         if self.slope is not None:
             ds = ds * self.slope
-        # Heads with `extra` keep P, so these are all queries and keys.
+        # Heads with `extra` store P in one block: here are all queries and keys.
         for name, terms in self.extra.items():
             if name in tangents:
                 by_partner = terms._replace(vectors=terms.vectors.mT)
@@ -347,13 +376,14 @@ class Attend:
         """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
         if not self.sides or "v" in self.local:
             return None
-        side = self.sides[-1]
+        side = self.sides[-1]  # of the keys' and values' input, W = [.. W_V] with W_V last
         if "v" not in side.names:
             return None
         return side.weight[..., -self.v.shape[2] :]
 
     def select(self, index: Tensor | slice) -> Attend:
-        """Return the derivative for some problems; maps must be kept."""
+        """Return the derivative for some problems, each one head on one batch row."""
+        # Layers whose P is too large to be stored are split before: nothing is selected from them.
         assert self.p is not None
         slope = self.slope
         if slope is not None:
@@ -363,7 +393,7 @@ class Attend:
             extra[name] = terms._replace(sets=terms.sets[index])
         local = {}
         for name, g in self.local.items():
-            local[name] = g if len(g) == 1 else g[index]
+            local[name] = g if len(g) == 1 else g[index]  # one that all problems share stays
         return replace(
             self,
             p=self.p[index],
@@ -380,8 +410,13 @@ class Attend:
 
 
 def _times_sets(rows: Tensor, terms: PairTerms) -> Tensor:
-    """Return rows_i R_i of every token i, (problems, tokens, c), R_i the vectors of its set."""
-    # All problems of a set at once, by token: R_i is not copied for every problem.
+    """Return rows_i R_i of every problem and token i, (problems, tokens, c).
+
+    Args:
+        rows: one vector per problem and token, (problems, tokens, r).
+        terms: the matrices R_i (r x c) of each token, in sets that several problems may share.
+    """
+    # Set by set, all problems of a set at once: R_i is not copied for every problem.
     images = rows.new_empty(*rows.shape[:2], terms.vectors.shape[-1])
     for index in set(terms.sets.tolist()):
         problems = (terms.sets == index).nonzero()[:, 0]
@@ -391,11 +426,11 @@ def _times_sets(rows: Tensor, terms: PairTerms) -> Tensor:
 
 
 def linearize_attention(heads: Heads) -> Attend:
-    """Linearise O = P V for every head on every batch row.
+    """Return the derivative of O = P V for every head on every batch row.
 
-    Terms of pairs of tokens (`heads.pairs`) take as much memory as P, so such heads keep P at any
-    length.
+    P is stored if it fits into memory; otherwise its rows are computed whenever they are needed.
     """
+    # Gradients of logits by pair of tokens (`pairs`) take as much memory as P: store P as well.
     p = None
     if len(heads.row_blocks()) == 1 or heads.pairs is not None:
         p = heads.attention().flatten(0, 1)
@@ -429,7 +464,11 @@ def linearize_attention(heads: Heads) -> Attend:
 
 
 def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
-    """Return the fields `slope` and `extra` of `Attend`, one entry per problem."""
+    """Return the fields `slope` and `extra` of `Attend`: other logits than s q k^T (`Pairs`).
+
+    A problem is one head on one batch row. Terms that several problems share are stored once,
+    with the index of its set for each problem.
+    """
     shape = heads.q.shape[:2]
     pairs = heads.pairs or Pairs()
     slope = pairs.slope
@@ -451,7 +490,11 @@ def _flatten_pairs(heads: Heads) -> tuple[Tensor | None, dict[str, PairTerms]]:
 
 
 def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
-    """Return the field `local` of `Attend`: G by name, one for all problems or one for each."""
+    """Return the field `local` of `Attend`: the Jacobian G of a rotary position or qk-norm.
+
+    It is given for those of q, k and v that have one, for each problem (a head on a batch row) or
+    once for all problems.
+    """
     local = {}
     readers = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
     for name, projection in readers.items():
@@ -467,7 +510,10 @@ def _flatten_local_maps(heads: Heads) -> dict[str, Tensor]:
 
 
 def _join_projections(heads: Heads) -> list[InputSide]:
-    """Return the projections of each input side by side, without constants."""
+    """Return for each input the weights of its projections side by side, as [W_Q W_K W_V].
+
+    q, k or v that does not depend on the tokens has no projection and is left out.
+    """
     keys_and_values = {"k": heads.to_k, "v": heads.to_v}
     groups = {"x": {"q": heads.to_q}}
     if heads.x_kv is None:

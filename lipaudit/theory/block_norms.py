@@ -57,8 +57,8 @@ class AffineRows:
 def affine_rows(ingredients: Ingredients) -> AffineRows:
     """Return the norms and inner products of u_i, a_i and z_j of affine heads.
 
-    u_i = s W_K q_i is the gradient of the logits of query i, as a direction of the tokens;
-    a_i = W_V^T u_i, and z_j = s W_Q k_j.
+    u_i = s W_K q_i is the gradient of the logits of query i in the token of a key, z_j = s W_Q k_j
+    that of the logits of key j in the token of a query, and a_i = W_V^T u_i; s is their scale.
     """
     at = ingredients.at
     weights = ingredients.weights
@@ -70,7 +70,7 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
     u = vector_norm(images, dim=-1, keepdim=True)
     projected = q @ (s * weights.to_inside)
     inside = vector_norm(projected, dim=-1, keepdim=True)
-    # The basis X of the range of W_Q may be off by the share `left` of ||u_i||.
+    # ||X^T u_i|| for a basis X of the range of W_Q, raised by its rounding error, `left` ||u_i||.
     inside = inside + weights.left[:, None, None] * u
     return AffineRows(
         wv=weights.value[:, None, None].expand_as(at.s),
@@ -84,13 +84,15 @@ def affine_rows(ingredients: Ingredients) -> AffineRows:
 
 
 def query_term(at: Centred, rows: AffineRows) -> Rows:
-    """Bound s ||T_i W_Q^T||_F, how far query i moves O, by N x N kernels: no T_i is formed.
+    """Bound s ||T_i W_Q^T||_F: how far a move of token i moves its output o_i through query i.
 
-    s T_i W_Q^T = sum_j P_ij w_ij z_j^T, w_ij = v_j - o_i. With kappa_jl = <z_j, z_l> and
-    ||v_j - v_l||^2 = 2 h_jl its square is sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl).
+    s T_i W_Q^T = sum_j P_ij w_ij z_j^T with w_ij = v_j - o_i and z_j = s W_Q k_j. With
+    kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square of its Frobenius norm is
+    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl): n x n matrices suffice, no T_i is formed.
     """
-    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
-    # ||w_il||^2 may stand for both squares, and <v_j, v_l> - ||v_l||^2 for -h_jl.
+    # The square is sum_jl P_ij P_il kappa_jl <w_ij, w_il>, and
+    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so it
+    # stays the same with ||w_il||^2 for both squares and <v_j, v_l> - ||v_l||^2 for -h_jl.
     kappa = rows.z @ rows.z.mT
     inner = at.gram - at.v2.mT
     inner = at.p @ inner.mul_(kappa)
@@ -104,9 +106,10 @@ def query_term(at: Centred, rows: AffineRows) -> Rows:
 def _bound_query_rounding(at: Centred, rows: AffineRows) -> Rows:
     """Bound the rounding error of the square that `query_term` computes.
 
-    With m_k = sum_j P_ij ||z_j|| ||v_j||^k its terms add up to at most
-    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has relative errors below those
-    of sums of N terms of products.
+    That is sum_jl P_ij P_il <z_j, z_l> (||v_j - o_i||^2 - ||v_j - v_l||^2 / 2). With the moments
+    m_k = sum_j P_ij ||z_j|| ||v_j||^k its terms add up to at most
+    m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2) in size. The error is at most this times
+    the relative error of sums of products.
     """
     z = vector_norm(rows.z, dim=-1)
     v2 = at.v2[..., 0]
@@ -133,14 +136,14 @@ KEYS_MATTER = 0.25
 
 
 def bound_by_blocks(ingredients: Ingredients) -> PerHead:
-    """Return an upper bound of the Jacobian norm at X, for heads of every kind.
+    """Return an upper bound of the Jacobian norm at X, (batch, heads), for heads of every kind.
 
-    Small heads: from the exact norms of the blocks of J J^T. Affine ones: `gram_bound`. Others:
-    ||B|| of the matrix of `_bound_local_blocks`.
+    Small heads: from the exact norms of the blocks of J J^T. Affine heads: from bounds of these
+    norms (`gram_bound`). Others: ||B||, where B_ij bounds the norm of block (i, j) of J.
     """
     heads = ingredients.heads
-    joint = heads.x_kv is None
-    pairs = ingredients.at.p[0, 0].numel()
+    joint = heads.x_kv is None  # queries and keys read one input
+    pairs = ingredients.at.p[0, 0].numel()  # of a query and a key: n m
     entries = pairs * heads.v.shape[-1] * heads.x.shape[-1]  # of J of one head on one batch row
     if joint and entries <= heads.policy.dense_entries:
         return _bound_dense_blocks(heads)
@@ -151,7 +154,11 @@ def bound_by_blocks(ingredients: Ingredients) -> PerHead:
 
 
 def _bound_dense_blocks(heads: Heads) -> Tensor:
-    """Bound ||J|| by the norms of the d_v x d_v blocks of J J^T, J of one batch row at a time."""
+    """Bound ||J|| by the exact norms of the d_v x d_v blocks of J J^T, one batch row at a time.
+
+    ||J||^2 = ||J J^T||, and the norm of a matrix is at most that of the matrix of its blocks'
+    norms.
+    """
     n = heads.q.shape[2]
     dv = heads.v.shape[3]
     norms = []
@@ -190,13 +197,18 @@ def _bound_dense_blocks(heads: Heads) -> Tensor:
 def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     """Bound ||J|| of affine heads by ||J||^2 <= ||M|| + 2 ||A B^T||, (batch, heads).
 
-    M has upper limits of the norms of the blocks of J J^T without A B^T; J = A + B + C is what
-    moves through values, keys and queries. `joint`: queries and keys read one input. Where they
-    read two, C overlaps with neither A nor B.
+    J = A + B + C, its parts through values, keys and queries. M_il bounds the norm of block
+    (i, l) of J J^T without A B^T and B A^T.
+
+    Args:
+        at: P, keys, values and outputs.
+        rows: gradients of the logits.
+        joint: whether queries and keys read one input. If they read two, C C^T is all that C adds
+            to J J^T.
     """
     pw = at.w2.sqrt().mul_(at.p)  # P_ij ||v_j - o_i||
-    t = query_term(at, rows)
-    f = row_lengths(at, rows, pw)
+    t = query_term(at, rows)  # upper limits of the norms of the blocks of C
+    f = row_lengths(at, rows, pw)  # of ||F_i||, F_i with the columns P_ij (v_j - o_i)
     matrix = block_norms(at, rows, pw, t, f, joint=joint)  # M
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1))
@@ -207,7 +219,7 @@ def gram_bound(at: Centred, rows: AffineRows, *, joint: bool) -> PerHead:
     leading = leading / vector_norm(leading, dim=-1, keepdim=True)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
     share = 2 * matrix_norms.product_rounding(at.p)
-    norm = (1 + share) * (norm * largest)
+    norm = (1 + share) * (norm * largest)  # ||M||
     square = norm + 2 * value_key_norm(at, rows, f, leading)
     return square.nan_to_num(torch.inf).sqrt()  # an overflow may have made a NaN: no bound
 
@@ -221,18 +233,19 @@ def block_norms(
     *,
     joint: bool,
 ) -> Float[Tensor, "batch heads n n"]:
-    """Return M: upper limits of the norms of the blocks of J J^T, but for A B^T.
+    """Return M: upper limits of the norms of the blocks of J J^T, without A B^T and B A^T.
 
-    M_il bounds block (i, l) of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T, where J = A + B
-    + C: what moves through values, keys and queries. w_ij = v_j - o_i, u_i = s W_K q_i, F_i has
-    the columns P_ij w_ij, Phi = W_V^T, and X is a basis of the range of W_Q.
+    J = A + B + C, its parts through values, keys and queries. M_il bounds the norm of block (i, l)
+    of A A^T + B B^T + C C^T + (A + B) C^T + C (A + B)^T. With w_ij = v_j - o_i and the gradient
+    u_i = s W_K q_i of logits, the blocks of A + B are P_ij (W_V^T + w_ij u_i^T), and C has the
+    blocks s T_i W_Q^T on its diagonal, T_i = sum_j P_ij w_ij k_j^T.
 
     Args:
         at: maps and values.
-        rows: what the projections make of queries and keys.
+        rows: norms and inner products of u_i.
         pw: P_ij ||w_ij||.
-        t: limits of s ||T_i W_Q^T||.
-        f: limits of ||F_i||.
+        t: upper limits t_i of s ||T_i W_Q^T||.
+        f: upper limits of ||F_i||, where F_i has the columns P_ij w_ij.
         joint: whether queries and keys read one input.
     """
     t = t[..., None]
@@ -251,8 +264,9 @@ def block_norms(
     diagonal = matrix.diagonal(0, -2, -1)
     diagonal.add_(t[..., 0].square())
     if joint:
-        # (A + B) C^T: P_il ||(Phi + w_il u_i^T) X|| t_l <= P_il (||Phi X|| + ||w_il|| ||X^T u_i||)
-        # t_l; C (A + B)^T is its transpose.
+        # (A + B) C^T: the columns of W_Q are in the span of a basis X with ||X|| <= 1. A limit is
+        # P_il ||(W_V^T + w_il u_i^T) X|| t_l <= P_il (||W_V^T X|| + ||w_il|| ||X^T u_i||) t_l.
+        # C (A + B)^T is its transpose.
         overlap = rows.shared * at.p
         overlap.addcmul_(pw, rows.inside).mul_(t.mT)
         matrix += overlap
@@ -261,10 +275,17 @@ def block_norms(
 
 
 def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
-    """Bound ||F_i|| of every query, F_i with the columns P_ij w_ij, given pw_ij = P_ij ||w_ij||.
+    """Bound ||F_i|| of every query, where F_i has the columns P_ij w_ij, w_ij = v_j - o_i.
 
-    By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
-    sum_i ||u_i||^2 ||F_i||_F^2, and A A^T at least ||W_V||^2 ||P^T e||^2 for a unit vector e.
+    The bound is the Frobenius norm, or the tighter and more expensive Schatten-4 norm in heads
+    where the part B of J through keys is not small beside the part A through values:
+    ||B||^2 <= sum_i ||u_i||^2 ||F_i||_F^2 with u_i = s W_K q_i, and ||A|| >= ||W_V|| ||P^T e|| for
+    a unit vector e.
+
+    Args:
+        at: P and the values.
+        rows: ||u_i|| and ||W_V||.
+        pw: P_ij ||w_ij||.
     """
     length = vector_norm(pw, dim=-1)  # ||F_i||_F, (batch, heads, n)
     # sum_i ||u_i||^2 ||F_i||_F^2, (batch, heads)
@@ -274,9 +295,9 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
     columns = at.p.sum(-2).square().sum(-1)
     weight = rows.wv[..., 0, 0].square()
     by_values = weight * columns / at.p.shape[-2]
-    keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # a NaN counts as well
+    keys_matter = ~(by_keys <= KEYS_MATTER * by_values)  # True for a NaN as well
     if keys_matter.any():
-        # These heads as (number, 1, n): the None stands for the axis of heads.
+        # The tensors of these heads as (number, 1, n): the None adds the axis of heads.
         index = (*keys_matter.nonzero(as_tuple=True), None)
         spread = row_spread(at.pick(index), length[index])
         length[keys_matter] = spread[:, 0]
@@ -284,10 +305,10 @@ def row_lengths(at: Centred, rows: AffineRows, pw: Maps) -> Rows:
 
 
 def row_spread(at: Centred, length: Rows) -> Rows:
-    """Return the smaller of ||F_i||_F (`length`) and the Schatten-4 norm of F_i = V^T M(P_i).
+    """Return the smaller of two upper limits of ||F_i||, F_i with the columns P_ij (v_j - o_i).
 
-    Both bound ||F_i||. The second is that of `sum_spread` with values v_j for tokens x_j, and o_i
-    for m; it counts only where rounding has left it enough digits.
+    They are the Frobenius norm, given as `length`, and the Schatten-4 norm, which `sum_spread`
+    computes. The second is used only where rounding has left it enough digits.
     """
     tiny = torch.finfo(at.p.dtype).tiny
     # c_j = <v_j, o_i> - ||o_i||^2 / 2
@@ -298,14 +319,16 @@ def row_spread(at: Centred, length: Rows) -> Rows:
     # themselves. What underflows is below the smallest number.
     underflow = 8 * at.p.shape[-1] ** 2 * tiny
     error = 4 * rounding(at.p) * terms + underflow
-    # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w, which moves by at most
+    # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, where g is the Gram matrix of
+    # the values and D^2 = diag w, w_j = P_ij^2. Errors of g and c change it by at most
     # (|dg| + 2 |dc|) W. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
     # raised by and off by less than rounding() each, c by half of that and a few u.
-    reach = at.v2.amax(-2) + at.o2[..., 0]
-    moved = 3 * rounding(at.v) * total * reach
+    unit = at.v2.amax(-2) + at.o2[..., 0]
+    change = 3 * rounding(at.v) * total * unit
     root = (power + error).clamp_min(0.0).sqrt()
-    upper = (root + moved).sqrt()
-    largest = (total * reach).square()
+    upper = (root + change).sqrt()
+    largest = (total * unit).square()
+    # The power must not be tiny beside the terms whose sum it is: too many digits would cancel.
     has_digits = power >= CLEAR * torch.maximum(terms, CLEAR * largest)
     return torch.where(has_digits, torch.minimum(upper, length), length)
 
@@ -313,11 +336,18 @@ def row_spread(at: Centred, length: Rows) -> Rows:
 def value_key_norm(
     at: Centred, rows: AffineRows, f: Rows, e: Float[Tensor, "batch heads 1 n"]
 ) -> PerHead:
-    """Bound ||A B^T||, what values and keys move together, given limits f_i of ||F_i||.
+    """Bound ||A B^T||, the overlap of the parts A and B of J through values and keys.
 
-    A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l. With rho_l >= ||P F_l^T||,
-    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||: the result is
-    ||diag(rho) a||, or its Schatten-8 norm, which is no smaller.
+    A B^T g = H a with H_il = (P F_l^T g_l)_i, where F_l has the columns P_lj (v_j - o_l),
+    a_l = W_V^T u_l and u_l = s W_K q_l. With rho_l >= ||P F_l^T||,
+    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. So
+    ||diag(rho) a|| is a bound, and its Schatten-8 norm, which is returned, is no smaller.
+
+    Args:
+        at: P, values and outputs.
+        rows: a_l of every query.
+        f: upper limits of ||F_l||.
+        e: a unit vector over the queries, near the leading left singular vector of P.
     """
     rho = _bound_mixed_rows(at, f, e)
     scaled = rho[..., None] * rows.a
@@ -326,11 +356,16 @@ def value_key_norm(
 
 
 def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"]) -> Rows:
-    """Return rho_l >= ||P F_l^T|| of every query, given limits f_l of ||F_l||.
+    """Return rho_l >= ||P F_l^T|| of every query, where F_l has the columns P_lj (v_j - o_l).
 
     For a unit vector e and y = P^T e, P = e y^T + P' with e^T P' = 0, so that
-    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2. Any e >= 0 will do; near the leading left singular
-    vector of P, P' is small.
+    rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2 is a bound. It holds for every e >= 0; near the
+    leading left singular vector of P, P' is small.
+
+    Args:
+        at: P, values and outputs.
+        f: upper limits of ||F_l||.
+        e: the vector before the power step made here.
     """
     p = at.p
     share = matrix_norms.product_rounding(p)
@@ -343,7 +378,8 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
     py = p @ y.mT
     sums = (p * y) @ at.v - at.o * py
     image = vector_norm(sums, dim=-1)
-    # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
+    # The rounding error of ||F_l y||. y is off by (n + 4) u, relatively, sums over keys by
+    # (m + 6) u of sum_j P_lj y_j ||v_j - o_l||, where ||v_j - o_l|| <= `longest`.
     longest = at.v2.amax(-2) + at.o2.amax(-2)
     longest = longest.mul_(2.0).sqrt()
     off = 2 * share * py[..., 0] * longest
@@ -361,12 +397,15 @@ def _bound_mixed_rows(at: Centred, f: Rows, e: Float[Tensor, "batch heads 1 n"])
 
 
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
-    """Return B with B_ij >= ||J_ij||, (batch, heads, n, m), or (.., n, m + n) if not `joint`.
+    """Return B with B_ij >= ||J_ij||, an upper limit of the norm of every block of J.
 
-    B_ij = P_ij beta_ij, plus t_i on the diagonal where queries and keys read one input (`joint`);
-    else B = [P∘beta, diag t].
+    Block (i, j) of J, output i by token j, is P_ij (Phi^v_j + w u^T) through values and keys, with
+    a norm of at most P_ij beta_ij. Block (i, i) has a term through query i as well, with a norm of
+    at most t_i. B has the shape (batch, heads, n, m). If queries read another input than keys (not
+    `joint`), J has further columns for it, and B is (batch, heads, n, m + n) = [P∘beta, diag t].
     """
-    # What the largest entry of each row contributes, some queries at a time.
+    # o_i, and c_ij = P_ij (v_j - o_i) in the largest entry of each row without cancellation; some
+    # queries at a time.
     per_query = at.p[:, :, 0].numel()
     chunks = heads.policy.chunks(at.p.shape[2], per_query)
     rows = (attend.MapRows(at.p[:, :, i], queries=i, keys=slice(None)) for i in chunks)
@@ -375,22 +414,30 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     blocks.mul_(at.p)
     t = _local_query_term(heads, at, largest)
     if not joint:
-        # In the precision of the blocks, from which the norm knows how they were rounded.
+        # In the precision of the blocks: the rounding error of the norm is derived from it.
         diagonal = torch.diag_embed(t).to(blocks)
         return torch.cat([blocks, diagonal], -1)
-    # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
+    # ||J_ii|| <= P_ii beta_ii + t_i
     blocks.diagonal(0, -2, -1).add_(t)
     return blocks
 
 
 def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
-    """Return beta_ij >= ||Phi^v_j + w u^T|| of every query and key, some keys at a time.
+    """Return beta_ij >= ||Phi^v_j + w u^T|| of every query and key, (batch, heads, n, m).
 
-    The smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
+    Phi^v_j = dv_j / dx_j, w = v_j - o_i, and u is the gradient of logit ij in the token of key j.
+    beta is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
     (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split along u and across it).
+
+    Args:
+        heads: heads of any kind.
+        at: P and the values.
+        rows: the outputs o_i, and w for the largest entry of each row.
     """
     _, to_k, to_v = projections(heads)
-    # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
+    # u_ij = W_K G_j^T b_ij, where b_ij is the gradient in key j (s q_i for logits s q k^T) and
+    # G_j the Jacobian of a rotary position or qk-norm. With R^T R = W_K^T W_K, R (`root`) in place
+    # of W_K gives the same length. a_ij = Phi^v_j u_ij has d_v channels only.
     root = factor(to_k)
     mixed = to_v.weight.mT @ to_k.weight
     mixed = mixed[:, None]
@@ -415,13 +462,14 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
         a = _pick(value_maps, j) @ mixed @ key_map
         a = a @ b
         w = _subtract_outputs(at.v[:, :, j], tokens[j], rows)
-        # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
-        # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
-        # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
+        # Proof of the second: for x = c u / ||u|| + y with y orthogonal to u,
+        # (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y, by Cauchy-Schwarz at most
+        # (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| long. The squares of both limits
+        # are ||Phi||^2 + ||u||^2 ||w||^2 plus `triangle` or `split`.
         norm = _pick(norms, j)[..., None]
         u2 = u.square().sum(-2)  # ||u||^2, (batch, heads, keys, n)
         w2 = w.square().sum(-2)
-        split = (a.square().sum(-2) / u2).nan_to_num(0.0)
+        split = (a.square().sum(-2) / u2).nan_to_num(0.0)  # u = 0: beta is ||Phi||
         split = split + 2 * (a * w).sum(-2)
         triangle = 2 * norm * (u2 * w2).sqrt()
         square = norm.square() + u2 * w2 + torch.minimum(split, triangle)
@@ -430,9 +478,9 @@ def _local_beta(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
 
 
 def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:
-    """Return w_ij = v_j - o_i, (batch, heads, keys, d_v, n), given some keys and their values.
+    """Return w_ij = v_j - o_i for some keys j and all queries i, (batch, heads, keys, d_v, n).
 
-    For the key with the largest entry of its row it is computed without cancellation.
+    For the key with the largest P_ij of a row, `rows` has this difference without cancellation.
     """
     is_largest = rows.key.mT == keys[:, None]
     outputs = rows.o.mT[:, :, None]
@@ -442,21 +490,31 @@ def _subtract_outputs(v: Tensor, keys: Tensor, rows: attend.Anchored) -> Tensor:
 
 
 def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tensor:
-    """Return t_i, s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, (batch, heads, n).
+    """Return upper limits t_i of ||s T_i Phi^q_i|| of every query, (batch, heads, n).
 
-    Some queries at a time; s T_i Phi^q_i = sum_j c_ij a_ij^T Phi^q_i, c_ij = P_ij (v_j - o_i).
+    s T_i Phi^q_i (d_v x D) is how token i moves its output o_i through its query. T_i is
+    sum_j c_ij k_j^T with c_ij = P_ij (v_j - o_i), Phi^q_i is dq_i / dx_i, and s is the scale of
+    the logits. If the logits are not s q k^T, their gradient a_ij in q_i replaces s k_j.
+
+    Args:
+        heads: heads of any kind.
+        at: P, and keys and values less their mean.
+        rows: the outputs o_i, and c_ij for the largest entry of each row.
     """
     to_q = projections(heads)[0]
+    # Phi^q_i = G_i W_Q^T. G_i R^T with R^T R = W_Q^T W_Q gives the same norms, in fewer columns.
     phi = local_map(to_q) @ factor(to_q).mT
     m, d = heads.k.shape[2:]
     dv = at.v.shape[-1]
     if heads.pairs is None:
-        # No constant in k_j matters where the logits are plain: less cancels in the keys of `at`.
+        # For logits s q k^T a constant added to all k_j changes nothing, since sum_j c_ij = 0.
+        # Without their mean, as in `at`, less cancels.
         heads = replace(heads, k=at.k)
     t = torch.empty_like(at.p[..., 0])
     per_query = t[..., 0].numel() * m * (2 * d + dv)
     for i in heads.policy.chunks(t.shape[-1], per_query):
-        # c_ij, (batch, heads, queries, m, d_v), with the largest entry of each row apart.
+        # c_ij, (batch, heads, queries, m, d_v); in the largest entry of each row the one computed
+        # without cancellation.
         c = at.v[:, :, None] - rows.o[:, :, i, None]
         c = at.p[:, :, i, :, None] * c
         largest = rows.key[:, :, i, :, None]
@@ -464,7 +522,8 @@ def _local_query_term(heads: Heads, at: Centred, rows: attend.Anchored) -> Tenso
         c.scatter_(3, largest, rows.c[:, :, i, None])
         a = attend.logit_gradients(heads, "q", i)
         images = c.mT @ a @ _pick(phi, i)
-        # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
+        # t_i is the Schatten-4 norm: ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, which is at
+        # most rank^1/4 times as large.
         t[..., i] = matrix_norm(images @ images.mT).sqrt()
     return t
 

@@ -112,8 +112,9 @@ def layer_norms(
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
-    `within` is `LAYER_WITHIN` by default. Without `concat`, the norm before W_O is left out if
-    there is one after it.
+    They are the norms of the Jacobian of the heads side by side, before W_O, and of
+    sum_h O_h W_O,h. `within` is `LAYER_WITHIN` by default. Without `concat`, the norm before W_O
+    is left out if there is one after it.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
@@ -124,7 +125,8 @@ def layer_norms(
     before: list[Norms] = []
     after: list[Norms] = []
     for group in _split_rows(heads):
-        # Values of size one, and the size of each head: it goes to the heads' gains or to W_O.
+        # J is proportional to the values: solve for values of size one, and multiply each head's
+        # output by its size, as a gain or in W_O.
         unit, size = unit_values(group)
         if concat or heads.out is None:
             largest = size.amax()
@@ -145,15 +147,22 @@ def layer_norms(
 
 
 def _split_rows(heads: Heads) -> list[Heads]:
-    """Split a layer whose maps P are too large to be stored into its batch rows."""
+    """Return the parts of a layer that are solved one after the other, all heads together.
+
+    That is the whole layer if its attention maps P fit into memory, else each batch row.
+    """
     if len(heads.row_blocks()) == 1:
         return [heads]
     return [heads.row(b) for b in range(len(heads.q))]
 
 
 def _split_problems(heads: Heads) -> list[Heads]:
-    """Split a layer whose maps P are too large to be stored into single heads of single rows."""
-    if len(heads.row_blocks()) == 1:
+    """Return the parts of a layer that are solved one after the other, each head by itself.
+
+    That is the whole layer if its attention maps P fit into memory: one product then serves all
+    problems. Otherwise it is each head on each batch row, and rows of P are computed in chunks.
+    """
+    if len(heads.row_blocks()) == 1:  # P is stored
         return [heads]
     problems: list[Heads] = []
     for row in _split_rows(heads):
@@ -168,15 +177,16 @@ def _solve(
     seeds: Sequence[int],
     accuracy: Mapping[str, Any],
 ) -> Norms:
-    """Return norms of `unit`, never above the truth, apart from rounding in float64.
+    """Return the Jacobian norms of `unit` by the Lanczos iteration of `spectral_norms`.
 
-    The iteration runs in the precision of the heads; in single precision its last product is made
-    again in double, and the whole iteration where the two do not agree.
+    They are never above the truth, apart from rounding in float64. In single precision the last
+    product is computed again in double, and so is the whole iteration if the two do not agree.
 
     Args:
         heads: the heads, in the precision of the iteration.
         unit: the same with values of size one.
-        linearize: returns the products with J of heads like `unit`.
+        linearize: returns the products with J J^T of heads like `unit`, one problem per head and
+            batch row, or per batch row for all heads together.
         seeds: one per sample.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
@@ -186,17 +196,18 @@ def _solve(
     norms = spectral_norms(problems.select, start, guess=guess, vectors=True, **accuracy)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
-    # The rescaled values are computed in float64, as for the bounds.
+    # Values of size one, computed from values in float64: the bounds read the same numbers.
     double, _ = unit_values(heads.to(torch.float64))
     problems = linearize(double)
-    # ||J^T u|| / ||u|| in double. At an angle e from the leading vector
-    # ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2, and no u gives more than ||J||: errors
-    # of single precision in u cannot raise the norm, and hardly lower it.
+    # The norm is ||J^T u|| / ||u|| in double, with the leading vector u of the iteration. At an
+    # angle e from the true one ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2, and no u gives
+    # more than ||J||: errors of single precision in u cannot raise the norm, and hardly lower it.
     assert norms.vector is not None
     vector = norms.vector.double()
     length = vector_norm(vector, dim=1).clamp_min(1e-300)
     norm = (problems.pulled_norm(vector) / length).cpu()
-    # P of large logits differs between the precisions, and so does the leading vector.
+    # With large logits P differs between the precisions, and so does the leading vector: solve
+    # these problems again.
     difference = (norms.norm - norm).abs()
     again = (difference > SINGLE_ERROR * norm).nonzero()[:, 0]  # indices of problems
     upper = torch.maximum(norms.upper, norm)
@@ -214,25 +225,31 @@ def _solve(
 
 
 def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
-    """Return a start per problem, shaped as its guess (problems, n channels), zero at padding."""
+    """Return random start vectors, one per problem, (problems, n channels) as the guess.
+
+    Each depends on the seed of its sample alone, and is zero at padded queries.
+    """
     start = random_starts(seeds, guess.shape[1]).to(heads.q)
     start = start[heads.sample]  # (batch rows, n channels)
     if heads.valid is not None:
         rows = start.view(len(start), heads.q.shape[2], -1)  # (batch rows, n, channels)
         rows = rows * heads.valid[..., None]
         start = rows.flatten(1)
-    return start.repeat_interleave(len(guess) // len(start), 0)  # the same for all heads
+    return start.repeat_interleave(len(guess) // len(start), 0)  # the same for all heads of a row
 
 
 def splitting_gain(
     heads: Heads, exact: PerHead, *, seeds: Sequence[int], tol: float = 1e-3
 ) -> PerHead:
-    """Return how much duplicating every token raises ||J||; NaN if it did not converge.
+    """Return the factor by which ||J|| grows if every token is duplicated; NaN: not converged.
 
-    With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||) for
-    every m (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
-    attention that is not causal and has no sink, whose share would fall; the copies share the
-    token's position.
+    If every token is repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||) for
+    every m (closed form of mass splitting, Castin et al., arXiv 2312.14820). s T_i Phi^q_i (d_v x
+    D) is how token i moves its output o_i through its query alone: T_i = sum_j P_ij (v_j - o_i)
+    k_j^T, Phi^q_i = dq_i / dx_i, and s is the scale of the logits.
+
+    Domain: at X; attention without a causal mask and without a sink, whose probability would fall
+    with more keys. The copies share the token's position.
 
     Args:
         heads: the heads of one layer.
@@ -253,12 +270,13 @@ def splitting_gain(
     if heads.is_causal() or heads.sink is not None:
         raise ValueError("splitting_gain needs attention without a causal mask or a sink")
     if heads.x_kv is not None:
-        return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
+        # J = [J_q J_kv] for two inputs, and the blocks s T_i Phi^q_i are J_q: ||J|| is no smaller.
+        return torch.ones_like(exact)
     heads, size = unit_values(heads)
     exact = exact / size
-    # Directions in which all copies of a token move alike give ||J||. Those that sum to 0 over the
-    # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i. These are
-    # the blocks of the Jacobian with constant keys and values.
+    # If all copies of a token move alike, the norm is ||J||. If the moves of the copies sum to 0,
+    # the changes of keys and values cancel in every output. Only each copy's query moves its own
+    # output, by s T_i Phi^q_i: these are the blocks of J with constant keys and values.
     parts = _split_problems(heads)
     exact_parts = exact.flatten().chunk(len(parts))
     block_norms = []
@@ -267,7 +285,8 @@ def splitting_gain(
         problems = products.head_products(constant)
         start = _draw_starts(part, seeds, problems.attend.o.flatten(1))
         norms = spectral_norms(problems.select, start, tol=tol)
-        # Below ||J|| the gain is 1, for any value of the block norm.
+        # A norm that has not converged is good enough if its upper limit is below ||J||: the gain
+        # is then 1 in any case.
         is_certain = norms.converged | (norms.upper <= exact_part)
         block_norms.append(torch.where(is_certain, norms.norm, torch.nan))
     largest = torch.cat(block_norms).view_as(exact)
@@ -277,10 +296,11 @@ def splitting_gain(
 def forward_error(heads: Heads) -> PerHead:
     """Estimate the relative change of ||J|| by the rounding of q and k in the model.
 
-    The rows q_i, k_j have relative errors of about eps, and so have the biases of logits: a logit
-    l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) moves by up to d_i = 2 eps l_i, and with it
-    every P_ij and c_ij = P_ij (v_j - o_i) by a factor of up to exp(2 d_i). Rows that stay one-hot
-    move by less. An estimate: the constants of the model's own sums are not known.
+    The rows q_i, k_j have relative errors of about eps, and so has the bias B_ij of the logits.
+    The logits of query i are at most l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) and move by up to
+    d_i = 2 eps l_i. With them every P_ij and P_ij (v_j - o_i), of which J is made, moves by a
+    factor of up to exp(2 d_i). This is an estimate: the errors of the model's own sums are not
+    known.
 
     Args:
         heads: the heads of one layer, of any kind, in the precision of the model.
@@ -314,9 +334,9 @@ def forward_error(heads: Heads) -> PerHead:
 def bound_error(heads: Heads, norm: PerHead) -> PerHead:
     """Return how far a correct bound may be below ||J|| because of rounding in both.
 
-    For the norm E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), for the bound E, with
-    E = gamma (T(c) + T(d)): gamma is the error of sums, T(c) bounds ||J||, and T(d) what cancels
-    (see the top of this file).
+    The norm may be too large by E + (E^2 + gamma (T(c) + E)^2) / (2 ||J||), the bound too small by
+    E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J, T(c) an
+    upper limit of ||J||, and T(d) the part of it that cancels in the differences v_j - o_i.
 
     Args:
         heads: the heads of one layer, in the precision in which both were computed.
@@ -340,10 +360,11 @@ def bound_error(heads: Heads, norm: PerHead) -> PerHead:
 def ball_error(heads: Heads, r: float) -> PerHead:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
-    It is E = gamma (T(c) + T(d)): gamma is the error of sums, T(c) bounds ||J||, T(d) what cancels
-    in v_j - o_i (see the top of this file). Within r P is any map: ||P||^2 <= N. Autograd
-    subtracts o_i from every v_j, so that c and d are both at most 2 P_ij max ||v||, v less its
-    mean under P at X.
+    It is E = gamma (T(c) + T(d)). gamma is the relative error of the sums in a product with J,
+    T(c) an upper limit of ||J|| within r, and T(d) the part that cancels in v_j - o_i. Both are
+    computed for any attention map P, with ||P||^2 <= N: autograd subtracts o_i from every v_j, so
+    that c_ij = P_ij (v_j - o_i), and d_ij in place of it in T(d), are at most 2 P_ij max ||v||, v
+    less its mean under P at X. So both have one limit.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)  # max ||s q_i||, max ||s k_j||
@@ -362,9 +383,10 @@ def ball_error(heads: Heads, r: float) -> PerHead:
 
 
 def _sum_error(heads: Heads) -> Tensor:
-    """Return gamma, the relative error of all sums of one product together.
+    """Return an upper limit gamma of the relative error of all sums in a product with J.
 
-    It is more than n u / (1 - n u), n the number of terms of all sums, u = eps / 2.
+    It is more than n u / (1 - n u) for n terms in all sums together and the unit roundoff
+    u = eps / 2.
     """
     n, d = heads.q.shape[2:]
     m, dv = heads.v.shape[2:]
@@ -374,12 +396,13 @@ def _sum_error(heads: Heads) -> Tensor:
 
 
 def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return T(c) and T(d), (batch, heads) each: upper limits of ||J||, and of its cancellation.
+    """Return T(c) and T(d), (batch, heads) each: upper limits of ||J||, and of what cancels in it.
 
     T(c) = ||P|| ||Phi^v|| + max ||b|| (sum_ij ||c_ij||^2)^1/2 ||Phi^k||
-    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||, the parts of J through values, keys and queries,
-    with the gradients b and a of the logits in keys and queries. T(d) has d_ij, which bounds the
-    cancellation in v_j - o_i, in place of c_ij = P_ij (v_j - o_i).
+    + max ||a|| max_i sum_j ||c_ij|| ||Phi^q||: the parts of J through values, keys and queries.
+    The Phi are the Jacobians of the projections, b and a the gradients of the logits in keys and
+    queries, and c_ij = P_ij (v_j - o_i). T(d) is the same with d_ij in place of c_ij, where
+    gamma d_ij bounds the rounding error of c_ij and gamma that of the sums.
     """
     phi_q, phi_k, phi_v = _bound_projections(heads)
     in_keys, in_queries = _largest_gradients(heads)
@@ -398,10 +421,11 @@ def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
         else:
             sink_rows = sink[:, :, start:stop]
         rows = attend.anchor_outputs(p, v, sink_rows)
-        # ||c_ij|| = P_ij ||v_j - o_i||, with the largest entry of each row apart.
+        # ||c_ij|| = P_ij ||v_j - o_i||; in the largest entry of each row (key a) the one that
+        # `anchor_outputs` computes without cancellation.
         c = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
         c = c.scatter(-1, rows.key, vector_norm(rows.c, dim=-1, keepdim=True))
-        # d_ij = 2 P_ij max ||v||, in the largest entry 2 (1 - P_ia) max ||v||
+        # d_ij = 2 P_ij max ||v||, at key a 2 (1 - P_ia) max ||v||
         d = p.scatter(-1, rows.key, rows.share)
         d = 2 * _longest(v)[..., None, None] * d
         column_sums += p.sum(-2)
@@ -432,9 +456,13 @@ def _longest(rows: Float[Tensor, "batch heads n d"]) -> PerHead:
 
 
 def _largest_gradients(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return upper limits of ||b_ij|| and ||a_ij||, the gradients in keys and queries."""
+    """Return the largest ||b_ij|| and ||a_ij||, or more: gradients of logits in keys and queries.
+
+    They are b_ij = s q_i and a_ij = s k_j for logits s q k^T.
+    """
     pairs = heads.pairs or Pairs()
-    # ||b_ij|| <= |f_ij| s ||q_i|| + ||t_ij||, ||a_ij|| <= |f_ij| s ||k_j|| + ||r_ij||
+    # In general b_ij = f_ij s q_i + t_ij, a_ij = f_ij s k_j + r_ij with the slope f of a soft cap
+    # and the terms t, r of relative positions: their norms are added.
     in_keys = heads.scale.abs() * _longest(heads.q)
     in_queries = heads.scale.abs() * _longest(heads.k)
     if pairs.slope is not None:

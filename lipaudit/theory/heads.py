@@ -126,30 +126,32 @@ class Heads:
     def rows(
         self, start: int, stop: int, *, whole: bool = False
     ) -> Float[Tensor, "batch heads rows m"]:
-        """Return the rows of P for the queries start..stop-1, in the dtype of q.
+        """Return rows of the attention map P = softmax(s q k^T + bias), in the dtype of q.
 
-        Rows of padded queries, and rows in which every key is masked, are zero.
+        They are the rows of the queries start..stop-1. Rows of padded queries are zero, and so are
+        rows in which every key is masked.
 
         Args:
             start: the first query.
             stop: one more than the last query.
-            whole: keep the sink as a last key, so that rows sum to 1 with sinks, too.
+            whole: whether to return the probability of the sink too, in a last column. A sink is a
+                constant logit beside those of the keys; rows sum to less than 1 without it.
         """
         q = self.q[..., start:stop, :]
         if self.pairs is None:
             scale = self.scale[..., None, None]
             logits = (scale * q) @ self.k.mT  # (batch, heads, rows, m)
-        else:  # then `bias`, added below, holds all logits
+        else:  # The model computes other logits than s q k^T: `bias`, added below, holds them all.
             logits = q.new_zeros(*q.shape[:-1], self.k.shape[2])
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
-        sees_nothing = None
+        sees_nothing = None  # which rows have every key masked; only a bias can do this
         if self.bias is not None:
             logits = logits + self.bias_rows(start, stop)
             sees_nothing = logits.amax(-1, keepdim=True) == -torch.inf
         if self.sink is not None:
             sink = self.sink
-            if sink.shape[-1] > 1:  # one per query
+            if sink.shape[-1] > 1:  # one logit per query; otherwise all queries share one
                 sink = sink[..., start:stop]
             rows = logits.shape[:-1]
             last_key = sink[..., None].expand(*rows, 1)
@@ -157,39 +159,48 @@ class Heads:
 
         p = torch.softmax(logits, -1)
         if sees_nothing is not None:
-            # Softmax of such a row is NaN. Not nan_to_num: a NaN in q or k must stay.
+            # Softmax of such a row is NaN. nan_to_num would also hide a NaN in q or k.
             p = p.masked_fill(sees_nothing, 0.0)
         if self.sink is not None and not whole:
             p = p[..., :-1]
-        if self.valid is not None:
+        if self.valid is not None:  # False for padded queries
             p = p * self.valid[:, None, start:stop, None]
         return p
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
-        """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
+        """Return the attention map P of all queries, and store it for the next call.
+
+        With `whole` the probability of the sink is the last column, as in `rows`.
+        """
         p = self._maps.get(self.q.dtype)
         if p is None or self._lacks_graph(p):
             p = self._compute_map()
-            if not p.requires_grad:
+            if not p.requires_grad:  # a stored P with a graph would keep the graph in memory
                 self._maps[self.q.dtype] = p
         if whole or self.sink is None:
             return p
         p_of_keys = p[..., :-1]
-        if self.valid is not None:
+        if self.valid is not None:  # as `rows` returns it, which multiplies by `valid`
             p_of_keys = p_of_keys.contiguous()
         return p_of_keys
 
     def _lacks_graph(self, p: Tensor) -> bool:
-        """Return whether gradients are to pass through P, while this P has no graph."""
+        """Return whether a stored P cannot be used because gradients must pass through it.
+
+        A stored P has no graph.
+        """
         if not torch.is_grad_enabled():
             return False
-        if p.is_inference():
+        if p.is_inference():  # autograd refuses tensors that were computed in inference mode
             return True
         sources = (self.q, self.k, self.scale, self.bias, self.sink)
         return any(t is not None and t.requires_grad for t in sources)
 
     def _compute_map(self) -> Tensor:
-        """Return P, with the sink as a last key."""
+        """Compute P for all queries, with the probability of the sink as a last column.
+
+        A large map is filled chunk by chunk: the temporaries of softmax stay small.
+        """
         blocks = self.row_blocks()
         if len(blocks) == 1:
             return self.rows(*blocks[0], whole=True)
@@ -202,7 +213,10 @@ class Heads:
         return p
 
     def sink_share(self) -> Float[Tensor, "batch heads n 1"] | None:
-        """Return the share of the sink in each row's attention; None without a sink."""
+        """Return the probability that each query gives to the sink; None without a sink.
+
+        A sink is a constant logit beside those of the keys, with the value 0.
+        """
         if self.sink is None:
             return None
         blocks = self.row_blocks()
@@ -228,13 +242,18 @@ class Heads:
             bias = self.bias_rows(start, stop).masked_fill(~seen, -torch.inf)
             highest = bias.amax(-1, keepdim=True)
             # Not bias > highest - MASK: very large logits absorb MASK, and all would look hidden.
+            # A row whose largest bias is at most _NOTHING is masked as a whole.
             seen = (bias.sub_(highest) > -MASK) & (highest > _NOTHING)
         if self.valid is not None:
             seen = seen & self.valid[:, None, start:stop, None]
         return seen
 
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of chunks of queries; one if a sample's maps fit `map_limit`."""
+        """Return the chunks (start, stop) of queries in which P is computed.
+
+        It is one chunk with all queries if the maps of all heads of a sample fit into memory
+        (`map_limit`). P is then stored, else computed again chunk by chunk wherever it is needed.
+        """
         count, n = self.q.shape[1:3]
         row_entries = count * self.k.shape[2]  # of one query in all heads
         if n * row_entries <= self.policy.map_limit:
@@ -251,6 +270,7 @@ class Heads:
             rows = rows[..., start:stop, :]
         if rows.dtype != torch.bool:
             return rows.to(self.q.dtype)
+        # A mask: True where the query sees the key.
         return self.q.new_zeros(rows.shape).masked_fill_(~rows, -torch.inf)
 
     def is_causal(self) -> bool:
@@ -264,7 +284,7 @@ class Heads:
         if self.x_kv is not None or self.x.shape[1] == 1:
             return False
         for start, stop in self.row_blocks():
-            later = self.visible(start, stop).triu(start + 1)
+            later = self.visible(start, stop).triu(start + 1)  # visible keys j > i
             if later.any():
                 return False
         return True
@@ -278,7 +298,8 @@ class Heads:
         """Return the same heads with every floating-point tensor in another precision."""
         heads: Heads = cast_floats(self, dtype)
         if torch.promote_types(self.q.dtype, dtype) == dtype:
-            # A cast to higher precision keeps the logits; one to lower precision changes them.
+            # A cast to higher precision keeps the logits, so stored maps P remain correct. One to
+            # lower precision rounds the logits: P is then computed again.
             heads._share_maps(self._maps)
         return heads
 
@@ -287,7 +308,10 @@ class Heads:
         return self.pick(slice(b, b + 1), axis=0)
 
     def pick(self, index: slice, axis: Literal[0, 1] = 1) -> Heads:
-        """Return some of the heads (all batch rows), or along axis 0 some batch rows."""
+        """Return some of the heads of all batch rows (axis 1), or some batch rows (axis 0).
+
+        The result has its part of the stored maps P, which are not computed again.
+        """
         with_axis = ["q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink"]
         changes: dict[str, Any] = {}
         if axis == 0:
@@ -352,11 +376,14 @@ def affine_heads(
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value, or a record, with every floating-point tensor in another precision."""
+    """Return a tensor, or a record with tensors, in another precision if it is floating-point.
+
+    Anything else is returned unchanged.
+    """
     if isinstance(value, (Heads, Projection, Pairs)):
         changes: dict[str, Any] = {}
         for entry in fields(value):
-            if entry.init:
+            if entry.init:  # all fields but the stored maps P
                 changes[entry.name] = cast_floats(getattr(value, entry.name), dtype)
         return replace(value, **changes)
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -366,10 +393,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _slice(value: Any, axis: int, index: slice) -> Any:
-    """Slice the batch axis (0) or the head axis (1); an axis of size 1 holds for all of them."""
+    """Return a tensor or record of heads for some batch rows (axis 0) or some heads (axis 1).
+
+    A tensor whose axis has length 1 is shared by all rows or heads, and returned unchanged.
+    """
     if isinstance(value, Projection):
         local = _slice(value.local, axis, index)
-        if axis == 0:
+        if axis == 0:  # weight and bias have no batch axis
             return replace(value, local=local)
         bias = value.bias
         if bias is not None:
@@ -395,10 +425,10 @@ def _slice_axis(t: Tensor, axis: int, index: slice) -> Tensor:
 def rows_in_reach(
     heads: Heads, start: int, stop: int
 ) -> tuple[Float[Tensor, "batch heads rows keys"], slice]:
-    """Return P for the queries start..stop-1 and a slice of keys; P is 0 on other keys.
+    """Return P for the queries start..stop-1 and the keys that they can see, and these keys.
 
-    For a causal mask these are the keys up to the last query, for a sliding window those from the
-    first window to the last. Skipping the others saves their share of every product.
+    The keys are one slice: for a causal mask up to the last query, for a sliding window from the
+    first window to the last. P is 0 on all other keys, so products with P can skip them.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> heads = replace(affine_heads(torch.zeros(1, 8, 3), *torch.ones(3, 1, 3, 4)), causal=True)
@@ -415,17 +445,20 @@ def rows_in_reach(
         if rows.shape[-2] > 1:  # one row per query
             rows = rows[..., start:stop, :]
         visible = rows.flatten(0, 2).any(0).nonzero()  # indices of keys that some query can see
-        keys = slice(0, 1)  # without any, one key must do: P = 0 there, too
+        keys = slice(0, 1)  # if no key is visible: one key with P = 0, as a tensor needs one
         if len(visible):
             keys = slice(int(visible[0]), int(visible[-1]) + 1)
         bias = bias[..., keys]
-    # P of fewer keys needs their keys and bias; the rest need only agree in shape.
+    # P on these keys needs their k and bias; v need only have as many keys.
     fewer_keys = replace(heads, k=heads.k[:, :, keys], v=heads.v[:, :, keys], bias=bias, x_kv=None)
     return fewer_keys.rows(start, stop), keys
 
 
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
-    """Return the projections to q, k and v; a constant is a projection with W = 0."""
+    """Return the projections to q, k and v.
+
+    Rows that do not depend on the tokens, as learned queries, have a projection with W = 0.
+    """
     return (
         heads.to_q or _make_constant(heads.x, heads.q),
         heads.to_k or _make_constant(heads.key_input, heads.k),
@@ -440,23 +473,32 @@ def _make_constant(x: Tensor, rows: Tensor) -> Projection:
 
 
 def are_affine(heads: Heads) -> bool:
-    """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
+    """Return whether the formulas for affine heads apply.
+
+    They need q = x W_Q + b_Q without rotary position or qk-norm, k and v likewise, logits
+    s q k^T plus a constant, and no sink.
+    """
     if heads.pairs is not None or heads.sink is not None:
         return False
     return all(projection.local is None for projection in projections(heads))
 
 
 def are_affine_everywhere(heads: Heads) -> bool:
-    """Whether hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3 apply.
+    """Return whether the published bounds apply: hu, castin, mean_field, appendix_c, theorem3.
 
-    They need self-attention whose queries, keys and values all are affine in the tokens.
+    They need self-attention of one input, whose queries, keys and values all are affine maps of
+    the tokens: none is a constant.
     """
     constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
     return not constant and heads.x_kv is None and are_affine(heads)
 
 
 def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:
-    """Return G_i of Phi_i = G_i W^T; the identity, for all tokens at once, where it is affine."""
+    """Return G_i of every token: the Jacobian of what follows the linear map of a projection.
+
+    That is a rotary position or qk-norm; the whole projection has the Jacobian G_i W^T. An affine
+    projection has nothing behind it: one identity is returned for all tokens.
+    """
     if projection.local is not None:
         return projection.local
     width = projection.weight.shape[-1]
@@ -477,7 +519,9 @@ sink, rows of P sum to 1), but a large bias costs the values their last digits."
 def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     """Return the heads with values divided by c, and c of every head, float64 on the CPU.
 
-    c is the power of two next to the largest entry of Phi^v, or of v where that is constant.
+    The Jacobian is proportional to the values: computed for values of about size one, and times
+    c, its norm neither overflows nor underflows. c is the power of two next to the largest entry
+    of dv / dx (`to_v`), or of v if v does not depend on the tokens.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.full((3, 2, 3, 4), 1e-30))
@@ -491,7 +535,8 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     to_v, exponents = _divide_projection(heads.to_v)
     v = shift_exponent(heads.v, -exponents[:, None, None])
     if to_v.local is None and to_v.bias is not None and heads.sink is None:
-        # v = x W_V + b. Where b swamps x W_V, compute the values without b: J stays the same.
+        # v = x W_V + b. If b is so large that x W_V loses digits in the sum, compute the values
+        # without b: the Jacobian does not depend on b.
         bias = to_v.bias[:, None]
         without_bias = (v - bias).abs().amax((0, 2, 3))  # (heads,)
         largest_bias = bias.abs().amax((1, 2))
@@ -501,9 +546,10 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
 
 
 def _divide_projection(to_v: Projection) -> tuple[Projection, Int[Tensor, " heads"]]:
-    """Return the projection with Phi^v = G W^T of each head divided by 2^exponent; the exponents.
+    """Return the projection to the values divided by 2^exponent, and the exponent of each head.
 
-    Both W and G are brought to size one, so neither overflows; their exponents add up.
+    Its Jacobian is G W^T. Both W and G are divided by a power of two that brings their largest
+    entry to about one; the two exponents add up.
     """
     weight = to_v.weight
     if weight.stride(0) == 0:

@@ -88,9 +88,13 @@ def squared_distances(
     a2: Float[Tensor, "*batch n 1"],
     b2: Float[Tensor, "*batch m 1"],
 ) -> Float[Tensor, "*batch n m"]:
-    """Return ||a_i - b_j||^2 from one product and the squares, raised by its rounding error."""
-    # In units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most 1: the product costs
-    # d, the squares d, casting a and b 4, the sums 4, the factor 2; 2 d + 32 are added.
+    """Return ||a_i - b_j||^2 for all i and j, raised by its rounding error.
+
+    It is ||a_i||^2 - 2 <a_i, b_j> + ||b_j||^2: a2 and b2 are the squared lengths of the rows.
+    """
+    # Rounding errors in units of (||a||^2 + ||b||^2) eps / 2, where 2 ||a|| ||b|| is at most 1:
+    # the product costs d, the squares d, casting a and b 4, the sums 4, the factor 2. 2 d + 32 are
+    # added.
     up = 1 + rounding(a)
     inner = (-2 * a) @ b.mT
     return inner.add_(up * a2).add_(up * b2.mT)
@@ -143,14 +147,15 @@ class Tokens:
     """
 
     def __init__(self, heads: Heads) -> None:
+        # Sizes of the tokens X that enter a layer: norms, radius, and X less its mean.
         x = heads.x
-        valid = x.new_ones(x.shape[:2])
+        valid = x.new_ones(x.shape[:2])  # 1 for tokens, 0 for padding
         if heads.valid is not None:
             valid = heads.valid.to(x)
         valid = valid[..., None]
-        self.count = valid.sum(-2)
+        self.count = valid.sum(-2)  # N
         count = self.count[..., None].clamp_min(1.0)
-        mean = x.sum(1, keepdim=True) / count
+        mean = x.sum(1, keepdim=True) / count  # padded tokens are zero rows
         self.off = valid * (x - mean)
         self.radius = vector_norm(x, dim=-1).amax(-1, keepdim=True)
         # X, or [X 1] if any projection has a bias; padded rows stay zero.
@@ -169,7 +174,7 @@ class Tokens:
 
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
-    """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""
+    """Return ||dv_j / dx_j|| of every key token j, or one for all tokens if v = x W_V + b."""
     to_v = projections(heads)[2]
     return spectral_norm(local_map(to_v) @ factor(to_v).mT)
 
@@ -184,10 +189,13 @@ class Ingredients:
     """
 
     def __init__(self, heads: Heads, tokens: Tokens) -> None:
+        # What bounds are computed from: some heads of a layer, and norms of the layer's tokens.
         self.heads = heads
         self.tokens = tokens
         self.policy = heads.policy
+        # Self-attention, q, k and v all affine in the tokens: what most published bounds need.
         self.affine = are_affine_everywhere(heads)
+        # Results of `once`, by function.
         self._computed: dict[Callable[..., Any], Any] = {}
 
     def once(self, compute: Callable[[Ingredients], T]) -> T:
@@ -199,13 +207,16 @@ class Ingredients:
 
     @cached_property
     def weights(self) -> Weights:
-        """Norms of the weights of heads with affine projections: in float64, W_V of size one."""
+        """Norms and products of the weights W_Q, W_K, W_V of heads with affine projections."""
         to_q, to_k, to_v = projections(self.heads)
+        # [W; b^T] of each: with a bias the tokens are [X 1] in the published bounds.
         q = _append_bias(to_q)
         k = _append_bias(to_k)
         v = _append_bias(to_v)
         value = spectral_norm(to_v.weight)
         root = gram_root(to_q.weight)  # R with R^T R >= W_Q^T W_Q, (heads, d, d)
+        # A basis of the range of W_Q, the directions in which a token moves its query. `left` is
+        # its rounding error.
         basis, left = _find_range(to_q.weight, root)
         if self.heads.x_kv is not None:  # queries of another input share no direction with keys
             basis = torch.zeros_like(to_k.weight[..., :1])
@@ -213,13 +224,14 @@ class Ingredients:
             q=spectral_norm(q),
             k=spectral_norm(k),
             v=spectral_norm(v),
-            # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K; with more it is more.
+            # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K, and at most that for
+            # the larger R^T R of `gram_root`.
             a=spectral_norm(q @ gram_root(k).mT),
             value=value,
             # Exact, not `gram_root`, which is an upper limit: bounds on balls divide by ||u_i||.
             to_u=factor(to_k)[:, 0].mT,
             to_a=to_k.weight.mT @ to_v.weight,
-            # An upper limit will do: `query_term` grows with the Gram matrix of W_Q.
+            # An upper limit is enough: `query_term` grows with the Gram matrix of W_Q.
             to_z=root.mT,
             to_inside=to_k.weight.mT @ basis,
             shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
@@ -228,14 +240,14 @@ class Ingredients:
 
     @cached_property
     def at(self) -> Centred:
-        """P, and the centred keys, values and outputs.
+        """P, and the keys, values and outputs less the mean key and the mean value.
 
-        Where the rows of P sum to 1 (no sink), a constant added to all v, or all s k, changes no
-        derivative: without their means less cancels. (Logits of `pairs` do not read the keys.)
+        Without a sink rows of P sum to 1. A constant added to all k or all v then changes no
+        derivative, and smaller keys and values have smaller rounding errors.
         """
         heads = self.heads
         p = heads.attention()
-        # Keys that masks do not hide, even where P = 0: P may be positive elsewhere in a ball.
+        # Keys that some query can see, even if P = 0 at X: P may be positive elsewhere in a ball.
         visible = heads.visible(0, p.shape[2]).any(-2)
         visible = visible.expand(*p.shape[:2], -1)
         seen = visible.to(p)[..., None]  # (batch, heads, m, 1)
@@ -260,8 +272,12 @@ class Ingredients:
 
     @cached_property
     def _row_maxima(self) -> Tensor:
-        """Return max_i g_1(P_i) and max_i ||M(P_i)||, (2, batch, heads)."""
-        # With a sink as a last key: M of the keys alone is a part of that M, and no larger.
+        """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of P, (2, batch, heads).
+
+        M(p) = diag(p) - p p^T is the Jacobian of softmax, and g_1(p) an upper limit of its norm.
+        """
+        # With a sink its probability is the last entry of a row. M of the keys alone is a
+        # submatrix of this M: its norm is no larger.
         p = self.heads.attention(whole=True)
         maxima = []
         for start, stop in self.heads.row_blocks():
@@ -295,17 +311,17 @@ class Ingredients:
 
 
 def _find_range(weight: Tensor, root: Tensor) -> tuple[Tensor, float]:
-    """Return a basis X of the range of W = X R, ||X|| <= 1, and the rounding error of X.
+    """Return a basis X of the range of W, with W = X R and ||X|| <= 1, and its rounding error.
 
-    The error is a share of ||R y||: ||(W - X R) y|| <= share ||R y|| for every y.
+    The error is a number e with ||(W - X R) y|| <= e ||R y|| for every y.
 
     Args:
         weight: W, (heads, D, d).
-        root: R, from `gram_root`.
+        root: R, upper triangular, from `gram_root`.
     """
-    # Row by row X solves x (R + dR) = w with |dR| <= d u |R| (Higham, Theorem 8.5), u = eps / 2:
-    # ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||. And ||R y||^2 is at least what `gram_root`
-    # adds, (D + d) eps ||W||_F^2 ||y||^2.
+    # X = W R^-1. In floating point its row x solves x (R + dR) = w with |dR| <= d u |R| (Higham,
+    # Accuracy and Stability, Theorem 8.5), u = eps / 2: ||(W - X R) y|| <= d u ||X||_F ||R||_F
+    # ||y||. And ||R y||^2 is at least what `gram_root` adds, (D + d) eps ||W||_F^2 ||y||^2.
     basis = torch.linalg.solve_triangular(root, weight, upper=True, left=False)
     wide, narrow = weight.shape[-2:]
     eps = torch.finfo(basis.dtype).eps
@@ -323,35 +339,45 @@ def _append_bias(projection: Projection) -> Tensor:
 def value_and_growth(ingredients: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||): G_i has
-    the gradients of the logits of query i as rows, H_j those of key j. For plain logits every G_i
-    is s K_c, the keys less their mean, and every H_j is s Q.
+    The first is max_j ||Phi^v_j||, the second ||V_c|| (max_j ||H_j Phi^k_j|| +
+    max_i ||G_i Phi^q_i||). The Phi are the Jacobians of the projections at each token, and V_c has
+    the values less their mean. G_i has the gradients of the logits of query i in q_i as rows, one
+    per key, and H_j those of key j in k_j. For logits s q k^T every G_i is s K_c, the keys less
+    their mean, and every H_j is s Q.
     """
     heads = ingredients.heads
     at = ingredients.at
     to_q, to_k, _ = projections(heads)
-    queries = at.p.sum(-1) > 0  # without padding, (batch, heads, n)
+    # Which queries and keys count: padded queries have P_i = 0, and some keys no query can see.
+    queries = at.p.sum(-1) > 0
     keys = at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
-    if heads.pairs is None:
+    if heads.pairs is None:  # logits s q k^T
         q = heads.q * queries[..., None]
         in_keys = _largest_image(q, to_k, keys, ingredients.policy)
         in_queries = _largest_image(at.k, to_q, queries, ingredients.policy)
-        reach = heads.scale.abs() * (in_keys + in_queries)
+        in_tokens = heads.scale.abs() * (in_keys + in_queries)
     else:
         in_queries = _largest_gradient(ingredients, "q", to_q, queries)
         in_keys = _largest_gradient(ingredients, "k", to_k, keys)
-        reach = in_queries + in_keys
-    return values, spectral_norm(at.v) * reach
+        in_tokens = in_queries + in_keys
+    return values, spectral_norm(at.v) * in_tokens
 
 
 def _largest_gradient(
     ingredients: Ingredients, name: Literal["q", "k"], projection: Projection, used: Tensor
 ) -> Tensor:
-    """Return the largest norm of the derivative of a token's logits, in q (name q) or in k (k).
+    """Return the largest norm of the derivative of the logits of a token in this token.
 
-    That is max_i ||G_i Phi^q_i||, or max_j ||H_j Phi^k_j||, over the tokens that are `used`, some
-    at a time.
+    The logits of token i are those of its query with every key (name q), or those of its key with
+    every query (name k). Their gradients in q_i, as rows of G_i, times Phi^q_i = dq_i / dx_i are
+    the derivative; for k likewise.
+
+    Args:
+        ingredients: the heads, and P.
+        name: q or k.
+        projection: that of q or k.
+        used: which tokens count, (batch, heads, tokens).
     """
     heads = ingredients.heads
     p = ingredients.at.p  # (batch, heads, tokens, partners)
@@ -366,7 +392,7 @@ def _largest_gradient(
         phi = local
         if local.shape[2] > 1:
             phi = local[:, :, i]
-        # Unseen pairs do not count.
+        # Where P_ij = 0 the logit ij does not count.
         seen = p[:, :, i] > 0
         rows = logit_gradients(heads, name, i)
         rows = seen[..., None] * rows
@@ -377,12 +403,19 @@ def _largest_gradient(
 def sum_spread(
     p: Float[Tensor, "*batch n m"], gram: Float[Tensor, "*batch m m"], c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fourth power of the Schatten-4 norm of X^T M(P_i), which bounds its norm.
+    """Return the fourth power of the Schatten-4 norm of X^T M(P_i) for every row P_i.
 
+    M(p) = diag(p) - p p^T is the Jacobian of softmax, X has the rows x_j. The Schatten-4 norm is
+    an upper limit of the spectral norm, and needs products with the Gram matrix of X only.
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2, g the Gram
-    matrix of X and c_j = <x_j, m> - ||m||^2 / 2 the power is
+    matrix and c_j = <x_j, m> - ||m||^2 / 2 the power is
     sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2 with A = sum_jl w_j w_l g_jl^2,
     B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2, R = sum_j w_j c_j and W = sum_j w_j.
+
+    Args:
+        p: the rows P_i.
+        gram: g.
+        c: c_j for each row.
 
     Returns:
         The power; A + 2 W C, three times which its terms add up to at most, for B^2 <= A W C and
@@ -407,14 +440,14 @@ def sum_spread(
 def bound_token_spread(
     p: Float[Tensor, "batch heads n m"], gram: Float[Tensor, "batch m m"]
 ) -> PerHead:
-    """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
+    """Bound max_i ||X^T M(P_i)|| over the rows of P, M(p) = diag(p) - p p^T.
 
-    By the Schatten-4 norm: it takes three products with the Gram matrix for all rows
+    The bound is the Schatten-4 norm. It takes three products with the Gram matrix for all rows
     (`sum_spread`), and is within 1% of the spectral norm on trained heads.
 
-    Sums of N terms of sums have relative errors of at most e / 2, e = 2 (N + 16) eps, so that of
-    the power is below 3 e (A + 2 W C); that of c is below e / 2, which moves the root of the power
-    by at most e W.
+    Args:
+        p: attention maps P.
+        gram: the Gram matrix of the tokens X less their mean.
     """
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1)
@@ -425,6 +458,8 @@ def bound_token_spread(
     c = flat @ gram
     c -= 0.5 * (flat * c).sum(-1, keepdim=True)
     power, terms, total = sum_spread(flat, gram, c)
+    # Sums of N terms of sums have relative errors of at most e / 2, so that of the power is below
+    # 3 e `terms`; that of c is below e / 2.
     e = 2 * rounding(p)
     # The root of the power is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: errors of c move
     # it by at most 2 (e / 2) sum w_j.
@@ -435,10 +470,16 @@ def bound_token_spread(
 
 
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
-    """Return max_i ||rows Phi_i|| over the tokens that are used, some at a time.
+    """Return max_i ||rows Phi_i|| over some tokens i, Phi_i the Jacobian of a projection there.
 
-    Only the eigenvalues of tokens that may have the largest norm are computed: see the limits of
-    ||E||, E = (rows Phi_i)(rows Phi_i)^T, below.
+    It is the root of max_i ||E_i||, E_i = (rows Phi_i)(rows Phi_i)^T. Eigenvalues are computed of
+    the E_i only that may have the largest norm.
+
+    Args:
+        rows: the same matrix for all tokens, (batch, heads, n, d).
+        projection: the projection.
+        used: which tokens count, (batch, heads, tokens).
+        policy: chunk sizes.
     """
     # ||triangle Phi|| = ||rows Phi||, and the triangle has no more rows than channels.
     triangle = torch.linalg.qr(rows, mode="r").R

@@ -39,10 +39,10 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
 def product_values(
     a: Float[Tensor, "*batch n d"], b: Float[Tensor, "*batch m d"] | None = None
 ) -> Float[Tensor, "*batch r"]:
-    """Return the singular values of each A B^T, or A, but zeros that its size d implies.
+    """Return the singular values of each A B^T, or of A if B is None: at most d of them.
 
-    With A = Q R and B = P S they are those of R S^T, because the columns of Q and P are
-    orthonormal.
+    A has d columns; all further singular values are 0. With the QR decompositions A = Q R and
+    B = P S they are those of R S^T, because the columns of Q and P are orthonormal.
 
     Examples:
         >>> product_values(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0]]))
@@ -55,7 +55,9 @@ def product_values(
 
 
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
-    """Return R with ||R y|| >= ||A y||, equal but for rounding: a Cholesky factor of A^T A.
+    """Return R with ||R y|| >= ||A y|| for every y: the upper Cholesky factor of A^T A.
+
+    The two are equal but for an allowance for rounding.
 
     Examples:
         >>> gram_root(torch.tensor([[3.0], [4.0]]))
@@ -75,9 +77,9 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
 
 
 def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor, "*batch 1 m"]:
-    """Return u > 0 near the leading singular vector of matrices with entries >= 0.
+    """Return u > 0 near the leading right singular vector of each matrix B with entries >= 0.
 
-    By power steps u -> B^T B u, at most `steps` of them.
+    It makes at most `steps` power steps u -> B^T B u.
     """
     u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):
@@ -85,7 +87,8 @@ def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor,
         u = u @ b.mT @ b
         u = u / u.amax(-1, keepdim=True)
         u = u.nan_to_num(1.0).clamp_min(1e-30)  # positive, even where entries decay to 0
-        # An accelerator would wait for the answer longer than the steps take.
+        # Stop early on the CPU only: to read the answer, an accelerator waits longer than the
+        # steps take.
         if u.device.type == "cpu":
             change = (u - before).abs().amax()
             if float(change) < 1e-6:
@@ -115,9 +118,9 @@ def nonnegative_norm(
         tensor(3.0000)
     """
     if u is None:
-        # Any u > 0 will do: errors of single precision only make the bound less sharp.
+        # The bound holds for every u > 0: errors of single precision only make it less sharp.
         u = positive_vector(b.float(), steps).to(b)
-    # No sum cancels: in units of eps / 2, B u is off by m, the second product by n more,
+    # Rounding: no sum cancels. In units of eps / 2, B u is off by m, the second product by n more,
     # relatively; the root halves it. product_rounding is four times that.
     image = (u @ b.mT) @ b  # B^T B u
     square = (image / u).amax((-2, -1))
@@ -135,10 +138,10 @@ def map_norm(
 ) -> Float[Tensor, "*batch"]:
     """Return ||P|| of attention maps, never too small and too large by at most `tol`, relatively.
 
-    The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||. If they differ by more
-    than `tol`, as on one map in ten of a trained model, the norm is that of the eigenvalues. Maps
-    with more than `policy.map_limit` entries instead get more steps and the first certificate:
-    never too small, but maybe less tight.
+    The upper bound of `nonnegative_norm` is compared with the lower bound ||P u|| / ||u||. If they
+    differ by more than `tol`, as on one map in ten of a trained model, the norm is computed from
+    eigenvalues. That is too expensive for maps with more than `policy.map_limit` entries: they get
+    more power steps, and the upper bound, which may be more than `tol` too large.
 
     Examples:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))

@@ -31,9 +31,11 @@ def jasmin(
     """Return the JaSMin penalty of one layer ([Y25] section 5).
 
     A map's penalty is the largest (or mean) row penalty: log g_1(P_i) for k = 0,
-    log g_1(P_i)/g_k(P_i) for k > 1. A layer's is summed over heads and averaged over the batch, a
-    model's is the sum over its layers. For k > 1 a row has penalty 0 exactly where its k + 1
-    largest entries are equal, and log(k/(k-1)) where k entries are equal and the others are 0.
+    log g_1(P_i)/g_k(P_i) for k > 1. g_k = p_(k) (1 - p_(k) + p_(k+1)) with the k-th largest entry
+    p_(k) of the row; g_1 bounds the norm of the softmax Jacobian. A layer's penalty is summed over
+    heads and averaged over the batch, a model's is the sum over its layers. For k > 1 a row has
+    penalty 0 exactly where its k + 1 largest entries are equal, and log(k/(k-1)) where k entries
+    are equal and the others are 0.
 
     Args:
         attention: maps P; rows sum to one.
@@ -57,9 +59,10 @@ def jasmin(
 def jasmin_rows(
     p: Float[Tensor, "*rows keys"], k: int
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """Return the penalty of each row (at least in float32), and whether the row counts.
+    """Return the JaSMin penalty of each row (at least in float32), and whether the row counts.
 
-    A row counts if it has more than k entries above 0.
+    The penalty is log g_1 for k = 0 and log g_1 / g_k for k > 1, from the k + 1 largest entries. A
+    row counts if it has more than k entries above 0.
 
     Raises:
         ValueError: k is 1 or negative.
@@ -75,7 +78,9 @@ def jasmin_rows(
 
 
 def count_entries(keys: int, k: int) -> int:
-    """Return the number of largest entries of a row that the penalty depends on.
+    """Return the number of largest entries of a row on which the JaSMin penalty depends.
+
+    g_k needs the k + 1 largest, g_1 two.
 
     Examples:
         >>> count_entries(200, 0), count_entries(200, 10), count_entries(7, 10)
@@ -87,7 +92,12 @@ def count_entries(keys: int, k: int) -> int:
 def jasmin_of_largest(
     top: Float[Tensor, "*rows largest"], k: int
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """Return `jasmin_rows` for rows given by their largest entries, in descending order.
+    """Return the JaSMin penalty of each row, and whether it counts: as `jasmin_rows`.
+
+    Args:
+        top: the k + 1 largest entries of each row, at least 2, in descending order; fewer if the
+            row has fewer.
+        k: 0 for log g_1, or more than 1 for log g_1 / g_k.
 
     Raises:
         ValueError: k is 1 or negative.
@@ -103,13 +113,13 @@ def jasmin_of_largest(
     penalty = _g(top, 1).clamp_min(EPS).log()
     if k:
         penalty = penalty - (_g(top, k) + EPS).log()
-    # Entry k is the (k + 1)-th largest.
+    # A row counts if its (k + 1)-th largest entry is above 0.
     return penalty, top[..., k].detach() > 0
 
 
 def _g(top: Tensor, k: int) -> Tensor:
-    """Return g_k from the k + 1 largest entries; its rounding error is negligible beside EPS."""
-    # g_k = p_(k) (1 - p_(k) + p_(k+1))
+    """Return g_k = p_(k) (1 - p_(k) + p_(k+1)) of each row from its k + 1 largest entries."""
+    # The rounding error of 1 - p_(k) is negligible beside EPS.
     kth = top[..., k - 1]
     following = top[..., k]
     return kth * (1 - kth + following)

@@ -56,9 +56,10 @@ class HeadProducts:
     grams: list[Tensor]
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Return J J^T u of every problem."""
-        # J = J_qkv (I kron W^T), J_qkv the derivative with respect to q, k, v (`pull`, `push`):
-        # J J^T u = J_qkv (I kron W^T W) J_qkv^T u, with an e x e Gram matrix per head.
+        """Return J J^T u of every problem: of every head on every batch row, (problems, n dv)."""
+        # J = J_qkv (I kron W^T): `push` multiplies by J_qkv, the derivative of the outputs in
+        # [q k v] = x W, and `pull` by its transpose. J J^T u = J_qkv (I kron W^T W) J_qkv^T u
+        # needs only the small Gram matrix W^T W of each head, not the width D of the tokens.
         pulled = self.attend.pull(u.view_as(self.attend.o))
         images = []
         for y, gram in zip(pulled, self.grams, strict=True):
@@ -66,8 +67,11 @@ class HeadProducts:
         return self.attend.push(images).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every problem, from y = J_qkv^T u: its square is y^T W^T W y."""
-        square = u.new_zeros(len(u))  # without a projection J is 0
+        """Return ||J^T u|| of every problem: of every head on every batch row.
+
+        J^T u = W y for the gradient y = J_qkv^T u in [q k v] = x W: the square is y^T W^T W y.
+        """
+        square = u.new_zeros(len(u))  # it stays 0 if q, k and v do not depend on the tokens
         pulled = self.attend.pull(u.view_as(self.attend.o))
         for y, gram in zip(pulled, self.grams, strict=True):
             products = y * (y @ gram)
@@ -75,15 +79,19 @@ class HeadProducts:
         return square.sqrt()
 
     def select(self, index: Tensor) -> HeadProducts:
-        """Return the products of these problems alone."""
-        if len(index) == len(self.attend.q):
+        """Return the products of some of the problems, given their indices."""
+        if len(index) == len(self.attend.q):  # all of them
             return self
         index = index.to(self.attend.q.device)
         grams = [gram[index] for gram in self.grams]
         return HeadProducts(self.attend.select(index), grams)
 
     def guess(self) -> Tensor:
-        """Guess the leading left singular vector: that of P kron W_V^T, (problems, n dv), or 0."""
+        """Guess the leading left singular vector of J in every problem, (problems, n dv).
+
+        The guess is that of P kron W_V^T, which is J if the attention map P is held constant. It
+        is 0 if the values are not x W_V + b.
+        """
         attend = self.attend
         weight = attend.value_weight
         if weight is None:
@@ -91,7 +99,7 @@ class HeadProducts:
         # The leading left vector of a Kronecker product is the product of those of its factors.
         tokens = _token_images(attend, attend.v.new_ones(1))  # of P, (problems, 1, n)
         values, vectors = torch.linalg.eigh(weight.mT @ weight)
-        norm = values[:, -1:].clamp_min(0.0).sqrt()
+        norm = values[:, -1:].clamp_min(0.0).sqrt()  # ||W_V||
         channels = norm * vectors[..., -1]  # of W_V^T, (heads, dv)
         channels = channels.repeat(len(tokens) // len(channels), 1)
         return (tokens.mT * channels[:, None]).flatten(1)
@@ -116,8 +124,14 @@ class LayerProducts:
     gains: Tensor
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Return J J^T u of every batch row, (rows, n channels)."""
+        """Return J J^T u of every batch row, (rows, n channels), for all heads together.
+
+        J is the Jacobian of sum_h O_h W_O,h; without W_O, of the O_h times their gains, side by
+        side.
+        """
         count = len(self.gains)
+        # J^T u, then forward again: through W to q, k, v of every head (problems = rows heads),
+        # through attention to the outputs O_h, and through W_O.
         by_head = []
         for x, weight in zip(self.pull(u), self.weights, strict=True):
             y = x @ weight
@@ -133,9 +147,16 @@ class LayerProducts:
         return o.flatten(1)
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Return J^T u for every input, (rows, tokens, D)."""
+        """Return J^T u, the gradient of <u, output> in every input X, (rows, tokens, D).
+
+        The output is sum_h O_h W_O,h, or without W_O the O_h times their gains, side by side.
+
+        Args:
+            u: a vector in the output space of every batch row, (rows, n channels).
+        """
         n, dv = self.attend.o.shape[1:]
         count = len(self.gains)
+        # The gradients in the outputs O_h of the heads: u_h = u W_O,h^T, or gain_h u_h.
         if self.out is not None:
             u = u.view(len(u), n, -1) @ self.out.flatten(0, 1).mT
         u = u.reshape(len(u), n, count, dv)
@@ -143,6 +164,8 @@ class LayerProducts:
             u = self.gains[:, None] * u
         by_head = u.transpose(1, 2).flatten(0, 1)  # (rows heads, n, dv)
         images = []
+        # For every input X: y is the gradient in X W = [q k v] of each head. The product with W^T
+        # of all heads side by side gives the gradient in X, summed over the heads.
         for y, weight in zip(self.attend.pull(by_head), self.weights, strict=True):
             rows = y.view(len(u), count, *y.shape[1:])
             rows = rows.transpose(1, 2).flatten(2)  # (rows, tokens, heads e)
@@ -150,16 +173,16 @@ class LayerProducts:
         return images
 
     def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every batch row."""
+        """Return ||J^T u|| of every batch row, over all inputs together."""
         square = u.new_zeros(len(u))
-        for x in self.pull(u):
-            square = square + x.square().sum((1, 2))
+        for gradient in self.pull(u):
+            square = square + gradient.square().sum((1, 2))
         return square.sqrt()
 
     def select(self, rows: Tensor) -> LayerProducts:
-        """Return the products of these batch rows alone."""
+        """Return the products of some of the batch rows, given their indices."""
         count = len(self.gains)
-        if len(rows) * count == len(self.attend.q):
+        if len(rows) * count == len(self.attend.q):  # all of them
             return self
         # Problems of `attend` are ordered by row, then by head.
         index = rows[:, None] * count + torch.arange(count)
@@ -167,10 +190,12 @@ class LayerProducts:
         return replace(self, attend=self.attend.select(index))
 
     def guess(self) -> Tensor:
-        """Guess the leading left singular vector of every batch row, (rows, n channels), or 0.
+        """Guess the leading left singular vector of J in every batch row, (rows, n channels).
 
-        With P constant J sends tokens X to the outputs P_h X W_V,h W_O,h. The guess is the largest
-        image of an X = b y^T: one token vector b, the channels y.
+        If the attention maps P_h are held constant, J sends a move X of the tokens to the move
+        sum_h P_h X W_V,h W_O,h of the output. The guess is its image of an X = b y^T: a vector b
+        over the tokens for which the P_h b are long, and then the best y over the channels. It is
+        0 if the values are not x W_V + b.
         """
         attend = self.attend
         out = self.out
@@ -182,29 +207,30 @@ class LayerProducts:
             if out is not None:
                 channels = out.shape[2]
             return attend.o.new_zeros(problems // count, n * channels)
+        # `sizes`: how much each head counts in the choice of b.
         if out is None:
             sizes = attend.v.new_ones(count)
             weight = self.gains[:, None, None] * weight
         else:
             sizes = out.square().sum((1, 2))  # ||W_O,h||_F^2
-        # a_h = P_h b for a b that all maps together send far, and <a_h, a_g> of all heads.
+        # a_h = P_h b of every head, and the inner products <a_h, a_g> of all pairs of heads.
         a = _token_images(attend, sizes).view(-1, count, n)
         inner = a @ a.mT
         all_values = weight.transpose(0, 1).flatten(1)  # W_V of all heads, (D, heads dv)
 
         def multiply(y: Tensor) -> Tensor:
-            """Return F^T F y, F y being the image of b y^T: sum_h a_h kron W_O,h^T t_h."""
+            """Return F^T F y for the image F y = sum_h a_h kron (W_O,h^T W_V,h^T y) of b y^T."""
             t = (y @ all_values).view(-1, count, dv)  # t_h = W_V,h^T y
-            if out is None:
+            if out is None:  # heads side by side: F y has the blocks a_h kron t_h
                 t = inner.diagonal(0, 1, 2)[..., None] * t
-            else:
+            else:  # W_O,h sum_g <a_h, a_g> W_O,g^T t_g
                 projected = inner @ torch.einsum("bhd,hdo->bho", t, out)
                 t = torch.einsum("bho,hdo->bhd", projected, out)
             return t.flatten(1) @ all_values.mT
 
         start = random_starts([0], len(all_values)).to(all_values)
         y = _find_leading(multiply, start.expand(len(inner), -1))
-        # Its image, (rows, n, channels).
+        # The guess F y, (rows, n, channels).
         t = (y @ all_values).view(-1, count, dv)
         if out is None:
             image = a.mT[..., None] * t[:, None]
@@ -214,9 +240,14 @@ class LayerProducts:
 
 
 def _find_leading(multiply: Products, start: Tensor) -> Tensor:
-    """Return vectors near the leading ones of A by a few Lanczos steps, given y -> A y."""
+    """Return vectors near the leading eigenvectors of A >= 0 by a few Lanczos steps.
+
+    Args:
+        multiply: y -> A y for all problems at once.
+        start: start vectors, one per problem.
+    """
     norms = spectral_norms(
-        lambda _: multiply,
+        lambda _: multiply,  # problems are never dropped: `rebuild` is above 1
         start,
         tol=1e-3,
         max_steps=_CHANNEL_STEPS,
@@ -229,10 +260,10 @@ def _find_leading(multiply: Products, start: Tensor) -> Tensor:
 
 
 def head_products(heads: Heads) -> HeadProducts:
-    """Return the map u -> J J^T u of every head of a layer."""
+    """Return the map u -> J J^T u of every head of a layer, on every batch row."""
     attend = linearize_attention(heads)
     grams = []
-    for side in attend.sides:
+    for side in attend.sides:  # the inputs: X, and that of keys and values if it is another one
         gram = side.weight.mT @ side.weight  # W^T W, (heads, e, e)
         grams.append(gram.repeat(len(heads.q), 1, 1))  # one per problem: row by row, all heads
     return HeadProducts(attend, grams)
@@ -241,8 +272,15 @@ def head_products(heads: Heads) -> HeadProducts:
 def layer_products(
     heads: Heads, out: Float[Tensor, "heads dv Dout"] | None, gains: Float[Tensor, " heads"]
 ) -> LayerProducts:
-    """Linearise a layer with all heads together; `out` and `gains` as in `LayerProducts`."""
+    """Return the map u -> J J^T u of all heads of a layer together, on every batch row.
+
+    Args:
+        heads: the heads.
+        out: W_O of each head, for the Jacobian of sum_h O_h W_O,h; None for heads side by side.
+        gains: factor of each head's output, for heads side by side.
+    """
     attend = linearize_attention(heads)
+    # W = [W_Q W_K W_V] of each input, the heads side by side.
     weights = [side.weight.transpose(0, 1).flatten(1) for side in attend.sides]
     if out is not None:
         out = out.to(heads.v)
@@ -250,10 +288,15 @@ def layer_products(
 
 
 def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
-    """Return P_h b of every problem, (problems, 1, n), for a token vector b that maps send far.
+    """Return P_h b of every problem, (problems, 1, n), for a unit vector b that makes them long.
 
-    As many heads as there are sizes share one b, near the leading vector of
-    sum_h size_h P_h^T P_h: a few power steps are enough for a guess.
+    b is over the keys, near the leading eigenvector of sum_h size_h P_h^T P_h: a few power steps
+    are enough for a guess.
+
+    Args:
+        attend: the attention of all problems, each one head on one batch row.
+        sizes: the weights size_h. As many heads share one b: all of a batch row, or each head has
+            its own b for a single weight.
     """
     count = len(sizes)
     problems, n, _ = attend.q.shape
@@ -279,16 +322,18 @@ def sketched_vjp_x(
     size: Float[Tensor, "batch heads"],
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scale u in each head such that ||R^T J^T u|| is `size`; return it, and R^T J^T u by input.
+    """Pull a gradient back through a layer, to a few directions R of the channels of its inputs.
 
-    R^T J^T u is summed over the heads, (batch, tokens, r), for X_q (`x`) and X_kv (`x_kv`) if the
-    heads read them: the gradients in a few directions of the channels.
+    u is scaled in each head and row such that ||R^T J^T u|| is `size`.
 
     Args:
         heads: the heads of one layer.
-        u: a gradient in O.
+        u: a gradient in the outputs of the heads.
         size: the norm for each head and row.
-        sketches: R, directions in the channels of each input, (D, r).
+        sketches: R of each input, (D, r): `x`, and `x_kv` if keys and values read another one.
+
+    Returns:
+        u after scaling, and R^T J^T u summed over the heads, (batch, tokens, r), for each input.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
@@ -301,7 +346,7 @@ def sketched_vjp_x(
     pulled = {}
     by_side = attend.pull(u.flatten(0, 1))
     for side, y in zip(attend.sides, by_side, strict=True):
-        # Into few directions at once: no head is pulled back to all channels.
+        # W^T R first: no head needs the gradient in all D channels.
         directions = side.weight.mT @ sketches[side.source]
         by_head = y.view(*size.shape, *y.shape[1:])
         z = by_head @ directions
@@ -325,16 +370,18 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
-    # Block (i, j) of J, output token i by input token j, with T_i = sum_j c_ij a_ij^T:
-    #     J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i.
-    # a and b are the gradients of the logits in queries and keys: s k_j and s q_i if plain. In
-    # einsum: b batch, h head, i query, j key, a channel of values, d of queries, x of tokens.
+    # Block (i, j) of J, output token i by input token j, is
+    #     J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i,
+    # where c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij a_ij^T. Phi^q, Phi^k and Phi^v are the
+    # Jacobians of the projections. a and b are the gradients of logit ij in query i and in key j:
+    # s k_j and s q_i for logits s q k^T.
+    # In einsum: b batch, h head, i query, j key, a channel of values, d of queries, x of tokens.
     p = heads.attention()
     v = heads.v
-    if heads.sink is None:
+    if heads.sink is None:  # rows of P sum to 1: J stays the same, and v_j - o_i cancels less
         v = v - mean_value(p, v)
     rows = anchor_outputs(p, v, heads.sink_share())
-    # c_ij = P_ij (v_j - o_i), with the largest entry of each row apart.
+    # c_ij; in the largest entry of each row as `anchor_outputs` computes it, without cancellation.
     w = v[:, :, None] - rows.o[:, :, :, None]
     c = p[..., None] * w
     anchors = rows.key[..., None]
@@ -358,6 +405,6 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)  # (b, h, i, a, j, x)
     if heads.x_kv is None:
         jacobian = (over_keys + over_queries).flatten(4)
-    else:
+    else:  # queries read another input than keys and values: its columns come first
         jacobian = torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4)
     return jacobian.flatten(2, 3)

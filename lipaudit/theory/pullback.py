@@ -28,11 +28,12 @@ class _Scalar(torch.autograd.Function):
 
 
 def _make_scalar(value: Tensor, cotangents: list[Tensor]) -> Tensor:
-    """Return a scalar whose gradient with respect to `value` is the list's last cotangent.
+    """Return a scalar whose gradient in `value` is the last of the cotangents.
 
-    The list may grow until the backward pass.
+    So `torch.autograd.grad(scalar, x)` is a vector-Jacobian product of `value` with this
+    cotangent. The list is read in the backward pass: entries may be appended until then.
     """
-    # As in `torch.autograd.grad`, it does not matter whether the caller records a graph.
+    # It records a graph under no_grad and inference mode too: there `torch.autograd.grad` works.
     with torch.inference_mode(False), torch.enable_grad():
         scalar: Tensor = _Scalar.apply(value, cotangents)
     return scalar
@@ -42,6 +43,8 @@ def pull_back(
     value: Tensor, inputs: Tensor | Sequence[Any], cotangent: Tensor, **how: Any
 ) -> tuple[Tensor, ...]:
     """Return J^T u with respect to every input, as `torch.autograd.grad(value, inputs, u)` does.
+
+    Unlike that call it does not import sympy, which takes half a second.
 
     Args:
         value: the output.

@@ -33,16 +33,18 @@ _SECULAR_STEPS = 8  # three are enough from g_1, nearly always
 def row_maxima(
     p: Float[Tensor, "*maps n m"],
 ) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
-    """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of each map.
+    """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows P_i of each attention map.
 
-    A map with a NaN has no maxima: both are NaN.
+    M(p) = diag(p) - p p^T is the Jacobian of softmax. g_1(p) = p_(1) (1 - p_(1) + p_(2)) >= ||M||
+    needs the two largest entries only. If a map has a NaN, both maxima are NaN.
 
     Examples:
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
     rows = _sort_rows(p)
-    return rows.g1.amax(-1), _secular_root(rows).amax(-1)
+    norms = _secular_root(rows)  # ||M(P_i)||
+    return rows.g1.amax(-1), norms.amax(-1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -53,7 +55,9 @@ def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
         tensor(4.)
     """
     tiny = torch.finfo(p.dtype).tiny
-    terms = p.clamp_min(tiny).log_().mul_(p)  # entr is nearly three times slower
+    # p log p is 0 for p = 0: with log 0 = -inf it would be NaN. torch.special.entr does the same,
+    # nearly three times slower.
+    terms = p.clamp_min(tiny).log_().mul_(p)
     return -terms.sum(-1)
 
 
@@ -83,13 +87,16 @@ class RowProfile(NamedTuple):
 def profile_rows(
     p: Float[Tensor, "*rows n"], k: int = 10, *, keys: Int[Tensor, "*rows"] | None = None
 ) -> RowProfile:
-    """Compute the figures of each row in one pass.
+    """Return the figures of each row of an attention map that `row_statistics` needs.
+
+    They are p_(1), p_(2), g_1, g_k, p_(k+1), ||M||, the entropy and the number of keys. p_(k) is
+    the k-th largest entry of a row, g_k = p_(k) (1 - p_(k) + p_(k+1)), M = diag(p) - p p^T.
 
     Args:
         p: rows of probabilities.
         k: the k of g_k, >= 1.
-        keys: number of keys that each query can see; by default those with p > 0, which are too
-            few if rounding makes others 0.
+        keys: number of keys that each query can see. By default it is the number of entries above
+            0: too few if an entry has underflowed.
 
     Examples:
         >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
@@ -104,7 +111,7 @@ def profile_rows(
         first=rows.first,
         second=rows.second,
         g1=rows.g1,
-        # For k > 1 p_(k) <= 1/2: its difference from 1 keeps its digits.
+        # 1 - p_(k) as the sum of the row less p_(k): p_(k) <= 1/2 for k > 1, so no digits cancel.
         gk=_g(kth, rows.first + rows.others - kth, following),
         following=following,
         norm=_secular_root(rows),
@@ -114,16 +121,19 @@ def profile_rows(
 
 
 def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tensor]:
-    """Return the statistics of each row, NaN where a row does not count.
+    """Return the statistics of each row of an attention map; NaN where a row has none.
 
-    p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
-    exp of it (the effective support), and 0 or 1 for each regime. A row of zeros (a padded query)
-    never counts; rows with ||M|| = 0 have no ratio, rows with at most k entries no g_1/g_k, rows
-    with one key no normalised entropy, rows with at most 8 no regime.
+    They are p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, its share of the entropy of
+    a uniform row, exp(entropy) (the effective support), and 0 or 1 for each regime. p_(k) is the
+    k-th largest entry, g_k = p_(k) (1 - p_(k) + p_(k+1)), and M = diag(p) - p p^T.
 
     A row of n keys is intermediate (fragile) if g_1 > max(gamma, 2 / n): a uniform row has
     g_1 = 1 / n, and no row near it is fragile. Other rows are categorical if p_(1) > 1/2, else
     uniform.
+
+    A row of zeros (a padded query) has no statistics. Rows with ||M|| = 0 have no g_1/||M||, rows
+    with at most k entries no g_1/g_k, rows with one key no normalised entropy, and rows with at
+    most 8 keys no regime.
 
     Args:
         profile: profile of the rows, for some k > 1.
@@ -136,25 +146,26 @@ def row_statistics(profile: RowProfile, *, gamma: float = 0.1) -> dict[str, Tens
     """
     keys = profile.keys
     g1 = profile.g1
-    # The regime of each row, as a code of `SHARES`.
-    kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
+    # The number of each row's regime, as in `SHARES`.
+    regime = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     threshold = (2 / keys).clamp_min(gamma)
-    kind[g1 > threshold] = INTERMEDIATE
-    kind[keys <= SHORT_ROW] = LEFT_OUT
+    regime[g1 > threshold] = INTERMEDIATE
+    regime[keys <= SHORT_ROW] = LEFT_OUT  # 2 / n >= 1/4: the regimes would overlap
     statistics = {
         "top1": profile.first,
         "top2": profile.second,
         "g1": g1,
         "softmax_norm": profile.norm,
         "g1_ratio": _where(profile.norm > 0, g1 / profile.norm),
+        # p_(k+1) is 0 in a row with at most k entries.
         "gk_ratio": _where(profile.following > 0, g1 / profile.gk),
         "entropy": profile.entropy,
         "entropy_normalized": _where(keys > 1, profile.entropy / keys.to(g1).log()),
         "support": profile.entropy.exp(),
     }
     for name, code in SHARES.items():
-        is_kind = (kind == code).to(g1)
-        statistics[name] = _where(kind != LEFT_OUT, is_kind)
+        is_in_regime = (regime == code).to(g1)
+        statistics[name] = _where(regime != LEFT_OUT, is_in_regime)
     return {name: _where(keys > 0, value) for name, value in statistics.items()}
 
 
@@ -164,12 +175,16 @@ def _where(counts: Tensor, value: Tensor) -> Tensor:
 
 
 def _g(kth: Tensor, others: Tensor, following: Tensor) -> Tensor:
-    """Return g_k = p_(k) (1 - p_(k) + p_(k+1)) ([Y25] Definition 1), given 1 - p_(k) as `others`.
+    """Return g_k = p_(k) (1 - p_(k) + p_(k+1)) of rows with the k-th largest entry p_(k).
 
-    sigma_k(M) <= g_k <= p_(k) and sigma_{k-1}(M) >= p_(k) ([Y25] Theorem 4); g_1 >= ||M||, and
-    g_1 <= 1/2. On a tie g_k = p_(k+1): there the product may be one rounding below, hence the
-    maximum.
+    g_k bounds the k-th singular value of the softmax Jacobian ([Y25] Definition 1, Theorem 4).
+
+    Args:
+        kth: p_(k).
+        others: 1 - p_(k), summed from the other entries.
+        following: p_(k+1).
     """
+    # g_k >= p_(k+1), with equality if p_(k) = p_(k+1). Rounding may take the product below it.
     return torch.maximum(kth * (others + following), following)
 
 
@@ -184,7 +199,10 @@ class _Ordered(NamedTuple):
 
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
-    """Sort rows in ascending order, padded with zeros to at least k + 1 entries."""
+    """Sort rows in ascending order; return them with p_(1), p_(2), 1 - p_(1) and g_1.
+
+    Rows are padded with zeros to k + 1 entries: the (k + 1)-th largest is 0 where there is none.
+    """
     if p.shape[-1] <= k:
         p = F.pad(p, (0, k + 1 - p.shape[-1]))
     if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of topk's time
@@ -200,14 +218,12 @@ def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
 
 
 def _secular_root(rows: _Ordered) -> Tensor:
-    """Return ||M(p)||, exact to 5e-13 relative, in O(n) per row.
+    """Return ||M(p)|| of each row, M = diag(p) - p p^T, to 5e-13 relative, in O(n) per row.
 
-    ||M|| is the root lambda in [p_(2), g_1] of the secular equation sum_j p_j / (p_j - lambda)
-    = 0, the characteristic equation of diag(p) - p p^T. Ties p_(1) = p_(2) give p_(1), one-hot
-    rows 0.
-
-    It is solved for t = lambda - p_(2) by `_step_secular`, downwards from g_1, where
-    t = (1 - p_(1)) gap with gap = p_(1) - p_(2).
+    ||M|| is the largest eigenvalue lambda of M, a root of its characteristic equation
+    sum_j p_j / (p_j - lambda) = 0 between p_(2) and the upper bound g_1. It is computed as
+    p_(2) + t, where `_step_secular` improves t step by step. The start is lambda = g_1, where
+    t = (1 - p_(1)) (p_(1) - p_(2)).
     """
     gap = rows.first - rows.second
     start = rows.others * gap
@@ -217,17 +233,23 @@ def _secular_root(rows: _Ordered) -> Tensor:
         t = _step_secular(rows, gap, t)
         if not ((before - t).abs_() > 1e-6 * t).any():  # the next step squares the error
             break
+    # start = 0: p_(1) = p_(2), and ||M|| = p_(2); or a one-hot row, and ||M|| = p_(2) = 0.
     norm = torch.where(start > 0, rows.second + t, rows.second)
     return torch.minimum(norm, rows.g1)  # ||M|| <= g_1, which rounding of the sum may exceed
 
 
 def _step_secular(rows: _Ordered, gap: Tensor, t: Tensor) -> Tensor:
-    """Return a better solution t' of the secular equation, lambda = p_(2) + t'.
+    """Return a better solution t' of sum_j p_j / (p_j - lambda) = 0, lambda = p_(2) + t.
 
-    With r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t). The
-    step models the left side by c + b / t', which agrees with it at t' = t in value and slope, if
-    b = t^2 sum_j r_j (1 + r_j) / lambda, and lies above it elsewhere; t' is the root of
-    (c + b / t') (gap - t') = p_(1).
+    With r_j(t) = p_j / (lambda - p_j) the equation is sum_{j>1} r_j(t) = p_(1) / (gap - t), where
+    j = 1 is the largest entry. The step replaces the left side by c + b / t', which has the same
+    value and slope at t' = t for b = t^2 sum_j r_j (1 + r_j) / lambda, and is larger elsewhere.
+    t' is the root of (c + b / t') (gap - t') = p_(1).
+
+    Args:
+        rows: the rows p, sorted.
+        gap: p_(1) - p_(2) of each row.
+        t: the solution so far, one number per row.
     """
     tail = rows.p[..., :-1]  # all entries but p_(1)
     # lambda - p_j = t + p_(2) - p_j

@@ -13,15 +13,20 @@ if TYPE_CHECKING:
 
 
 def appendix_c(ingredients: Ingredients) -> Tensor:
-    """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine."""
+    """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine.
+
+    X has the tokens as rows, P_i is a row of the attention map P, M(p) = diag(p) - p p^T is the
+    Jacobian of softmax, and A = s W_Q W_K^T with the scale s of the logits.
+    """
     from lipaudit.theory.ingredients import bound_token_spread
 
     if not ingredients.affine:
         return ingredients.nothing
-    # The proof is that of Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
+    # The proof is that of `theorem3`, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||.
     x_norm = ingredients.tokens.norm
     centred = ingredients.tokens.off
-    # Two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and ||X|| max_i ||M(P_i)||.
+    # The smaller of two upper limits of max_i ||X^T M(P_i)||: by a Gram matrix, and
+    # ||X|| max_i ||M(P_i)||. M(P_i) 1 = 0, so the mean of the tokens does not matter.
     spread = bound_token_spread(ingredients.at.p, centred @ centred.mT)
     spread = spread.minimum(x_norm * ingredients.softmax_norm_max)
     growth = 2 * x_norm * ingredients.a_norm * spread

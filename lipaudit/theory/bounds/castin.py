@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def castin(ingredients: Ingredients, r: float = 0.0) -> Tensor:
-    """Return sqrt(3) ||W_V|| (||A||^2 (R + r)^4 (4N + 1) + N)^(1/2) of affine heads, else NaN."""
+    """Return sqrt(3) ||W_V|| (||A||^2 (R + r)^4 (4N + 1) + N)^(1/2) of affine heads, else NaN.
+
+    It is a Lipschitz constant on all N tokens of norm R + r or less, where R = max_i ||x_i|| at X
+    and A = s W_Q W_K^T with the scale s of the logits.
+    """
     if not ingredients.affine:
         return ingredients.nothing
-    # Proof. With m_i = sum_j P_ij x_j, row i of dO W_V^-1 moves with values, keys and its query:
+    # Proof, with the attention map P. With m_i = sum_j P_ij x_j the move dX of the tokens moves
+    # row i of the output P X W_V, before W_V, through values, keys and its query by
     #     sum_j P_ij dx_j + sum_j P_ij (x_j - m_i) x_i^T A dx_j
     #         + sum_j P_ij (x_j - m_i) (x_j - m_i)^T A^T dx_i.
     # A variance is at most a mean square: sum_j P_ij ||x_j - m_i||^2 <= R^2. With a = ||A|| R^2

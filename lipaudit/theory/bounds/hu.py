@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def hu(ingredients: Ingredients, r: float = 0.0) -> Tensor:
     """Return N (N + 1) (||X||_F + r)^2 ||W_V|| (||W_Q|| ||W_K|| + 1) of affine heads, else NaN.
 
-    NaN also where N (N + 1) (||X||_F + r)^2 < sqrt N: there the formula is below ||P||.
+    X are the N tokens, r is the radius of a ball around X. NaN also if N (N + 1) (||X||_F + r)^2 <
+    sqrt N: the formula may then be below ||W_V|| times the norm of the attention map P, which is
+    up to sqrt N.
     """
     if not ingredients.affine:
         return ingredients.nothing

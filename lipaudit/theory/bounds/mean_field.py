@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 
 def mean_field(ingredients: Ingredients, r: float = 0.0) -> Tensor:
-    """Return ||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| (R + r)^2; else NaN.
+    """Return ||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| (R + r)^2, of affine heads.
 
-    With a mask or a position bias sqrt N stands in place of the minimum.
+    Other heads give NaN. With a mask or a position bias it is sqrt N in place of the minimum. N is
+    the number of tokens, R = max_i ||x_i|| at X, A = s W_Q W_K^T with the scale s of the logits.
     """
     if not ingredients.affine:
         return ingredients.nothing
-    # By the proof of `castin`, values, keys and the query move O by at most c^(1/2), a c^(1/2) and
-    # a, with c the largest column sum of P. c <= N; and unmasked logits of at most a in size give
-    # P_ij <= e^(2 a) / N, so that c <= e^(2 a).
+    # By the proof of `castin`, values, keys and the query move the output, before W_V, by at most
+    # c^(1/2), a c^(1/2) and a, where c is the largest column sum of the attention map P. c <= N;
+    # and unmasked logits of at most a in size give P_ij <= e^(2 a) / N, so that c <= e^(2 a).
     a = ingredients.reach(r)  # ||A|| (R + r)^2
     root_n = ingredients.tokens.count.sqrt()  # sqrt N
     heads = ingredients.heads
-    root_c = a.exp().minimum(root_n)
+    root_c = a.exp().minimum(root_n)  # an upper limit of c^(1/2)
     if heads.causal:
         root_c = root_n
     elif heads.bias is not None:
         # Pairs of tokens without mask or position bias, (#batch, #heads, #n, #m).
         if heads.bias.is_floating_point():
             is_plain = heads.bias == 0
-        else:
+        else:  # a mask: True where the query sees the key
             is_plain = heads.bias
         if heads.valid is not None:  # pairs with padding do not count
             queries = heads.valid[:, None, :, None]

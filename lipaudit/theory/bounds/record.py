@@ -96,15 +96,15 @@ class Bound:
 
     @property
     def status(self) -> Literal["bound", "certified"]:
-        """`bound` limits the norm at X and says nothing of other inputs.
+        """`bound` for an upper bound of the norm at X, which says nothing of other inputs.
 
-        `certified` is a Lipschitz constant on a set of inputs.
+        `certified` for a Lipschitz constant on a set of inputs.
         """
         return "bound" if self.domain == AT_X else "certified"
 
     @property
     def remedy(self) -> str:
-        """What to do if the bound is wrong: tell us, or the authors of the plug-in."""
+        """What to do if the bound is below the exact norm: tell the authors of its function."""
         place = f"{self.compute.__module__}:{self.compute.__qualname__}"
         return (
             f"This is a bug in {place}. Report it to its authors with the model, the data and "
@@ -112,7 +112,7 @@ class Bound:
         )
 
     def column(self) -> Column:
-        """Describe the bound's column of tables and reports."""
+        """Return the description of the bound's column in tables and reports."""
         paragraphs = [f"Source: {self.source}.", self.explanation]
         if self.null:
             paragraphs.append(f"Not computed for every head: it {self.null}.")
@@ -128,7 +128,7 @@ class Bound:
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the bound's columns in the section `bounds`, the logarithm last."""
+        """Return the bound's columns in the section `bounds`: the bound, and maybe its log10."""
         columns = {self.name: self.column()}
         if self.log10_label:
             columns[f"log10_{self.name}"] = Column(

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def sharp(ingredients: Ingredients) -> Tensor:
-    """Return the smaller of `bound_by_blocks` and Theorem 3, for heads of every kind."""
+    """Return the smaller of two upper bounds of ||J||: `bound_by_blocks` and Theorem 3.
+
+    Both hold for heads of every kind.
+    """
     from lipaudit.theory.block_norms import bound_by_blocks
 
     # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
     """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| m), or our form for heads that are not affine.
 
-    m is max_i ||M(P_i)|| by default, or an upper limit of it.
+    X has the tokens as rows, P is the attention map, A = s W_Q W_K^T with the scale s of the
+    logits. m is max_i ||M(P_i)|| over the rows of P by default, or an upper limit of it, where
+    M(p) = diag(p) - p p^T is the Jacobian of softmax.
     """
     from lipaudit.theory.ingredients import value_and_growth
 
@@ -32,14 +34,15 @@ def theorem3(ingredients: Ingredients, m: Tensor | None = None) -> Tensor:
         x_norm = ingredients.tokens.norm
         growth = 2 * x_norm * ingredients.a_norm * x_norm * m
         return ingredients.weights.v * (ingredients.p_norm + growth)
-    # Ours, for rows of Q and K that are rotated or normalised can be larger than ||X|| ||W_Q||
-    # says. A logit has the gradients a_ij in q_i and b_ij in k_j: G_i has the rows a_ij over j,
-    # H_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is
+    # Ours, because after a rotation or normalisation of the rows ||Q|| may exceed ||X|| ||W_Q||.
+    # The Phi are the Jacobians of the projections. A logit has the gradients a_ij in q_i and b_ij
+    # in k_j: G_i has the rows a_ij over j, H_j the rows b_ij over i, V_c is V less its mean. Row i
+    # of J dX is
     #     (P dV)_i + V^T M(P_i) (y_i + G_i dq_i), y_ij = <b_ij, dk_j>.
     # ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F. V^T M = V_c^T M, and sum_ij y_ij^2 =
     # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
-    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink P_i is that of the
-    # keys alone, and V is not centred.
+    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink (a constant logit
+    # beside those of the keys) P_i is that of the keys alone, and V keeps its mean.
     value, growth = ingredients.once(value_and_growth)
     return value * ingredients.p_norm + growth * m
 

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def theorem3_g1(ingredients: Ingredients) -> Tensor:
-    """Return Theorem 3 with g_1(P_i), an upper limit of ||M(P_i)||, in its place.
+    """Return Theorem 3 with g_1(P_i) in place of ||M(P_i)||, the norm of the softmax Jacobian.
 
-    g_1 = p_(1) (1 - p_(1) + p_(2)), with the largest two entries of a row p = P_i.
+    g_1 = p_(1) (1 - p_(1) + p_(2)) with the largest two entries of a row p = P_i of the attention
+    map. It is an upper limit of ||M(p)||, M(p) = diag(p) - p p^T.
     """
     # Proof of g_1 >= ||M(p)||, the largest eigenvalue of diag(p) - p p^T. It solves phi(x) = 0,
     # phi(x) = 1 - sum_j p_j^2 / (p_j - x), which falls between p_(2) and p_(1), and phi(g_1) <= 0.

@@ -28,9 +28,13 @@ SIDE = 64
 
 
 def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
-    """Return pixels (channels, height, width) of a box, or of [0, 1], as a PNG file in base64.
+    """Return an image (channels, height, width) as a small PNG file, in base64.
 
-    The longer side is at most `SIDE`; with more than three channels the first one is shown.
+    Its longer side is at most `SIDE`. Unless it has 1 or 3 channels, only the first one is shown.
+
+    Args:
+        pixels: the image.
+        box: the smallest and the largest value of a pixel, black and white; None: (0, 1).
     """
     low, high = box or (0.0, 1.0)
     planes = pixels.detach().cpu()
@@ -38,10 +42,8 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
         planes = planes[:1]
     brightness = planes.sub(low).div(high - low).float().clamp(0, 1)
     codes = (brightness * 255).round().to(torch.uint8)
-    if len(codes) == 1:
-        image = Image.fromarray(codes[0].numpy())
-    else:
-        image = Image.fromarray(codes.movedim(0, -1).numpy())
+    # (height, width, 3), or (height, width) of a grey image.
+    image = Image.fromarray(codes.movedim(0, -1).squeeze(-1).numpy())
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "PNG")
@@ -77,7 +79,14 @@ def holds_arrays(path: Path) -> bool:
 def _find_array(
     names: Sequence[str], arrays: Mapping[str, Tensor], texts: Mapping[str, str], advice: str
 ) -> Tensor | None:
-    """Return the first array with one of these names, if any; refuse one that holds text."""
+    """Return the first array with one of these names, if any; refuse one that holds text.
+
+    Args:
+        names: the usual names.
+        arrays: the numbers in a file, by name.
+        texts: an error message for each array of the file that holds no numbers, by name.
+        advice: the hint for such an error.
+    """
     for name in names:
         if name in arrays:
             return arrays[name]
@@ -102,12 +111,12 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
-            # numpy takes a file that is no archive for a pickle.
+            # ZipFile refuses what is no archive: numpy would take it for a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
                     if array.dtype.kind in "uifb":
                         arrays[name] = _make_native(array)
-                    else:  # beside the numbers: a credit, or names of classes
+                    else:  # such as a credit or names of classes: refused if they are x or y
                         texts[name] = f"{name} of {path} holds {array.dtype}"
         else:
             label_name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
@@ -127,6 +136,7 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             "the file of images: the labels beside it are read, too.",
         )
     mask = next((arrays[name] for name in MASKS if name in arrays), None)
+    # Token ids with an attention mask: `HIDDEN` marks padding, which is removed later.
     if mask is not None and mask.shape == x.shape and x.ndim == 2 and not x.is_floating_point():
         x = x.long().masked_fill(mask == 0, HIDDEN)
     return x, y
@@ -200,8 +210,8 @@ def draw_arrays(
     if y is not None:
         labels = [int(label) for label in y[order]]
         if net.classes:
-            full = [f"{origin}: {place}" for place in places]
-            batch.require_classes(labels, labels, full, net)
+            full_places = [f"{origin}: {place}" for place in places]
+            batch.require_classes(labels, labels, full_places, net)
     return Samples(
         make_batch(samples, net, labels),
         notes,
@@ -211,7 +221,7 @@ def draw_arrays(
 
 
 def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
-    """Yield what an array is, and what is done to its values."""
+    """Yield the steps from an array to samples, for people: its dtype and shape, its values."""
     kind = str(x.dtype).removeprefix("torch.")
     yield f"{kind} array of shape {tuple(x.shape[1:])}"
     if net.kind == "image":
@@ -221,7 +231,16 @@ def _list_steps(x: Tensor, net: Taker) -> Iterator[str]:
 
 
 def _read_values(x: Tensor, net: Taker, origin: str) -> Tensor:
-    """Return images, channels first, or sequences, in the box of the model."""
+    """Return images, channels first, or sequences, checked for the model.
+
+    Args:
+        x: the samples of a file; images may have their channels last, or be uint8.
+        net: the model; its `box` is the smallest and the largest value that it takes, or None.
+        origin: name of the data in messages.
+
+    Raises:
+        InputError: shapes do not fit, or values are not finite or outside of the box.
+    """
     input_shape = tuple(net.input_shape)
     shape = tuple(x.shape[1:])
     if net.kind == "image":
@@ -295,6 +314,7 @@ def read_token_ids(
     padded = int((~inside).any(1).sum())
     if padded == 0:
         return samples, _note_unnamed_padding(x, net)
+    # Without a mask, the model is asked whether it takes texts shorter than the array's.
     shortest = min(samples, key=len)
     has_mask = (x == HIDDEN).any()
     if not has_mask and not _is_accepted(shortest, net):
@@ -310,13 +330,13 @@ def read_token_ids(
 def _find_texts(x: Tensor, net: Taker) -> Tensor:
     """Return a mask of the columns from the first to the last token of each text.
 
-    A pad id between the two is a token.
+    Padding are the model's pad id and `HIDDEN`. A pad id between two tokens counts as a token.
     """
     is_token = x != HIDDEN
     if net.pad_id is not None:
         is_token &= x != net.pad_id
     has_begun = is_token.cumsum(1) > 0
-    goes_on = is_token.flip(1).cumsum(1).flip(1) > 0
+    goes_on = is_token.flip(1).cumsum(1).flip(1) > 0  # a token is here or further right
     return has_begun & goes_on
 
 
@@ -352,8 +372,8 @@ def _note_unnamed_padding(x: Tensor, net: Taker) -> tuple[Note, ...]:
     for ids in (x, x.flip(1)):  # padding at the end, or at the beginning
         usual_end = int(ids[:, -1].mode().values)
         is_usual = ids == usual_end
-        repeats = is_usual.flip(1).cumprod(1).sum(1)  # at the end of each text
-        # Padding is nowhere else, and of several lengths.
+        repeats = is_usual.flip(1).cumprod(1).sum(1)  # its repetitions at the end of each text
+        # An id is padding if it is nowhere else, and is repeated more often in some texts.
         elsewhere = int(is_usual.sum() - repeats.sum())
         if not elsewhere and repeats.max() > max(1, int(repeats.min())):
             text = (

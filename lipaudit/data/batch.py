@@ -61,6 +61,7 @@ class Batch:
         positions = index.tolist()
 
         def select(values: Sequence[T]) -> tuple[T, ...]:
+            """Return the values of these samples; nothing if the batch has no such values."""
             return tuple(values[i] for i in positions) if values else ()
 
         y = None
@@ -76,9 +77,9 @@ class Batch:
         )
 
     def without_ids(self, index: Tensor) -> Batch:
-        """Return x and the mask of the samples at these positions.
+        """Return x and the mask of the samples at these positions, and nothing else.
 
-        Without ids and labels, which would need a transfer of the index to the CPU.
+        Ids are Python objects: to select them, the index would be copied to the CPU.
         """
         mask = None
         if self.mask is not None:
@@ -119,7 +120,8 @@ class Batch:
         for rows in sorted(parts):  # by their first samples
             part = self.rows(torch.tensor(rows)).trim()
             mask = part.mask
-            # Padding inside of a text stays masked.
+            # All texts have one length, so most need no mask. It stays if there is padding between
+            # the tokens of a text.
             if mask is not None and mask.all():
                 mask = None
             yield replace(part, start=self.start + rows[0], mask=mask)
@@ -225,11 +227,13 @@ class ProcessBatches:
 
 
 def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
-    """Return the first batch of a run.
+    """Return the first batch of a run, also in a process that does not measure it.
+
+    Facts about all samples come from it, so that all processes of a run have the same.
 
     Args:
         batches: the batches that a measure gets.
-        first_here: the first one of them: that of the run, unless the run has several processes.
+        first_here: the first one of these, which is that of the run if there is one process.
     """
     if isinstance(batches, ProcessBatches):
         return batches.first
@@ -237,9 +241,9 @@ def find_first(batches: Iterable[Batch], first_here: Batch) -> Batch:
 
 
 def find_unfinished(batches: Iterable[Batch]) -> Mapping[str, Any] | None:
-    """Return the incomplete parts of an interrupted run, by the id of their first sample.
+    """Return the incomplete parts that an interrupted run left, by the id of their first sample.
 
-    None if the run takes no incomplete parts: only runs with `ProcessBatches` do.
+    A part is the stored result of some samples. None if the caller takes complete parts only.
     """
     if isinstance(batches, ProcessBatches):
         return batches.unfinished
@@ -397,10 +401,10 @@ class LabelError(InputError):
 def require_classes(
     numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Taker
 ) -> list[int]:
-    """Return class numbers, all of which the model has.
+    """Return class numbers after a check that the model has all of these classes.
 
     Args:
-        numbers: the class numbers; None: unknown.
+        numbers: the class number of each label; None: the label is unknown.
         names: the labels as the data have them.
         places: where each label is, for messages.
         net: the model.
@@ -438,9 +442,10 @@ def match_labels(
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return the model's class numbers for labels that are class names or numbers.
 
-    First by name, ignoring case: one of several names separated by commas, or an alias (an
-    ImageNet synset). If no name is known, as class numbers. Else by order, if the counts agree; a
-    warning then lists the whole map.
+    They are matched by name first, without regard to case. A class may have several names,
+    separated by commas, and aliases (ImageNet synsets). If no name is known, labels are read as
+    class numbers. If they are no numbers, either, they are matched by order, provided that there
+    are as many as classes; a warning then lists which name became which class.
 
     Args:
         values: labels of the whole data set.
@@ -452,7 +457,8 @@ def match_labels(
     Raises:
         LabelError: a label is not a class; the message gives its place.
     """
-    if classes is None or min(values, default=0) < 0:  # -1 marks samples without a label
+    # -1 marks samples without a label: it names no class, and is refused below.
+    if classes is None or min(values, default=0) < 0:
         words = [str(value).strip() for value in values]
         names = sorted(set(words))
         are_rows = True  # the labels are written in the rows of the data
@@ -460,7 +466,7 @@ def match_labels(
         words = [classes[value] for value in values]
         names = list(classes)
         are_rows = False
-    numbers = {name: _read_number(name) for name in names}
+    numbers = {name: _read_number(name) for name in names}  # None: the name is no number
     # By name.
     class_of = _match_names(numbers, net)
     notes: tuple[Note, ...] = ()

@@ -30,7 +30,7 @@ WHOLE = 2**20
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, its possible continuations, and the index of the right one."""
+    """A prompt, its possible continuations, and the index `right` of the right one."""
 
     prompt: str
     continuations: tuple[str, ...]
@@ -63,10 +63,13 @@ class QuestionForm:
         return (*self.prompts, *filter(None, (self.follows, self.label)))
 
     def read_question(self, row: Mapping[str, Any]) -> Question:
-        """Return the question of a row.
+        """Return the question of a row of the table, whose columns this form names.
+
+        Args:
+            row: values by column.
 
         Raises:
-            InputError: the row has none; the message describes its fault.
+            InputError: the row has no question; the message describes its fault.
         """
         for name in self.needed:
             if tables.is_empty(row.get(name)):
@@ -83,7 +86,8 @@ class QuestionForm:
         if fault := tables.find_fault(row, (self.label,)):
             raise InputError(fault)
         label = row[self.label]
-        for value in (label, str(label)):  # a number, or a word
+        # `values` has the class numbers of the labels, or the labels as words.
+        for value in (label, str(label)):
             if value in self.values:
                 return Question(prompt, self.words, self.values.index(value))
         raise InputError(f"has the label {label!r}, which is not a class")
@@ -106,38 +110,46 @@ class Packer:
     def encode(
         self, prompt: str, continuations: Sequence[str]
     ) -> tuple[list[int], list[list[int]]]:
-        """Return the ids of a prompt, and those of each continuation after it.
+        """Return the ids of a prompt, and those of each continuation behind it.
 
-        A space at the end of the prompt is the first character of the continuation.
+        Both are tokenized as one text, because tokens depend on their neighbours. White space
+        between the two belongs to the continuation; if there is none, a blank is added.
         """
         start = prompt.rstrip()
         space = prompt[len(start) :]
         of_start = self.tokenize(start, WHOLE)
-        parts = []
+        splits = []  # (ids of the prompt, ids of the continuation)
         for text in continuations:
             separator = space
             if not space and not text[:1].isspace():
                 separator = " "
             of_both = self.tokenize(start + separator + text, WHOLE)
-            parts.append(_split_ids(of_start, of_both))
-        prompt_ids, _ = parts[0]
-        return prompt_ids, [continuation for _, continuation in parts]
+            splits.append(_split_ids(of_start, of_both))
+        prompt_ids, _ = splits[0]
+        return prompt_ids, [continuation for _, continuation in splits]
 
-    def find_room(self, follow: Sequence[Sequence[int]]) -> int:
+    def find_room(self, continuation_ids: Sequence[Sequence[int]]) -> int:
         """Return the largest number of tokens of a prompt before these continuations."""
-        return self.limit - max(map(len, follow))
+        return self.limit - max(map(len, continuation_ids))
 
     def pack(self, prompt: str, continuations: Sequence[str]) -> Sequence[int]:
-        """Return a prompt and its continuations in one row; empty if one of them has no tokens."""
-        before, follow = self.encode(prompt, continuations)
-        room = self.find_room(follow)
-        if not before or not all(follow) or room < 1:
+        """Return a prompt and its continuations as one row of ids (see the function `pack`).
+
+        The beginning of a long prompt is cut. The row is empty if the prompt or a continuation has
+        no tokens, or if no token of the prompt fits before the longest continuation.
+        """
+        prompt_ids, continuation_ids = self.encode(prompt, continuations)
+        room = self.find_room(continuation_ids)
+        if not prompt_ids or not all(continuation_ids) or room < 1:
             return ()
-        return pack(before[-room:], follow, self.vocabulary).tolist()
+        return pack(prompt_ids[-room:], continuation_ids, self.vocabulary).tolist()
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
-    """Pack a prompt and its continuations into one row: id + i * vocabulary in continuation i.
+    """Pack the ids of a prompt and of its continuations into one row.
+
+    A token of continuation i = 1, 2, ... is stored as id + i * vocabulary, so id and i can be read
+    off it again.
 
     >>> pack([7, 3], [[5], [5, 6]], 10)
     tensor([ 7,  3, 15, 25, 26])
@@ -151,11 +163,16 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
 def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> Samples:
     """Read prompts, and the continuations that a language model scores behind each.
 
-    The columns decide: a prompt and its continuation; a question, its choices and the answer; or a
-    text (or a pair, on two lines) and its label, whose name is the continuation. A blank separates
-    prompt and continuation and belongs to the continuation. As in lm-evaluation-harness, prompt
-    and continuation are tokenized together, and the ids behind the prompt's ids are the
-    continuation's. A prompt that is too long loses its beginning.
+    The columns of the table decide what is read: a prompt and its continuation; a question, its
+    choices and the answer; or a text (or a pair, on two lines) and its label, whose name is the
+    continuation. A blank separates prompt and continuation and belongs to the continuation. As in
+    lm-evaluation-harness, prompt and continuation are tokenized together, and the ids behind the
+    prompt's ids are the continuation's. A prompt that is too long loses its beginning.
+
+    Args:
+        table: the rows.
+        net: the language model.
+        options: number of samples, seed, columns.
 
     Raises:
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
@@ -166,30 +183,31 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
         advice = "Put tokenizer.json beside config.json."
         raise InputError(f"{table.origin} holds text, and the model has no tokenizer", advice)
     table.require_rows(options)  # before columns: unreadable rows have none
-    rows = {i: table.rows[i] for i in table.sound}
+    rows = {i: table.rows[i] for i in table.sound}  # without unreadable ones
     form = _choose_form(table, rows, options)
     questions, choices, faults = _read_questions(form, rows)
-    table = replace(table, faults={**table.faults, **faults})
+    table = replace(table, faults={**table.faults, **faults})  # these rows are not drawn
 
     packer = Packer(tokenize, vocabulary, limit)
 
     def pack_row(i: int) -> _PackedRow:
+        """Return row i as packed ids, and whether the beginning of its prompt was cut."""
         question = questions[i]
-        prompt, follow = packer.encode(question.prompt, question.continuations)
+        prompt, continuations = packer.encode(question.prompt, question.continuations)
         shown = question.prompt[:40]
-        if not prompt or not all(follow):
+        if not prompt or not all(continuations):
             raise InputError(
                 f"{table.origin}: {shown!r} or its continuation has no tokens",
                 "Remove such rows, or leave them out with --skip-bad.",
             )
-        room = packer.find_room(follow)
+        room = packer.find_room(continuations)  # number of tokens that a prompt may have
         if room < 1:
             raise InputError(
                 f"{table.origin}: the continuation of {shown!r} leaves no room for the prompt "
                 f"within {limit} tokens",
                 "Raise --max-tokens, or leave such rows out with --skip-bad.",
             )
-        return _PackedRow(pack(prompt[-room:], follow, vocabulary), len(prompt) > room)
+        return _PackedRow(pack(prompt[-room:], continuations, vocabulary), len(prompt) > room)
 
     rows_drawn, packed, skipped = tables.draw_rows(table, options, pack_row, what="rows")
     cut = sum(row.is_cut for row in packed)
@@ -199,6 +217,7 @@ def read_continuations(table: SampleTable, net: Taker, options: DataOptions) -> 
             f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (Note.warn("text-cut", text),)
+    # Names of the classes: by default the letters of the choices.
     names = {"continuation": ("continuation", "rival"), "labels": form.words}
     classes = names.get(form.kind, tuple(LETTERS[:choices]))
     drawn = [questions[i] for i in rows_drawn]
@@ -229,7 +248,15 @@ class _PackedRow(NamedTuple):
 def _read_questions(
     form: QuestionForm, rows: Mapping[int, Mapping[str, Any]]
 ) -> tuple[dict[int, Question], int, dict[int, str]]:
-    """Return the question of each row, the usual number of continuations, and faults of rows."""
+    """Return the question of each row, the usual number of continuations, and faults of rows.
+
+    Args:
+        form: the columns of a question.
+        rows: the readable rows, by index.
+
+    Returns:
+        Questions by row; the most frequent number of continuations; and by row, why it is refused.
+    """
     questions: dict[int, Question] = {}
     faults: dict[int, str] = {}
     for i, row in rows.items():
@@ -248,9 +275,14 @@ def _read_questions(
 
 
 def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
-    """Split the ids of a prompt with its continuation, given the ids of the prompt alone."""
+    """Split the ids of a prompt with its continuation into those of either.
+
+    Args:
+        prompt: ids of the prompt alone.
+        both: ids of the prompt with its continuation.
+    """
     # Some tokenizers end every text with a token: [prompt, end] and [prompt, continuation, end].
-    # The continuation lies between the two, and the end belongs to neither.
+    # Then that token is left out of both.
     length = len(prompt)
     if prompt and both[:length] != prompt:
         last = length - 1
@@ -309,9 +341,9 @@ def _choose_form(
 def _find_pair(
     table: SampleTable, label: str | None, options: DataOptions
 ) -> Sequence[str] | None:
-    """Return the columns of a prompt and its continuation; None if the table asks otherwise.
+    """Return the columns of a prompt and its continuation; None for another kind of question.
 
-    They have usual names, or --text-column names two and there is no label.
+    The columns have usual names, or --text-column names two and the table has no label.
     """
     if options.text_column is None and options.label_column is None:
         return next((pair for pair in CONTINUED if set(pair) <= set(table.columns)), None)
@@ -348,8 +380,9 @@ def _find_answer(value: Any, choices: Sequence[str]) -> int:
     An answer may be an index from 0; if it is not a number, also the text or letter of a choice.
     """
     text = str(value).strip()
-    # 1 is an index; "1" may be an index or the text of a choice.
+    # The number 1 is an index; the text "1" may be an index or the text of a choice.
     count = len(choices)
+    # Ways to name the choices: the answer must be found in one, or in several at the same index.
     namings = [list(map(str, range(count)))]
     is_index = isinstance(value, int) and not isinstance(value, bool)
     if not is_index:

@@ -36,7 +36,7 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
     groups = []
     for origin in samples.origins:
         place = origin.place
-        if place not in rows:  # "line 7, id 31"
+        if place not in rows:  # the place of a sample may end in its id: "line 7, id 31"
             place, _, _ = place.partition(", id ")
         value = values[rows[place]]
         if isinstance(value, (list, tuple, dict, bytes)):
@@ -55,10 +55,10 @@ def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
     Args:
         samples: samples without a table, or whose table has no column of that name.
         net: the model, which names the classes.
-        name: the typed word.
+        name: the value of --group-column; only `classes` is accepted here.
 
     Raises:
-        InputError: the word is not `classes`, or no sample has a label.
+        InputError: the value is not `classes`, or no sample has a label.
     """
     if name != CLASSES:
         raise InputError(
@@ -73,7 +73,7 @@ def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
         labels = samples.batch.y.tolist()
     groups = []
     for label in labels:
-        if label < 0:
+        if label < 0:  # unknown
             groups.append("")
         elif label < len(names):
             groups.append(names[label])
@@ -83,7 +83,12 @@ def group_by_class(samples: Samples, net: Taker, name: str) -> Samples:
 
 
 def _write_group(value: Any, names: Sequence[str] | None) -> str:
-    """Return the name of a group in one line; nothing for an empty cell."""
+    """Return the name of the group that a cell gives, on one line; empty for an empty cell.
+
+    Args:
+        value: the cell.
+        names: class names, if the column holds class numbers.
+    """
     if tables.is_empty(value):
         return ""
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
@@ -92,7 +97,13 @@ def _write_group(value: Any, names: Sequence[str] | None) -> str:
 
 
 def _set_groups(samples: Samples, groups: Sequence[str], what: str) -> Samples:
-    """Return samples with their groups, and a note on those that have none."""
+    """Return samples with their groups, and a note on samples without a group.
+
+    Args:
+        samples: the samples.
+        groups: the group of each; empty: none.
+        what: where the groups come from, for messages.
+    """
     if not any(groups):
         raise InputError(f"{what} is empty", "Choose another column with --group-column.")
     origins = []

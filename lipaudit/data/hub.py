@@ -78,14 +78,19 @@ REFUSALS = {
 
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
-    """Return the error that explains, from the client's exception, why access failed."""
+    """Return an error that explains why access to a repository failed.
+
+    Args:
+        error: the exception of the Hub's client.
+        repository: the repository.
+    """
     facts = {**vars(repository), "page": repository.page}  # what the messages may mention
     facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
     facts["option"] = ""
     if repository.kind == "dataset":
         facts["option"] = " --repo-type dataset"
-    # Clients wrap exceptions in others, and derive them from each other: the first one with a
-    # message counts.
+    # Clients wrap exceptions in others, and derive their classes from each other. The first class
+    # whose name has a message in `REFUSALS` counts.
     for cause in errors.list_causes(error):
         for kind in type(cause).__mro__:
             if kind.__name__ in REFUSALS:
@@ -143,7 +148,7 @@ class Commit:
         name = self.repository.name
         revision = self.repository.revision
         commit = f"commit {self.sha[:12]}"
-        is_fixed = HASH.fullmatch(revision)
+        is_fixed = HASH.fullmatch(revision)  # the revision is a commit, and cannot change
         if not is_fixed:
             commit = f"{commit} of {revision}"
         if is_fixed or not self.no_answer:
@@ -163,9 +168,13 @@ class Commit:
 
 
 def find_commit(repository: Repository, *, offline: bool) -> Commit:
-    """Return the commit of a revision.
+    """Return the commit of a revision, which is a branch, a tag or a commit.
 
-    If the Hub does not answer, the commit in the cache is used.
+    If the Hub does not answer, or is not to be asked, the commit in the local cache is used.
+
+    Args:
+        repository: the repository, with the revision.
+        offline: whether the Hub is not to be asked.
 
     Raises:
         InputError: access failed, or the cache cannot be read; the message gives the reason.
@@ -189,7 +198,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
                 files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
                 return Commit(repository, str(info.sha), files)
         except (ValueError, RevisionNotFoundError):
-            # The Hub answers, and denies this: the cache is not used instead.
+            # The name is malformed, or the Hub has no such revision: the cache would hide that.
             raise
         except Exception as error:  # every HTTP library has its own exceptions
             refusal = error
@@ -204,7 +213,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
             is_cached = snapshot.is_dir()
         if not is_cached:
-            raise refusal
+            raise refusal  # why the Hub did not answer
         files = tuple(sorted(path.as_posix() for path in stored))
         return Commit(repository, sha, files, no_answer)
 
@@ -215,6 +224,7 @@ def silence_clients() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     quiet = redirect_stderr(StringIO())
+    # The callbacks of `undo` restore the settings when the block ends.
     with hub_bars() as undo, warnings.catch_warnings(action="ignore"), quiet:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
@@ -294,13 +304,14 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
     advice = "Name a split, or a part of one: test[:100], test[10%:20%]."
     with explain_failure(text, advice, ValueError, AssertionError):
         instruction = datasets.ReadInstruction.from_spec(split)
-        (part,) = instruction.to_absolute({whole_split: len(whole)})  # from row to row
+        # The first and the last row of the requested part of the split.
+        (part,) = instruction.to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
     if not len(data):
         raise InputError(f"{origin} is empty", "Choose another split.")
     classes = {}
     for name, kind in data.features.items():
-        names = getattr(kind, "names", None)
+        names = getattr(kind, "names", None)  # a label column has the names of its classes
         if names:
             classes[name] = names
     places = [f"index {i}" for i in range(len(data))]
@@ -308,10 +319,16 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
 
 
 def _open_table(commit: Commit, config: str, split: str) -> Any:
-    """Return a whole split; download it and make its table if that is not done yet."""
+    """Return a whole split; download it and make its table if that is not done yet.
+
+    Args:
+        commit: the commit of the data set.
+        config: its configuration; empty: the default one.
+        split: the split, such as test.
+    """
     import datasets
 
-    # Beside the tables of `datasets`, which hold every split.
+    # A folder of its own, because the tables of `datasets` hold every split.
     name = commit.repository.name
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
     folder = tables / commit.sha / (config or "default") / split
@@ -324,7 +341,7 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
         with explain_refusals(commit.repository):
             try:
                 builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
-            except ValueError:
+            except ValueError:  # perhaps an unknown configuration: then the error lists them
                 known = datasets.get_dataset_config_names(name, revision=commit.sha)
                 _require_known("configuration", config, known, name)
                 raise
@@ -339,6 +356,12 @@ def _open_table(commit: Commit, config: str, split: str) -> Any:
 
 def _require_known(what: str, name: str, known: Any, place: str) -> None:
     """Refuse an unknown split or configuration, and list the known ones.
+
+    Args:
+        what: split or configuration, for the message.
+        name: the requested one; empty: none was given, although there are several.
+        known: those of the data set.
+        place: the data set, for the message.
 
     Raises:
         InputError: the message suggests similar names.

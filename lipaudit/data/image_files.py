@@ -47,19 +47,19 @@ Preprocessing = Literal["model", "resize", "none"]
 
 
 def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
-    """Return the pictures of a folder and of its sub-folders, and notes on files left out.
+    """Return the pictures of a folder or of its direct sub-folders, and notes on files left out.
 
-    Hidden files and folders are no pictures: macOS writes `._x.png` beside `x.png`.
+    Hidden files and folders are left out: macOS writes `._x.png` beside `x.png`.
 
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
     # Not by glob, which silently skips folders that cannot be read.
     entries = _list_visible(folder)
-    inside = []  # the entries of sub-folders
+    inside = []  # the entries of direct sub-folders, of which there may be one per class
     for entry in filter(Path.is_dir, entries):
         inside += _list_visible(entry)
-    deeper: list[Path] = []
+    deeper: list[Path] = []  # pictures that are not read: a note or the error names the first
     for entry in filter(Path.is_dir, inside):
         deeper += filter(is_picture, sorted(entry.rglob("*")))
     pictures = []
@@ -105,7 +105,7 @@ def is_picture(file: Path) -> bool:
 
 
 def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
-    """Return (channels, height, width) of a folder's pictures, None if they differ.
+    """Return (channels, height, width) of a folder's pictures; None if they differ or none opens.
 
     Raises:
         InputError: as in `list_pictures`.
@@ -115,11 +115,12 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
     for file in pictures:
         with suppress(InputError), explain_images(file), Image.open(file) as image:
             width, height = image.size
-            # Pillow turns TIFF files itself.
+            # A camera held sideways stores its orientation. Pillow itself turns only TIFF files.
             orientation = image.getexif().get(ORIENTATION)
             if orientation in SIDEWAYS and image.format != "TIFF":
                 width, height = height, width
             channels = 3
+            # Grey, perhaps with opacity; but the one band of a palette (P) stands for colours.
             if len(image.getbands()) < 3 and not image.mode.startswith("P"):
                 channels = 1
             shapes.add((channels, height, width))
@@ -132,7 +133,7 @@ def find_common_shape(folder: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def explain_images(name: object) -> Iterator[None]:
-    """Turn Pillow's exceptions and warnings, also on too many pixels, into one error.
+    """Turn Pillow's exceptions, and its warning on too many pixels, into one error.
 
     Raises:
         InputError: the block cannot read a picture.
@@ -183,7 +184,7 @@ def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
 
 
 def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, list[ImageStep]]:
-    """Return a picture upright and with 8 bits per channel, and what was done to it.
+    """Return a picture upright and with 8 bits per channel, and the steps that were taken.
 
     Args:
         image: a picture as Pillow opens it.
@@ -212,14 +213,15 @@ def decode(image: Image.Image, name: str = "an image") -> tuple[Image.Image, lis
 
 
 def _require_readable(image: Image.Image, name: str) -> None:
-    """Refuse TIFF files that Pillow reads wrongly.
+    """Refuse TIFF files whose values Pillow reads wrongly.
 
     Raises:
-        InputError: signed bytes, or colours of 16 bits in separate planes, without compression.
+        InputError: the file holds signed bytes; or 16 bits per colour, in separate planes (all of
+            red, then all of green, ...) without compression.
     """
     tags = getattr(image, "tag_v2", {})  # of TIFF files
     is_signed = image.mode == "L" and 2 in tags.get(SAMPLE_FORMAT, ())  # 2: signed integers
-    # Planes one after another, without compression.
+    # 2: one plane after another; 1: no compression.
     is_planar = tags.get(PLANES) == 2 and tags.get(COMPRESSION) == 1
     if is_signed or (is_planar and 16 in tags[DEPTHS]):
         raise InputError(
@@ -229,10 +231,10 @@ def _require_readable(image: Image.Image, name: str) -> None:
 
 
 def _reduce_depth(image: Image.Image, name: str) -> tuple[Image.Image, ImageStep]:
-    """Return greys of 16 bits or of floats in [0, 1] with 8 bits.
+    """Return a grey image of 16 bits, or of floats in [0, 1], with 8 bits, and the step taken.
 
     Raises:
-        InputError: other floats, or integers of 32 bits: their range is unknown.
+        InputError: it holds other floats, or integers of 32 bits: their range is unknown.
     """
     has_16_bits = image.mode.startswith("I;16") or image.format in SHORT_FORMATS
     values = np.array(image, dtype=np.float64)
@@ -287,11 +289,18 @@ class Resizing:
         return pixels
 
     def apply(self, image: Image.Image, name: str = "an image") -> tuple[Tensor, list[ImageStep]]:
-        """Return the pixels of a decoded picture, and what was done to it.
+        """Return the pixels of a decoded picture in [0, 1], and the steps that were taken.
+
+        Args:
+            image: the picture, (width, height) of any size.
+            name: its name in errors.
+
+        Returns:
+            The pixels (channels, height, width) of the model's shape, and the steps.
 
         Raises:
-            InputError: pictures cannot have that many channels, or this one has another size, and
-                none is to be resized.
+            InputError: pictures cannot have the model's number of channels; or this one has
+                another size, and `choice` (--preprocess) is none: resize nothing.
             ValueError: it is so narrow that scaling would give too many pixels.
         """
         channels, height, width = self.shape
@@ -308,6 +317,7 @@ class Resizing:
                 f"{height}",
                 "Resize the images first, or leave --preprocess none out.",
             )
+        # By default the model's own steps are for pictures of another size only.
         if self.choice == "model" or (self.choice is None and self.steps and not has_size):
             return self._follow_model(image, done)
         if not has_size:
@@ -326,14 +336,14 @@ class Resizing:
     def _follow_model(
         self, image: Image.Image, done: list[ImageStep]
     ) -> tuple[Tensor, list[ImageStep]]:
-        """Return the pixels that the model's own steps make, and all that was done to the image.
+        """Return the pixels that the model's own steps make of an image, and all steps so far.
 
         Args:
             image: the image, with the channels of the model.
-            done: what was done to it before; extended by the steps.
+            done: the steps that were taken before; those of the model are added.
         """
         _, height, width = self.shape
-        _find_covering_scale(image, width, height)  # refuses strips
+        _find_covering_scale(image, width, height)  # refuses strips that would become too large
         value: Any = image
         for name, step in self.steps.items():
             value = step(value)
@@ -348,6 +358,7 @@ class Resizing:
                 f"{tuple(self.shape)}",
                 "Give --input-size, to which images are scaled and cropped in the middle.",
             )
+        # `guess` names the architecture whose steps these are, if the weights may need others.
         if self.guess and self.choice is None:
             text = (
                 f"resized and cropped as the pretrained weights of {self.guess} want it. If these "
@@ -358,12 +369,13 @@ class Resizing:
 
 
 def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[ImageStep]]:
-    """Return a picture with the channels of a mode, and what was done to it."""
+    """Return a picture in a mode of Pillow, such as RGB, and the step that was taken, if any."""
     if image.mode == mode:
         return image, []
     text = f"{image.mode} to {mode}"
     note = None
     *_, last_band = image.getbands()
+    # A and a are the bands of opacity; a palette has it beside the pixels.
     is_transparent = last_band in "Aa" or "transparency" in image.info
     if is_transparent and mode != "RGBA":
         text += ", transparency dropped"
@@ -372,7 +384,7 @@ def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, list[ImageStep
 
 
 def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
-    """Scale a picture until it covers a size, and crop it in the middle."""
+    """Scale a picture until it covers width x height, and crop it in the middle."""
     scale = _find_covering_scale(image, width, height)
     scaled_width = max(width, round(image.width * scale))
     scaled_height = max(height, round(image.height * scale))
@@ -383,10 +395,10 @@ def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def _find_covering_scale(image: Image.Image, width: int, height: int) -> float:
-    """Return the scale at which a picture covers a size.
+    """Return the smallest scale at which a picture covers width x height.
 
     Raises:
-        ValueError: a picture would become too large, such as a strip one pixel wide.
+        ValueError: the scaled picture would be too large, as of a strip one pixel wide.
     """
     scale = max(width / image.width, height / image.height)
     pixels = image.width * image.height * scale**2
@@ -399,8 +411,8 @@ def collect_notes(places: Sequence[str], steps: Sequence[Sequence[ImageStep]]) -
     """Return the different notes on pictures, each with the number of pictures and the first one.
 
     Args:
-        places: the place of each picture.
-        steps: what was done to each.
+        places: the file of each picture, or its place in the data.
+        steps: the steps that were taken for each; a step may have a note.
     """
     places_by_note: dict[Note, list[str]] = {}
     for place, done in zip(places, steps, strict=True):

@@ -130,7 +130,8 @@ def draw_tensors(x: Tensor, y: Tensor | None, net: Taker, options: DataOptions) 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     """Return the possible kinds and shapes of the samples of a --data argument; empty if unknown.
 
-    Known for arrays, and for folders of images of one size.
+    They are known for arrays, whose axes may have several readings, and for folders of images of
+    one size.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -172,6 +173,7 @@ def _complete_samples(samples: Samples, spec: str, net: Taker, options: DataOpti
     """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
     samples = replace(samples, spec=spec)
     has_groups = any(origin.group for origin in samples.origins)
+    # Without a table that has this column, `classes` makes groups of the labels.
     if options.group_column is not None and not has_groups:
         samples = grouping.group_by_class(samples, net, options.group_column)
     notes = samples.notes + _note_unknown(samples, net) + _note_dark(samples, net)
@@ -192,8 +194,8 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
         return ()
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
-    # Special tokens around a text do not count, neither as known nor as unknown: an empty text
-    # has nothing else.
+    # Special tokens around a text do not count, neither as known nor as unknown. Their number is
+    # the length of an empty text.
     special = len(net.tokenize("", SOME_TOKENS))
     count = int((mask.sum(1) - special).clamp_min(0).sum())
     # Continuations are packed as id + i * vocabulary: the remainder is the id.
@@ -210,10 +212,10 @@ def _note_unknown(samples: Samples, net: Taker) -> tuple[Note, ...]:
 
 
 def _note_dark(samples: Samples, net: Taker) -> tuple[Note, ...]:
-    """Warn of images that leave most of the range of pixels unused."""
+    """Warn if no pixel of any image is bright: the data may have another range than the model."""
     if net.kind != "image" or net.box is None:
         return ()
-    low, high = net.box
+    low, high = net.box  # black and white
     brightest = (float(samples.batch.x.max()) - low) / (high - low)
     if brightest >= DARK:
         return ()
@@ -240,7 +242,7 @@ def _make_random(net: Taker, options: DataOptions) -> Samples:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
-        # The text follows once more, so that windows at its end are as long as others.
+        # `after` appends the text to itself, so that windows at its end are as long as others.
         x, origins, notes = tables.cut_windows(story, net, options, origin="random", after=story)
     else:
         what = "random token ids"
@@ -269,11 +271,12 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     spectrum = torch.fft.rfft2(white)
     vertical = torch.fft.fftfreq(height)[:, None]
     horizontal = torch.fft.rfftfreq(width)
-    # The constant has frequency 0; it gets the amplitude of the lowest frequency.
+    # The mean has frequency 0, by which one cannot divide: it gets the lowest other frequency.
     lowest = 1 / max(height, width)
     frequency = torch.hypot(vertical, horizontal).clamp_min(lowest)
     image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
     tiny = torch.finfo(image.dtype).tiny
-    spread = image.std(unbiased=False).clamp_min(tiny)
+    # An image of a single pixel has no deviation.
+    deviation = image.std(unbiased=False).clamp_min(tiny)
     centred = image - image.mean()
-    return (0.5 + CONTRAST * centred / spread).clamp(0, 1)
+    return (0.5 + CONTRAST * centred / deviation).clamp(0, 1)

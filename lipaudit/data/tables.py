@@ -56,11 +56,20 @@ def read_text(path: Path, net: Taker, options: DataOptions) -> Samples:
 def cut_windows(
     text: str, net: Taker, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[SampleOrigin], tuple[Note, ...]]:
-    """Return windows of a text, evenly spread, as many as samples are requested, with places.
+    """Return as many windows of a text as samples are requested, evenly spread, as token ids.
 
-    The text is cut into equal parts. A sample is the first `max_tokens` tokens from the first word
-    that begins in a part, special tokens included. The last samples may be shorter, unless `after`
-    adds more text.
+    The text is cut into equal parts. A window begins with the first word that begins in a part,
+    and has up to `max_tokens` tokens, special ones included.
+
+    Args:
+        text: the text.
+        net: the model, with a tokenizer.
+        options: number of samples, and of tokens of each.
+        origin: name of the data in messages.
+        after: more text behind it, so that the last windows are as long as others.
+
+    Returns:
+        The ids of each window, its place in the text, and notes.
     """
     limit, notes = limit_tokens(net, options)
     # Equal parts of the whole text: its end is as likely as its beginning.
@@ -71,6 +80,7 @@ def cut_windows(
     for start in starts:
         while 0 < start < len(text) and not text[start - 1].isspace():  # inside a word
             start += 1
+        # More letters than any `limit` tokens have, so that not the whole text is tokenized.
         window = text[start : start + LETTERS_PER_TOKEN * limit]
         if is_empty(window):
             continue
@@ -80,9 +90,9 @@ def cut_windows(
 
 
 def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
-    """Return the largest number of tokens of a sample, and a note if it is not the requested one.
+    """Return the largest number of tokens of a sample: --max-tokens, or the model's limit.
 
-    It is --max-tokens, or the model's limit if that is smaller.
+    The smaller of the two; a note says if the model's limit is below a number that was typed.
     """
     requested = options.max_tokens
     limit = net.input_shape[0]
@@ -98,6 +108,12 @@ def limit_tokens(net: Taker, options: DataOptions) -> tuple[int, tuple[Note, ...
 
 def encode(texts: tuple[str, ...], net: Taker, limit: int, origin: str) -> Tensor:
     """Return the token ids of a text, or of a pair that the model reads together.
+
+    Args:
+        texts: the text, or the two texts of a pair.
+        net: the model, with its tokenizer.
+        limit: largest number of tokens.
+        origin: name of the data in messages.
 
     Raises:
         InputError: the model has no tokenizer for this, or the text has no tokens.
@@ -184,7 +200,7 @@ class SampleTable:
             )
 
     def require_rows(self, options: DataOptions) -> None:
-        """Refuse rows that have faults; with `skip_bad`, only if there are no other rows.
+        """Refuse a table with faulty rows; with `skip_bad`, only if it has no other rows.
 
         Raises:
             InputError: the message describes the first fault.
@@ -196,7 +212,7 @@ class SampleTable:
 
     def column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
-        # A data set of the Hub decodes whole rows: leave out the columns of images.
+        # A data set of the Hub decodes whole rows, images too: so only this column is selected.
         rows: Any = self.rows
         if hasattr(rows, "select_columns"):
             rows = rows.select_columns([name])
@@ -214,13 +230,14 @@ class SampleTable:
 
 
 def read_folder(path: Path) -> SampleTable:
-    """Return the pictures of sub-folders named by class, or of one folder without labels.
+    """Return the files of pictures as a table: of sub-folders named by class, or without labels.
 
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
     files, notes = list_pictures(path)
     places = [file.relative_to(path).as_posix() for file in files]
+    # Pictures are either all beside each other or all in sub-folders.
     if files[0].parent == path:
         rows: list[dict[str, Any]] = [{"image": file} for file in files]
         return SampleTable(str(path), ["image"], places, rows, notes=notes)
@@ -235,7 +252,7 @@ def read_folder(path: Path) -> SampleTable:
 
 
 def read_table(path: Path) -> SampleTable:
-    """Read every row of a file; unreadable rows become faults.
+    """Read every row of a file; for a row that cannot be read, the table has a fault instead.
 
     Raises:
         InputError: the file cannot be read, or has no rows.
@@ -249,6 +266,7 @@ def read_table(path: Path) -> SampleTable:
             f"{path} has no rows",
             "Write the column names into the first line and the samples below.",
         )
+    # A line is its place, such as "line 7"; its values by column; and its fault, empty if none.
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     classes = {}
@@ -324,7 +342,7 @@ def _read_json_lines(path: Path) -> Iterator[_Line]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, but refuse one with a key twice, of which Python takes the last."""
+    """Return a JSON object; refuse one that has a key twice: Python would take the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a key stands there twice")
@@ -357,7 +375,7 @@ def _read_classes(path: Path) -> dict[str, list[str]]:
 
 
 def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
-    """Describe the fault of a row whose texts or label are empty or of another type, else "".
+    """Describe why a row cannot be used: a text or the label is empty or of another type, else "".
 
     Args:
         values: the row.
@@ -382,10 +400,10 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
 def draw_rows(
     table: SampleTable, options: DataOptions, read: Callable[[int], T], *, what: str
 ) -> tuple[list[int], list[T], tuple[Note, ...]]:
-    """Draw the requested number of rows: return their indices, `read(index)` of each, and notes.
+    """Draw the requested number of rows at random, and read them.
 
-    With `skip_bad`, rows with faults are left out, and samples that `read` refuses are replaced
-    by the next ones.
+    With `skip_bad`, rows with faults are left out, and rows that `read` refuses are replaced by
+    the next ones of the random order.
 
     Args:
         table: the table.
@@ -393,11 +411,14 @@ def draw_rows(
         read: reads one row; InputError refuses it.
         what: what a row is, in messages: images, texts or rows.
 
+    Returns:
+        The indices of the rows, `read(index)` of each, and notes on rows left out.
+
     Raises:
         InputError: a row cannot be read; with `skip_bad`, none can.
     """
     table.require_rows(options)
-    sound = table.sound
+    sound = table.sound  # indices of the rows without a fault
     rows: list[int] = []
     values = []
     refusals = []
@@ -453,7 +474,16 @@ _Labels = dict[int, int] | None
 def _read_labels(
     table: SampleTable, inputs: Sequence[str], net: Taker, options: DataOptions
 ) -> tuple[SampleTable, _Labels, tuple[Note, ...]]:
-    """Return a table with the faults of its labels, their class numbers, and notes.
+    """Return a table with the faults of its labels, the class number of each row, and notes.
+
+    Args:
+        table: the table.
+        inputs: columns of the images or texts, which are no labels.
+        net: the model, with its classes.
+        options: the requested column, and whether rows with faults are skipped.
+
+    Returns:
+        The table; class numbers by row, or None if there are no labels to use; and notes.
 
     Raises:
         InputError: a label is missing or is no class of the model.
@@ -487,10 +517,19 @@ def _read_labels(
 def _draw_images(
     table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
-    """Draw images from the column of a table."""
+    """Draw images from a column of a table.
+
+    Args:
+        table: the table.
+        inputs: the name of the column.
+        labels: class numbers by row; None: no labels.
+        net: the model.
+        options: number of samples and seed.
+    """
     (column,) = inputs
 
     def read(i: int) -> Picture:
+        # The image of row i, in the range of pixels that the model takes.
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         pixels, steps = read_image(values[column], table.places[i], net)
@@ -526,10 +565,19 @@ class _EncodedTexts(NamedTuple):
 def _draw_texts(
     table: SampleTable, inputs: Sequence[str], labels: _Labels, net: Taker, options: DataOptions
 ) -> Samples:
-    """Draw texts, or pairs of texts, from one or two columns of a table."""
+    """Draw texts, or pairs of texts, from one or two columns of a table.
+
+    Args:
+        table: the table.
+        inputs: the names of the columns.
+        labels: class numbers by row; None: no labels.
+        net: the model.
+        options: number of samples, seed, and largest number of tokens.
+    """
     limit, notes = limit_tokens(net, options)
 
     def read(i: int) -> _EncodedTexts:
+        # The token ids of row i, cut to the limit, and whether they were cut.
         values = table.rows[i]
         table.refuse(i, find_fault(values, inputs))
         texts = tuple(str(values[name]) for name in inputs)

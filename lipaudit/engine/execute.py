@@ -96,7 +96,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         LipauditError: any failure, with its exit code.
     """
     request = job.request
-    place = job.request.place
+    place = job.request.place  # the rank of this process; None: the only one
     if place and place.rank > 0:  # only rank 0 reports: the notes of all processes are equal
         observer = None
     assert place or not request.run.shard, "a shard has no report: see `run_shard`"
@@ -126,7 +126,14 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
 def _gather_report(
     shard: shards.Shard, parts: dict[str, list[Part]], place: Place, command: str
 ) -> tuple[Report | None, bool]:
-    """Return the report of all processes, None but for rank 0, and whether it is complete."""
+    """Return the report of all processes (None if the rank is not 0), and if it is complete.
+
+    Args:
+        shard: the shard of this process: the samples that it measured.
+        parts: its results by measure.
+        place: the rank of this process.
+        command: the command that the report records.
+    """
     gathered = gather((shard, parts), place)
     all_shards = [shard_of_process for shard_of_process, _ in gathered]
     is_complete = all(shard_of_process.is_complete for shard_of_process in all_shards)
@@ -140,7 +147,7 @@ def _gather_report(
 
 
 def run_shard(job: Job, observer: Observer | None = None) -> shards.Shard:
-    """Measure one shard of a run, and store its parts in the folder of `--parts`.
+    """Measure one shard of a run, and store its results in the folder of `--parts`.
 
     Args:
         job: from `prepare`.
@@ -181,15 +188,22 @@ class Findings:
 
 @contextmanager
 def _explain_resuming(job: Job, findings: Findings) -> Iterator[None]:
-    """Show the notes on loading; if the block fails, say that finished batches are kept."""
+    """Show the notes on loading; if the block fails, say that finished batches are kept.
+
+    Args:
+        job: the job, with its model; not kept while the block runs.
+        findings: what the block measures, and the observer that shows notes.
+    """
     for note in job.notes:
         findings.observer.note(note)
     text = f"finished batches are kept: {job.request.continuation}"
-    del job  # the model
+    # This generator waits at `yield` until the block ends, and would keep the model in memory as
+    # long. The block frees it earlier, before the report is written.
+    del job
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        # One error may end the jobs of several models: it is noted once.
+        # One error may end the jobs of several models: it gets this remark once.
         remarks = getattr(error, "__notes__", ())
         if any(journal.paths for journal in findings.journals) and text not in remarks:
             error.add_note(text)
@@ -202,11 +216,11 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
 
     Args:
         job: the job.
-        findings: receives what is measured.
+        findings: receives the sections of the report, or the parts of a shard.
 
     Returns:
-        The job, without measures that turned out to be left out; and its shard, with the measures
-        that failed and the samples that the time limit left out.
+        The job, without optional measures that the model turned out not to allow; and its shard,
+        with the measures that failed and the samples that the time limit left out.
 
     Raises:
         Exception: the first failure, if no partial report is wanted or nothing else has figures.
@@ -218,7 +232,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         shards.save_shard(planned, request.run.parts)
     errors = []
     for name, options in request.measures.items():
-        if name not in job.request.measures:
+        if name not in job.request.measures:  # left out since an earlier measure failed
             continue
         # The attention map is drawn of the head that `bounds` found steepest. A shard does not
         # know that head, and parts that others may add to must not depend on it.
@@ -237,6 +251,7 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
         except Exception as error:
             if not request.partial:
                 raise
+            # Without attention layers, optional measures of these are left out with a note.
             smaller = leave_out_layers(job, error)
             if smaller is not None:
                 job = smaller
@@ -272,26 +287,28 @@ def run_measure(
 ) -> tuple[list[Part], tuple[str, ...]]:
     """Measure the samples of this process batch by batch, and store each part.
 
-    If memory runs out, batches are halved; after the time limit no further part begins.
+    A part is the result on one batch. If memory runs out, batches are halved; after the time limit
+    no further part begins.
 
     Args:
         job: the job.
         name: the measure.
         options: its options.
-        findings: receives the journal of the parts.
+        findings: receives the journal, which stores the parts on the disk.
 
     Returns:
-        The parts in the order of the samples, with those of a continued run, and the samples that
-        the time limit left out, or under only some of the attacks.
+        The parts in the order of the samples, with those of an interrupted run that is continued;
+        and the ids of the samples without a complete part, because the time limit came first.
     """
     kind = load_measures()[name]
     net = job.net
     run = job.request.run
     observer = findings.observer
-    if run.autocast and options.deploys:
+    if run.autocast and options.deploys:  # --autocast rounds predictions, not norms and bounds
         net = net.deploy(run.autocast)
     size = run.batch_size or kind.batch
     end = job.request.started + (run.time_limit or math.inf)
+    # The first batch of the run, and the batches of this process.
     whole_first, batches = job.batches(name)
     first = whole_first
     ids = list(chain.from_iterable(batch.ids for batch in batches))
@@ -307,10 +324,13 @@ def run_measure(
     )
     # One round measures all remaining batches. If memory runs out, the next one has smaller ones.
     while remaining and time.monotonic() < end:
-        # Layers are surveyed on the first batch, also by a process that does not measure it.
+        # A measure finds the layers on the first batch of the run, also in other processes: so all
+        # of them find the same.
         moved = (batch.to(net.device, net.dtype) for batch in remaining)
         own_batches = ProcessBatches(first.to(net.device, net.dtype), moved, dict(parts))
-        if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
+        # The results of some measures depend on the batch. These keep their batches (chunks), and
+        # run the model on fewer samples at a time.
+        if kind.chunk is not None:
             options = options.model_copy(update={"batch_size": size})
         try:
             with exact_arithmetic(net.device), listening(listener):
@@ -346,15 +366,15 @@ def run_measure(
 def _note_cost(
     observer: Observer, name: str, total: int, passes: int, seconds: float, unit: str
 ) -> None:
-    """Note the time of a sample and of all of them.
+    """Give the observer a note with the estimated time of one sample and of all samples.
 
     Args:
         observer: receives the note.
         name: the measure.
         total: number of samples.
-        passes: number of passes of a sample.
+        passes: number of passes of the model for a sample.
         seconds: time of one pass.
-        unit: what a pass is, in the plural.
+        unit: the word for passes, in the plural.
     """
     of_sample = passes * seconds
     cost = f"{passes:,} {unit} of {1000 * seconds:,.2f} ms: {of_sample:,.1f} s"
@@ -367,7 +387,8 @@ def _open_journal(
 ) -> tuple[Journal, dict[str, Part]]:
     """Return the journal of a measure, and the parts that an interrupted run left in it.
 
-    Parts are by their first samples: a new one replaces an incomplete one of the same samples.
+    The journal stores the finished parts of a run on the disk. Parts are returned by the id of
+    their first sample, so that a new part replaces an incomplete one of the same samples.
     """
     facts = results.identify(job, name, options)
     journal = Journal(facts, job.request.run.parts, keeps=job.stores)
@@ -386,7 +407,7 @@ def _open_journal(
 
 
 def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield parts until a time, or until a measure says that it is over."""
+    """Yield parts until the time `end`, or until a measure itself stops at the time limit."""
     with suppress(TimeOverError):
         for part in parts:
             yield part
@@ -395,7 +416,7 @@ def _take_until(end: float, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """Return the samples of the batches that are in no part, as batches of neighbours."""
+    """Return the samples of the batches that no part has, as batches of adjacent samples."""
     finished = {*sample_ids(parts)}
     remaining = []
     for batch in batches:
@@ -415,7 +436,7 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
         job: the job.
         net: the model as it was measured.
         error: the failure of a measure.
-        batches: samples that it may come from.
+        batches: the samples to try the model on.
 
     Raises:
         EvaluationError: the model fails on a sample.
@@ -425,6 +446,7 @@ def _blame_sample(job: Job, net: Net, error: Exception, batches: Sequence[Batch]
         return
     samples = job.samples
     advice = "On overflow, try --dtype float64."
+    # The model runs under autocast, with another one for exact gradients.
     if net.exact is not None:
         advice = "On overflow, try --autocast bfloat16."
     for batch in batches:

@@ -88,7 +88,7 @@ def require_folder(path: Path) -> None:
 
 
 def ordinary_mode() -> int:
-    """Return the permissions of an ordinary new file; temporary files are private."""
+    """Return the permissions of a file that `open` creates: temporary files are private."""
     # The mask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
@@ -115,6 +115,7 @@ class Journal:
     def __init__(
         self, facts: Mapping[str, Any], home: Path | None = None, *, keeps: bool = True
     ) -> None:
+        # Stores nothing yet: the folder is created with the first part.
         self.measure = str(facts.get("measure"))
         self.in_cache = home is None
         if home is None:
@@ -134,9 +135,9 @@ class Journal:
         return list(parts.values())
 
     def keep(self, part: Part) -> None:
-        """Store a part.
+        """Store a part, so that an interrupted run can be continued.
 
-        A full disk does not end the run: `refusal` has the reason.
+        In the cache, a full disk does not end the run: `refusal` gets the reason.
 
         Raises:
             EvaluationError: a part cannot be stored in the folder that the user gave.
@@ -147,7 +148,7 @@ class Journal:
         try:
             if not self.folder.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if self.in_cache:
+                if self.in_cache:  # not in a folder that the user gave
                     _delete_old(self.folder.parent)
             self.paths.add(path)  # first: a signal may end the run right after the file is written
             write(path, encode_part(part, self.measure))
@@ -161,7 +162,7 @@ class Journal:
                 ) from None
 
     def clear(self) -> None:
-        """Delete the parts that this run read or wrote, but not from a folder that was given."""
+        """Delete the parts that this run read or wrote, except in a folder that the user gave."""
         if not self.in_cache:
             return
         for path in self.paths:
@@ -177,9 +178,9 @@ def name_folder(facts: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
-    """Return the parts in a folder by their files, ordered by their first samples.
+    """Return the parts in a folder by their files, in the order of their first samples.
 
-    Damaged files, and files of other samples, are left out.
+    Damaged files, and files with other samples than `ids`, are left out.
     """
     position = {name: i for i, name in enumerate(ids)}
     parts: list[tuple[int, Path, Part]] = []  # with the position of the first sample
@@ -204,7 +205,7 @@ def _delete_old(home: Path) -> None:
 
 
 def encode_part(part: Part, measure: str) -> bytes:
-    """Write a part as an .npz file: its arrays, and everything else as JSON in `header`.
+    """Return a part as the content of an .npz file: its arrays, and all else as JSON in `header`.
 
     Raises:
         EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.
@@ -212,6 +213,7 @@ def encode_part(part: Part, measure: str) -> bytes:
     import numpy as np
 
     def to_json(value: Any) -> Any:
+        # json calls this for values that it cannot write.
         if isinstance(value, np.generic | np.ndarray):
             return value.tolist()
         raise TypeError(f"it holds a value of type {type(value).__name__}")
@@ -241,7 +243,7 @@ def encode_part(part: Part, measure: str) -> bytes:
 
 
 def decode_part(content: bytes) -> Part:
-    """Read a file of `encode_part`.
+    """Return the part in the content of a file that `encode_part` made.
 
     Raises:
         ValueError: the content is damaged, or of another kind.

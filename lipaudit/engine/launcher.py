@@ -49,7 +49,7 @@ class Place:
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
-    """Return what a launcher's environment variables say; None for a single process.
+    """Return the rank of this process by the launcher's environment; None for a single process.
 
     torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is recognised by its
     number of tasks; SLURM_NTASKS would not do, because a batch script has it, too, and is one
@@ -77,13 +77,17 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
             "several processes were started, but no address for their communication is set",
             "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
-    # torchrun always sets LOCAL_RANK; other launchers may not.
+    # torchrun always sets LOCAL_RANK; other launchers may not: then it is 0.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
 
 
 def share_run(run: RunOptions, place: Place) -> RunOptions:
-    """Return the options of one process: its shard of the samples, on its own device.
+    """Return the options of one process of a launcher: its shard of the samples, on its own GPU.
+
+    Args:
+        run: the options that all processes got.
+        place: the rank of this process.
 
     Raises:
         UsageError: every process would spread its model over all devices.
@@ -97,6 +101,7 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
         if not Path(where).is_file():
             raise UsageError(text, "Run one process, or give a file that maps modules to devices.")
         return run
+    # A device with a number stays as it was typed.
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run
     return run.model_copy(update={"device": f"cuda:{place.local % torch.cuda.device_count()}"})
@@ -119,7 +124,7 @@ def join_processes(place: Place) -> Iterator[None]:
 
 
 def wait_for_all(place: Place) -> None:
-    """Wait until every process has come here.
+    """Wait until every process of the run has called this function.
 
     Raises:
         EvaluationError: another process has ended.
@@ -131,7 +136,7 @@ def wait_for_all(place: Place) -> None:
 
 
 def gather(value: T, place: Place) -> list[T]:
-    """Return the values of all processes, in order, on every process.
+    """Return the values that all processes pass, in the order of their ranks, in every process.
 
     Raises:
         EvaluationError: another process has ended.
@@ -181,7 +186,7 @@ def _connect(place: Place) -> None:
 
 @contextmanager
 def _require_others(place: Place) -> Iterator[None]:
-    """Explain that the connection to another process was closed."""
+    """Turn a closed connection inside the block into an error: another process has ended."""
     try:
         yield
     except RuntimeError as error:

@@ -101,10 +101,10 @@ class Job:
 
     @property
     def stores(self) -> bool:
-        """Say whether finished batches are stored.
+        """Say whether finished batches are stored on the disk.
 
-        The code of a module object is unknown, so its runs cannot be recognised: only a merge has
-        a use for them.
+        A run is continued if it has the same model. The code of a module object is unknown, so
+        its batches are stored only for a later merge of shards (`--parts`).
         """
         return self.net.source != OWN or self.request.run.parts is not None
 
@@ -117,9 +117,9 @@ class Job:
         """Return the first batch of a measure, and those of this process: all, or every n-th one.
 
         A shard has whole batches of the run, so its numbers equal those of a single process. The
-        texts of a batch have one length (except for measures with fixed chunks), so no figure
-        depends on padding. Such batches are not in the order of the samples; `in_order` sorts
-        their parts.
+        texts of a batch have one length, so no figure depends on padding, and batches are not in
+        the order of the samples: `in_order` sorts their results. But if the result of a measure
+        depends on the other samples of a batch, it has a fixed `chunk` of neighbours as batch.
         """
         run = self.request.run
         measure = load_measures()[name]
@@ -151,8 +151,10 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     run = request.run
     requested = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(requested.values()))
+    # If the output was not finite on the blank sample of loading, the first sample decides.
     net = settle_output(net, samples.batch)
-    measured = net  # the model, or the classifier that its scores of continuations make
+    # The model that measures get: with --score, a classifier of the continuations of a prompt.
+    measured = net
     if run.score is not None:
         if samples.task is None:
             raise InputError(
@@ -161,12 +163,14 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
                 "text and label.",
             )
         measured = classifiers.score_continuations(net, samples.task, run.score)
-    # Texts are checked by their padding instead: see `require_padding_is_unread`.
+    # Refuse outputs that depend on the other samples of a batch. Texts are checked measure by
+    # measure, together with their padding: see `require_padding_is_unread`.
     if net.kind != "text":
         with exact_arithmetic(net.device):
             requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
     notes = measured.notes + requirements.require_autocast(measured, samples.batch, run.autocast)
 
+    # Returns the options of a measure, if it can run with them on its samples.
     def check(name: str, options: MeasureOptions) -> MeasureOptions:
         return _check_measure(name, measured, samples.batch[: requested[name]], options)
 
@@ -181,11 +185,12 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
 
 
 def _check_request(request: Request) -> Request:
-    """Return the request of this process; refuse what can be refused before the model is loaded.
+    """Return the request of this process, after the checks that need neither model nor samples.
 
     Raises:
         UsageError: a file or folder cannot be written, or options have no effect together.
     """
+    # The options of a measure may ask for another measure.
     measures = dict(options.redirect(name) for name, options in request.measures.items())
     run = request.run
     if request.place is not None:
@@ -200,7 +205,7 @@ def _check_request(request: Request) -> Request:
 
 
 def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ...]]:
-    """Return the request with defaults that depend on the model; a note on each measure left out.
+    """Return the request with defaults for the model, and a note on each measure left out.
 
     Raises:
         LipauditError: options do not suit the model, or a required measure does not.
@@ -208,7 +213,7 @@ def _adapt_to_model(request: Request, net: Net) -> tuple[Request, tuple[Note, ..
     run = request.run
     measures = dict(request.measures)
     for settings in (run, *measures.values()):
-        settings.require_kind(net.kind)
+        settings.require_kind(net.kind)  # refuses options for another kind of samples
     if run.score and net.next_logits is None:
         raise UsageError(
             f"{net.architecture} is not a language model, so it cannot score continuations",
@@ -251,7 +256,7 @@ def _require_predictions(run: RunOptions, measures: Mapping[str, MeasureOptions]
 def _leave_out_refused(
     request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
 ) -> tuple[Request, tuple[Note, ...]]:
-    """Return the request without the optional measures that a check refuses, with a note each.
+    """Return the request without the optional measures that a check refuses, and a note on each.
 
     Args:
         request: the request.
@@ -277,15 +282,15 @@ def _leave_out_refused(
 
 
 def leave_out_layers(job: Job, error: Exception) -> Job | None:
-    """Return the job without measures of attention layers, after one found no such layer.
+    """Return the job without all measures of attention layers, after one has found no such layer.
 
     Args:
         job: the job.
         error: the failure of one of its measures.
 
     Returns:
-        The job, with a note; None if the failure is another one, if a measure of attention is
-        required, or if no other measure is left.
+        The job, with a note. None if nothing can be left out: the failure is another one, a
+        measure of attention is required, or there are no other measures.
     """
     if not isinstance(error, NoHeadsError):
         return None
@@ -309,6 +314,12 @@ def _adapt_measure(
     net: Net, score: str | None, name: str, options: MeasureOptions
 ) -> MeasureOptions:
     """Return the options of a measure, with defaults for the kind of model.
+
+    Args:
+        net: the model.
+        score: how a language model scores continuations (--score); None: it does not.
+        name: the measure.
+        options: its options.
 
     Raises:
         UsageError: the options do not suit the model, or the measure does not work on scores.
@@ -334,7 +345,8 @@ def _check_measure(name: str, net: Net, batch: Batch, options: MeasureOptions) -
     measure = load_measures()[name]
     with exact_arithmetic(net.device):
         measure.check(net, batch, options)
-        # Measures without chunks get texts of one length at a time, so without padding.
+        # Measures with a fixed number of samples per batch get padded texts, all others only texts
+        # of one length at a time.
         if measure.chunk and batch.mask is not None:
             requirements.require_padding_is_unread(net, batch)
     return options
@@ -349,7 +361,13 @@ def _make_label_error(name: str) -> UsageError:
 
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
-    """Load the samples; without labels, if they are not classes and no measure needs them."""
+    """Load the samples; without labels, if these are no classes and no measure needs them.
+
+    Args:
+        net: the model.
+        request: the request: the data, and the measures.
+        count: number of samples.
+    """
     default = "demo" if net.source == "demo" else "random"
     spec = request.run.data or default
     need_labels = [name for name, options in request.measures.items() if options.labelled]
@@ -362,7 +380,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
         if need_labels:
             raise
         text = f"labels are not used: {error.message}"
-        # A model without classes takes any labels.
+        # Loaded again: for a model without classes, labels are not matched to classes.
         samples = load_data(spec, replace(net, classes=None), options)
     warning = Note.warn("labels-unused", text)
     others = [note for note in samples.notes if note.code != warning.code]
@@ -395,7 +413,7 @@ def load_options(run: RunOptions) -> LoadOptions:
 
 
 def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:
-    """Return the given options of a run that `kind` has a field for, by name."""
+    """Return the options of a run that are given and are fields of `kind`, by name."""
     values = {}
     for option_field in fields(kind):
         value = getattr(run, option_field.name, None)
@@ -425,14 +443,15 @@ def preview(request: Request) -> dict[str, Any]:
     notes = [note.text for note in job.notes]
     with exact_arithmetic(net.device):
         try:
-            # A model that scores reads several texts per sample: no layer is read.
+            # A model that scores continuations runs on several texts for a sample: then no measure
+            # reads layers.
             one = batch[:1].trim().to(net.device, net.dtype)
             sites = () if net.scored else find_layers(net, one)
             notes += [note.text for note in note_unread(net, sites)]
         except NoHeadsError as error:
             sites = ()
             smaller = leave_out_layers(job, error)
-            if smaller is None:
+            if smaller is None:  # the audit would fail
                 notes.append(f"{error.message}. {error.advice}")
             else:
                 job = smaller

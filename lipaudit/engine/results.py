@@ -77,7 +77,10 @@ def make_failed(
 
 
 def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
-    """Return everything that determines the numbers of a measure, except the batch size."""
+    """Return everything that determines the numbers of a measure, except the batch size.
+
+    Stored results of an interrupted run are used only if all of this is the same.
+    """
     net = job.net
     run = job.request.run
     return {
@@ -172,7 +175,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
-    # Plug-ins compute figures, too.
+    # Figures may come from plug-ins, which are packages, too.
     for point in load_wings():
         if point.dist is not None:
             installed.setdefault(point.dist.name, point.dist.version)
@@ -188,8 +191,11 @@ def summarise(
         name: name of the measure.
         parts: its parts, in the order of the samples.
         options: its options.
-        notes: notes on loading, which come first.
+        notes: notes on loading, which precede those of the measure.
         left: number of samples that a time limit left out or unfinished.
+
+    Returns:
+        The section of the measure; some measures give further sections.
     """
     if left:
         finished = len(sample_ids(select_complete(parts)))
@@ -198,7 +204,7 @@ def summarise(
         if begun:
             text += f", with {begun} begun"
         notes += (Note.warn("cut-short", text),)
-    if not parts:
+    if not parts:  # no sample was measured in time: a section without figures
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
     measure = load_measures()[name]

@@ -116,7 +116,10 @@ class Shard(Frozen):
 
 
 def describe_shard(job: Job) -> Shard:
-    """Describe the shard that a job is about to measure; a whole run is shard 1 of 1."""
+    """Describe the shard of a job, which is not measured yet; a whole run is shard 1 of 1.
+
+    Shards of one run are recognised by these facts, and merged.
+    """
     number, of = job.request.run.shard or (1, 1)
     measures = {}
     for name, options in job.request.measures.items():
@@ -145,7 +148,7 @@ def save_shard(shard: Shard, folder: Path) -> None:
         EvaluationError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # One shard is enough: the others were compared with it.
+    # One shard in the folder is enough: the others were compared with it.
     for path in islice(folder.glob(FILES), 1):
         differing = _list_differences(shard, _read_shard(path))
         if differing:
@@ -182,7 +185,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     if not shards:
         raise InputError("no folder of parts is given", ADVICE)
     _require_one_run(shards)
-    first = shards[0]
+    first = shards[0]  # of what all shards have in common
     if first.run.lipaudit != __version__:
         raise InputError(
             f"the parts were written by lipaudit {first.run.lipaudit}, and this is {__version__}",
@@ -191,7 +194,7 @@ def merge(*folders: Path | str, command: str = "lipaudit.merge()") -> Report:
     parts: dict[str, list[Part]] = {}
     for name, plan in first.measures.items():
         _require_files_here(_read_options(name, plan))
-        by_first_sample: dict[str, Part] = {}
+        by_first_sample: dict[str, Part] = {}  # parts by the id of their first sample
         for path in paths:
             missing = _list_missing(first.ids[: plan.samples], [*by_first_sample.values()])
             for part in read_parts(path / plan.folder, missing).values():
@@ -269,7 +272,10 @@ def _read_options(name: str, plan: MeasurePlan) -> MeasureOptions:
 
 
 def _require_files_here(options: MeasureOptions) -> None:
-    """Refuse to write elsewhere than below the working directory: parts may be a stranger's.
+    """Refuse files outside of the working directory: a stranger's parts must not overwrite any.
+
+    Args:
+        options: options that were read from the folder of parts; some name files to write.
 
     Raises:
         InputError: an option names a file that is elsewhere.
@@ -289,7 +295,7 @@ def _list_missing(ids: Sequence[str], parts: Sequence[Part]) -> list[str]:
 
 
 def _require_one_run(shards: Sequence[Shard]) -> None:
-    """Refuse shards of several runs, and say in what they differ.
+    """Refuse shards that are not from the same run; the error names the differences.
 
     Raises:
         InputError: two shards differ.
@@ -306,16 +312,17 @@ def _require_one_run(shards: Sequence[Shard]) -> None:
 
 
 def _list_differences(one: Shard, other: Shard) -> list[str]:
-    """Return the names of the conditions in which two shards differ."""
+    """Return the names of the conditions (see `_list_conditions`) in which two shards differ."""
     of_one = _list_conditions(one)
     of_other = _list_conditions(other)
     return [name for name in of_one | of_other if of_one.get(name) != of_other.get(name)]
 
 
 def _list_conditions(shard: Shard) -> dict[str, Any]:
-    """Return everything that determines the numbers, by name."""
+    """Return everything that determines the numbers, by name: options, versions, samples, ..."""
     run = shard.run.model_dump(mode="json", exclude=MAY_DIFFER)
-    # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
+    # Only the kind of device counts: GPUs may have different names, but a CPU and a GPU may not be
+    # mixed.
     run["device"] = shard.run.device.split(" ")[0]
     run["batch_size"] = shard.batch_size
     run["samples"] = shard.ids
@@ -323,7 +330,13 @@ def _list_conditions(shard: Shard) -> dict[str, Any]:
 
 
 def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]]) -> None:
-    """Refuse to merge while samples are missing that no time limit and no failure left out.
+    """Refuse to merge while samples are missing for which no shard gives a reason.
+
+    Reasons are the time limit, a failure, or a measure that the model does not allow.
+
+    Args:
+        shards: the shards.
+        parts: their results by measure.
 
     Raises:
         InputError: samples are missing; the advice has the command that measures them.
@@ -349,7 +362,7 @@ def _require_whole(shards: Sequence[Shard], parts: Mapping[str, Sequence[Part]])
 
 
 def _list_unfinished(shards: Sequence[Shard]) -> list[str]:
-    """Return the names of the shards that have not begun or not come to their end: `2/4`."""
+    """Return the names, such as `2/4`, of the shards that have not begun or not finished."""
     finished = {shard.name for shard in shards if shard.is_finished}
     count = shards[0].of
     names = [f"{number}/{count}" for number in range(1, count + 1)]

@@ -200,7 +200,10 @@ class RunOptions(Settings):
         return self.resume or self.parts is not None
 
     def reading(self) -> dict[str, Any]:
-        """Return the given options that decide how model and data are read, for reports."""
+        """Return the given options that decide how model and data are read, for the report.
+
+        Values are as a person types them, by name.
+        """
         # A report has fields of its own for --data and --samples.
         options = self.options()
         given = {}
@@ -214,7 +217,7 @@ class RunOptions(Settings):
 
 
 def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
-    """Return the options of a panel as words of a command line.
+    """Return the given options of a panel (a heading of the help) as words of a command line.
 
     Args:
         given: values by name, as `RunOptions.reading` returns them.
@@ -225,7 +228,7 @@ def spell_options(given: Mapping[str, Any], panel: str = MODEL) -> list[str]:
         if known.panel != panel or name not in given:
             continue
         words.append(known.flags[0])
-        if given[name] is not True:
+        if given[name] is not True:  # a switch has no value
             words.append(str(given[name]))
     return words
 

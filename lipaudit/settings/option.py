@@ -44,12 +44,18 @@ class Need:
 
 
 def needs(other: str, *values: Any) -> Need:
-    """Return the need for another option: one of some values, or any value if none is given."""
+    """Return the condition that another option is given: with one of `values`, or with any value.
+
+    Args:
+        other: the name of the other option.
+        values: the values that it may have; none: any.
+    """
     text = flag(other)
     if values:
         text += f" {' or '.join(map(str, values))}"
 
     def holds(settings: Any) -> bool:
+        # Whether settings fulfil the condition.
         value = getattr(settings, other)
         if values:
             return value in values
@@ -96,7 +102,10 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """Return the default for the help, such as `auto`; for a switch that is on, its name."""
+        """Return the default for the help, such as `auto`; empty shows none.
+
+        Of a switch that is on by default it is the first spelling: `flip` for --flip/--no-flip.
+        """
         if self.default is None or self.default is False:
             return self.usual
         if self.default is True:
@@ -108,12 +117,13 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
     """Declare a field of `Settings` that people can type.
 
     Args:
-        default: its default; text is parsed as if typed.
+        default: its default; a text is parsed as if a person had typed it.
         help: one line.
         flags: its spellings; by default `--` and the field's name.
         how: attributes of `Option` (panel, env, usual, values, need, kinds, metavar, rare), and
             arguments of `pydantic.Field` that check values (ge, lt).
     """
+    # The attributes are stored with the field; `Settings.options` reads them.
     attributes: dict[str, Any] = {"help": help}
     if flags:
         attributes["flags"] = flags
@@ -140,7 +150,13 @@ def add_options(kind: type[S], added: Mapping[str, Any]) -> type[S]:
 
 
 def repeat_option(source: type[Settings], name: str, **how: Any) -> Any:
-    """Declare an option of other settings again, with other attributes (need, exclude...)."""
+    """Declare an option of other settings again, with other attributes (need, exclude...).
+
+    Args:
+        source: the settings that have the option.
+        name: its name.
+        how: the attributes that differ.
+    """
     known = copy(source.model_fields[name])
     extra: Any = known.json_schema_extra
     known.exclude = how.pop("exclude", known.exclude)
@@ -189,10 +205,10 @@ class Settings(BaseModel):
         return described
 
     def require_needed(self) -> Self:
-        """Refuse options without an effect beside the others.
+        """Refuse an option that has no effect, because it needs another one that is not set.
 
         Raises:
-            UsageError: with the first of them.
+            UsageError: the message names the first such option.
         """
         for known in self.options().values():
             if known.need and self._differs(known) and not known.need.holds(self):
@@ -205,14 +221,16 @@ class Settings(BaseModel):
     _check_needs = pydantic.model_validator(mode="after")(require_needed)
 
     def _differs(self, known: Option) -> bool:
-        """Say whether an option differs from its default, which may be stored as text."""
+        """Say whether an option differs from its default, which may be the text that gives it."""
         default = type(self).model_fields[known.name].default
         value = getattr(self, known.name)
         as_text = self.model_dump(mode="json", include={known.name}).get(known.name, value)
         return value != default and as_text != default
 
     def require_kind(self, kind: str) -> None:
-        """Refuse options that do not apply to a kind of model; configured ones are ignored.
+        """Refuse options that do not apply to models of a kind (image, tokens or text).
+
+        Those of a configuration file are for all models, so they are not refused.
 
         Raises:
             UsageError: the message names the first option that was given.
@@ -239,7 +257,7 @@ class Settings(BaseModel):
         Args:
             values: values by field name.
             spelled: returns the name of a field for messages; None: the command-line spelling.
-            configured: values from the configuration, which may have no effect.
+            configured: names of the values from a configuration file, which may have no effect.
 
         Raises:
             UsageError: an option does not accept its value; the message names the option.
@@ -259,7 +277,7 @@ class Settings(BaseModel):
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             name = ""
-            if first["loc"]:
+            if first["loc"]:  # the field, and the position inside of its value
                 name = str(first["loc"][0])
             reason = first["msg"].removeprefix("Value error, ")
             reason = reason.replace("Input should be", "it must be")
@@ -292,7 +310,7 @@ def flag(name: str) -> str:
 
 
 def _list_choices(annotation: Any) -> tuple[str, ...]:
-    """Return the words of a type: those of its first `Literal`.
+    """Return the words that a type accepts: those of the first `Literal` in it.
 
     >>> _list_choices(tuple[Literal["a", "b"], ...] | None)
     ('a', 'b')
@@ -307,18 +325,20 @@ def _list_choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Say whether all values of a type are text, words of a `Literal` included."""
+    """Say whether all values of a type, except None, are text or words of a `Literal`."""
     if get_origin(annotation) in (Union, UnionType):
         return all(inner is type(None) or _is_text(inner) for inner in get_args(annotation))
     return annotation is str or get_origin(annotation) is Literal
 
 
 def _find_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
-    """Return the command-line type of an annotation, and whether the option repeats.
+    """Return the type of an option on the command line, and whether it may be given repeatedly.
+
+    Types that the command line does not know are typed as text, which pydantic parses.
 
     Args:
         annotation: the type of a field.
-        metadata: what `Annotated` adds to it.
+        metadata: the validators and other objects that `Annotated` adds to the type.
     """
     if get_origin(annotation) is Annotated:
         inner, *added = get_args(annotation)
@@ -327,10 +347,10 @@ def _find_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, boo
         return str, False  # the type parses text itself, such as `auto` beside numbers
     if get_origin(annotation) in (Union, UnionType):
         choices = [inner for inner in get_args(annotation) if inner is not type(None)]
-        if len(choices) == 1:
+        if len(choices) == 1:  # TYPE | None
             return _find_type(choices[0])
         return str, False
-    if annotation == tuple[Path, ...]:
+    if annotation == tuple[Path, ...]:  # --option A --option B
         return Path, True
     if annotation in PLAIN:
         return annotation, False
@@ -356,13 +376,16 @@ def _require(fits: object) -> None:
         raise ValueError("the text does not have the form of the option")
 
 
-def _read_integers(form: str, text: str) -> list[int]:
-    """Return the numbers in the groups of a pattern; -1 for a group that is left out.
+def _read_integers(pattern: str, text: str) -> list[int]:
+    """Return the integers in the groups of a pattern; -1 for a group that matches nothing.
 
     Spaces around the signs / : . - do not matter.
+
+    Raises:
+        ValueError: the text does not match the pattern.
     """
     compact = re.sub(r"\s*([/:.-])\s*", r"\1", text.strip())
-    match = re.fullmatch(form, compact)
+    match = re.fullmatch(pattern, compact)
     if match is None:
         raise ValueError(f"{text!r} has another form")
     return [int(number or -1) for number in match.groups()]
@@ -381,15 +404,15 @@ def read_layers(text: str) -> tuple[int, ...]:
 
 
 def read_lengths(text: str) -> tuple[int, ...]:
-    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n."""
+    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths with equal ratios."""
     first, last, count = _read_integers(r"(\d+):(\d+):log(\d+)", text)
     _require(FEWEST <= first < last <= MOST_TOKENS and 2 <= count <= MOST_LENGTHS)
     lengths = []
     for i in range(count):
-        # Even steps of the logarithm: a power law is a line over them.
+        # Even steps of the logarithm, because growth is fitted by a power law, a line over log n.
         step = math.log(last / first) * i / (count - 1)
         lengths.append(round(first * math.exp(step)))
-    return tuple(dict.fromkeys(lengths))
+    return tuple(dict.fromkeys(lengths))  # rounding may give a length twice
 
 
 def read_quantization(text: str) -> tuple[int, int]:
@@ -407,7 +430,7 @@ def read_head(text: str) -> tuple[int, int]:
 
 
 def read_keywords(text: str) -> dict[str, Any]:
-    """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings."""
+    """Read `NAME=VALUE,...`; a value is a number, true, false or none if it can be, else text."""
     values: dict[str, Any] = {}
     for piece in filter(None, text.split(",")):
         before, equals, after = piece.partition("=")
@@ -418,7 +441,7 @@ def read_keywords(text: str) -> dict[str, Any]:
         as_json = word.lower()
         if as_json == "none":
             as_json = "null"
-        with suppress(ValueError):  # any other word stays a string
+        with suppress(ValueError):  # no JSON value: the word stays a text
             values[key] = json.loads(as_json)
     return values
 
@@ -471,7 +494,7 @@ def require_distinct(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
-    """Return the step of a type's validation that parses text; other values stay as they are.
+    """Return a step of pydantic's validation that parses text; other values stay as they are.
 
     Args:
         read: returns the value of a text; its errors are replaced by `form`.
@@ -479,6 +502,7 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
     """
 
     def convert(value: Any) -> Any:
+        # Python may pass a value of the right type, which is not parsed.
         if not isinstance(value, str):
             return value
         try:
@@ -491,7 +515,12 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
 
 
 def _read_radius(value: Any, *, parse: Callable[[str], Any] = parse_radius) -> Any:
-    """Parse a text, or a number by its decimal spelling: 0.1 is exactly one tenth."""
+    """Parse a radius: a text, or a number by its decimal spelling, so 0.1 is exactly one tenth.
+
+    Args:
+        value: the radius; values of other types stay as they are.
+        parse: parses a text.
+    """
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         return value
     try:
@@ -517,11 +546,11 @@ def _read_radii(values: Any) -> Any:
 
 
 def _require_balls(radii: tuple[Radius, ...], counted: tuple[str, ...] = ()) -> tuple[Radius, ...]:
-    """Return the radii, if all are positive and certificates can hold for them.
+    """Return the radii, if all are positive and certificates exist for them.
 
     Args:
-        radii: the radii.
-        counted: units of numbers of changes that can be certified, such as words.
+        radii: the radii of balls, without a unit; or numbers of changes, such as 2 words.
+        counted: the units for which certificates exist.
     """
     for radius in radii:
         if radius.unit and radius.unit not in counted:

@@ -17,12 +17,13 @@ DEMOS = {
 }
 FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
+# Names of the functions in timm's source that are decorated with @register_model.
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
 
 
 @cache
 def timm_names() -> tuple[str, ...]:
-    """Return timm's architectures in order, read from its source: an import takes seconds.
+    """Return the sorted names of timm's architectures, without an import that takes seconds.
 
     The list equals `timm.list_models()`; it is empty if timm is not installed.
     """
@@ -33,6 +34,7 @@ def timm_names() -> tuple[str, ...]:
     for folder in package.submodule_search_locations or ():
         for path in Path(folder, "models").rglob("*.py"):
             source = path.read_text(encoding="utf-8")
+            # Functions that are decorated with @register_model.
             names.update(_REGISTERED.findall(source))
     return tuple(sorted(names))
 
@@ -43,10 +45,11 @@ def demo_names() -> tuple[str, ...]:
 
 
 def similar_models(spec: str) -> list[str]:
-    """Return MODEL arguments similar to a name that was not found."""
+    """Return MODEL arguments similar to a name that was not found, to suggest them."""
+    # MODEL arguments by the name that a user may have typed without a prefix.
     by_name = {"demo": "demo"}
     by_name |= {name: f"demo:{name}" for name in DEMOS}
     by_name |= {name: f"timm:{name}" for name in timm_names()}
-    # Without a prefix, and without the name of weights in timm: vit_base.in1k.
+    # Without a prefix such as `timm:`, and without timm's name of weights: vit_base.in1k.
     name = spec.rpartition(":")[2].partition(".")[0]
     return [by_name[known] for known in similar(name, by_name)]

@@ -33,7 +33,10 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
     Args:
         path: the folder of the adapter.
         options: the options of the model.
-        load: loads the base.
+        load: loads a MODEL argument; returns its source ("hf", "timm", ...) and its description.
+
+    Returns:
+        The source and the description of the base model, with the merged weights.
 
     Raises:
         InputError: peft is missing, the base is unknown, the kind of adapter has no weights to
@@ -60,9 +63,11 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
     if Path(base).resolve() == path.resolve():
         text = f"{path / CONFIG} names its own folder as the base model"
         raise InputError(text, "Write the folder of the whole model into base_model_name_or_path.")
-    # A sum in half precision would be another model.
+    # Merging adds an update to the base weights. In half precision the sum would be rounded, and
+    # be another model. So the base is converted to float32 on loading.
     options = replace(options, weights="converted")
     classes = _count_classes(config, state)
+    # The adapter may hold a new classifier: the base gets one of that size to merge it into.
     if options.classes is None and classes:
         options = replace(options, classes=classes)
     source, spec = load(base, options)
@@ -73,7 +78,7 @@ def load_adapter(path: Path, options: LoadOptions, load: LoadBase) -> tuple[str,
     text = f"the adapter of {path.name} was merged into its base model {name}"
     notes = [Note.info("adapter", text)]
     for note in spec.notes:
-        # A classifier of the adapter has taken the place of the new one.
+        # The note says that the classifier is random: the adapter has replaced it.
         if not classes or note.code != "new-classifier":
             notes.append(note)
     return source, replace(spec, notes=tuple(notes))
@@ -108,24 +113,31 @@ def _count_classes(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> in
         return None
     names = ("score.weight", "classifier.weight", "out_proj.weight")
     heads = [value for key, value in state.items() if key.endswith(names)]
-    return len(heads[-1]) if heads else None
+    return len(heads[-1]) if heads else None  # one row per class
 
 
 def _merge(module: Any, path: Path, state: Mapping[str, Tensor], peft: Any) -> None:
-    """Merge the weights of an adapter into a model, in place.
+    """Merge the weights of an adapter into its base model, in place.
+
+    Args:
+        module: the base model.
+        path: the folder of the adapter.
+        state: the adapter's weights by name.
+        peft: the library.
 
     Raises:
-        InputError: its kind cannot be merged, or names or shapes differ.
+        InputError: this kind of adapter cannot be merged, or names or shapes differ.
     """
     with explain_failure(
         f"peft cannot apply the adapter {path} to {type(module).__name__}",
         f"Update peft, or {MERGE}",
     ):
         config = peft.PeftConfig.from_pretrained(str(path))
-        if config.is_prompt_learning:
+        if config.is_prompt_learning:  # adds tokens to the input, and leaves the weights alone
             text = f"{path} holds a prompt ({config.peft_type}), and no change of weights"
             raise InputError(text, "Measure its base model.")
         wrapped = peft.PeftModel(module, config)
+        # Compared here, because peft skips missing and surplus names without an error.
         expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     misfit = find_misfit(expected, state)
     if misfit:

@@ -121,7 +121,7 @@ def make_zero_shot(
     config = text_models.find_text_config(module.config)
     limit = text_models.limit_tokens(module, config, tokenizer)
     texts = [prompt.replace("{}", name) for name in names for prompt in prompts]
-    # SigLIP was trained on padded texts, and reads the last position.
+    # SigLIP reads the state at the last position, and was trained on texts padded to full length.
     padding: dict[str, Any] = {"padding": True}
     if module.config.model_type.startswith("siglip"):
         padding = {"padding": "max_length", "max_length": limit}
@@ -135,16 +135,19 @@ def make_zero_shot(
     expected = inspect.signature(module.get_text_features).parameters
     inputs = {key: value for key, value in tokens.items() if key in expected}
 
-    @cache  # computed once per run, in its precision, on the blank sample of loading
+    @cache  # computed on the first call, which is made while the model is loaded
     def embed_classes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return weight (classes, width) and bias of the classifier: a linear layer on features.
+        """Return weight (classes, width) and bias (1,) of a linear layer on normalised features.
 
-        The weight of a class is the mean embedding of its prompts.
+        The weight of a class is the mean embedding of its prompts, normalised, times the model's
+        logit scale.
         """
+        # Not in inference mode: such tensors could not be part of a graph later.
         with torch.inference_mode(False), torch.no_grad():
             ids = {key: value.to(device) for key, value in inputs.items()}
             embeddings = _embed_texts(module, ids, dtype)
             scale = module.logit_scale.to(device, dtype).exp()
+            # SigLIP has a bias, CLIP has none.
             bias = getattr(module, "logit_bias", torch.zeros(1)).to(device, dtype)
             blank = torch.zeros(1, *spec.input_shape, device=device, dtype=dtype)
             _require_cosines(module, blank, ids, scale * embeddings, bias)
@@ -152,7 +155,11 @@ def make_zero_shot(
             return scale * F.normalize(by_class.mean(1), dim=-1), bias
 
     def read(result: Any) -> Tensor:
-        """Return the logits of images, (batch, classes), from the result of the image tower."""
+        """Return the logits of images, (batch, classes): scale * cosine + bias.
+
+        Args:
+            result: the output of the image tower, and a mask.
+        """
         features = widen_half(text_models.read_tower(*result))
         weight, bias = embed_classes(features.device, features.dtype)
         return F.normalize(features, dim=-1) @ weight.T + bias
@@ -170,8 +177,15 @@ def make_zero_shot(
 
 
 def _embed_texts(module: Any, ids: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the normalised embeddings of texts, (texts, width)."""
+    """Return the normalised embeddings of texts, (texts, width).
+
+    Args:
+        module: the image-text model.
+        ids: what its text tower reads (input_ids, attention_mask), each (texts, tokens).
+        dtype: dtype of the embeddings.
+    """
     features = []
+    # In chunks of `TEXTS` texts, to bound the memory.
     for start in range(0, len(ids["input_ids"]), TEXTS):
         chunk = {key: value[start : start + TEXTS] for key, value in ids.items()}
         output = module.get_text_features(**chunk)
@@ -188,12 +202,12 @@ def _require_cosines(
     Args:
         module: the image-text model.
         blank: an image, (1, channels, height, width).
-        ids: what its text tower reads.
-        weight: scale * the normalised embeddings of the texts.
-        bias: of the logits.
+        ids: what its text tower reads (input_ids, attention_mask), each (texts, tokens).
+        weight: scale * the normalised embeddings of the texts, (texts, width).
+        bias: (1,).
 
     Raises:
-        InputError: they are not.
+        InputError: the model computes its logits in another way.
     """
     two_texts = {key: value[:2] for key, value in ids.items()}
     logits = module(pixel_values=blank, **two_texts).logits_per_image
@@ -220,6 +234,11 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
     prompt; the embeddings of the continuation do not change.
 
+    Args:
+        net: the language model.
+        task: the kind of question, and the names of the classes.
+        how: sum or mean over the tokens of a continuation.
+
     Raises:
         InputError: the logits of a token depend on more than the embeddings up to that token.
     """
@@ -230,8 +249,8 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
             "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
     _require_causal(net, entry)
-    count = len(task.classes)
-    if task.kind == "continuation":
+    count = len(task.classes)  # number of continuations of each prompt
+    if task.kind == "continuation":  # one, and its rival: see `_score_rows`
         count = 0
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
@@ -243,7 +262,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lift_parameters(call),
+        call=lift_parameters(call),  # reads weights that stay as stored as converted copies
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
@@ -259,10 +278,11 @@ def _score_rows(
     Args:
         net: the language model.
         entry: its embedding layer.
-        x: packed samples (batch, tokens).
-        mask: True at their tokens.
+        x: packed samples (batch, tokens): a prompt, then its continuations, where a token of
+            continuation i = 1, 2, ... is its id + i * vocabulary.
+        mask: True at their tokens, False at padding; None without padding.
         how: sum or mean over tokens.
-        count: number of continuations of a prompt; 0: a single one and its rival.
+        count: number of continuations of a prompt; 0: one, which gets a rival.
     """
     assert net.next_logits is not None
     vocabulary = net.vocabulary or 0
@@ -283,8 +303,8 @@ def _score_rows(
     samples = torch.arange(len(x), device=x.device)[:, None, None]
     row_ids = ids[samples, columns].flatten(0, 1)  # (batch * rows, length)
     is_scored = in_continuation.gather(2, columns).flatten(0, 1)
-    # Prompts and continuations are embedded separately, so that replacing the first output of
-    # `entry` changes prompts only.
+    # Attacks replace the first output of `entry`. So prompts and continuations are embedded by two
+    # calls, and only the first one's positions in prompts are used: attacks change prompts only.
     of_prompts = entry(ids)
     of_continuations = entry(ids)
     z = torch.where(in_prompt[..., None], of_prompts, of_continuations)
@@ -292,11 +312,13 @@ def _score_rows(
     # Logits at a position score the next token. The first ones needed are those at the end of the
     # shortest prompt, the last ones at the token before the last.
     first = int(is_scored.int().argmax(1).min()) - 1
+    # Equal rows run once: `is_run` are the rows that run, `run_of_row` is the run of each row.
     is_run, run_of_row = _merge_equal_rows(in_continuation.sum(2) == 1)
     logits = net.next_logits(z[is_run, :-1], first)
     is_scored = is_scored[:, first + 1 :]
     tokens = row_ids[:, first + 1 :][is_scored][:, None]  # of all rows, one after another
     rows, positions = is_scored.nonzero(as_tuple=True)
+    # log p of every id at each scored token, (scored tokens, vocabulary)
     logs = widen_half(logits[run_of_row[rows], positions]).log_softmax(1)
     return _sum_log_probabilities(logs, tokens, is_scored, how, count)
 
@@ -309,9 +331,10 @@ def _sum_log_probabilities(
     Args:
         logs: log p of every id at each scored token, (scored tokens, vocabulary).
         tokens: the ids of the scored tokens, (scored tokens, 1).
-        is_scored: their places, (batch * rows, positions).
+        is_scored: True where the scored tokens are, (batch * rows, positions). A row is one
+            continuation of one sample.
         how: sum or mean over tokens.
-        count: number of continuations of a prompt; 0: a single one and its rival.
+        count: number of continuations of a prompt; 0: one, which gets a rival.
     """
     log_p = logs.gather(1, tokens)[:, 0]
     divisor: Any = 1
@@ -321,7 +344,9 @@ def _sum_log_probabilities(
     scores = table.sum(1) / divisor
     if count:
         return scores.view(-1, count)
-    # The rival: by how much each token is ahead of the likeliest other one, at the weakest token.
+    # The rival is the same continuation with its weakest token replaced by the likeliest other id.
+    # The weakest token has the smallest lead, log p(token) - log p(other): the rival's score is
+    # lower by that lead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
     table = log_p.new_full(is_scored.shape, math.inf).index_put((is_scored,), log_p - other)
     lead = table.amin(1)
@@ -329,13 +354,17 @@ def _sum_log_probabilities(
 
 
 def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows run, (batch * rows,), and for every row its number among these.
+    """Return which rows the model runs, (batch * rows,), and for each row which run it shares.
 
-    Without its last token, a row is the same for all continuations of a single token: the prompt.
-    It runs once.
+    A row is a prompt with one continuation, and the model reads all tokens but the last. With a
+    continuation of a single token that is the prompt alone. So the rows of a sample with such
+    continuations are equal, and only the first of them runs.
 
     Args:
         is_single: whether the continuation of a row is a single token, (batch, rows).
+
+    Returns:
+        A mask of the rows that run, and the index of a run (among the rows that run) for each row.
     """
     rows = torch.arange(is_single.shape[1], device=is_single.device)
     first_single = is_single.int().argmax(1)[:, None]
@@ -347,13 +376,17 @@ def _merge_equal_rows(is_single: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _require_causal(net: Net, entry: nn.Module) -> None:
-    """Check that a token's logits depend on the embeddings up to that token, and on no others."""
+    """Check that a token's logits depend on the embeddings up to that token, and on no others.
+
+    Also that embeddings give the same logits as their token ids.
+    """
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
     next_logits = net.next_logits
     assert next_logits is not None
-    score = lift_parameters(lambda z: next_logits(z, 0))
+    # `lift_parameters`: weights that stay as stored are read as converted copies.
+    score = lift_parameters(lambda embeddings: next_logits(embeddings, 0))
     with exact_arithmetic(net.device), torch.no_grad():
         z = lift_parameters(entry)(ids)
         logits = score(z)

@@ -72,7 +72,7 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     if options.pretrained:
         weights = list_weight_files(top)
     if not weights and "adapter_config.json" in top:
-        # By name, safetensors come after pickled weights.
+        # Sorted by name, .safetensors comes after .bin: it is preferred if both are there.
         weights = sorted(file for file in top if file.startswith("adapter_model."))[-1:]
     if options.pretrained and not weights:
         text = f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
@@ -89,9 +89,9 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
             name,
             revision=commit.sha,
             allow_patterns=[*settings, POOLING, *weights],
-            local_files_only=bool(commit.no_answer),
+            local_files_only=bool(commit.no_answer),  # the Hub was not asked or did not answer
         )
-    commit.remember()
+    commit.remember()  # so that the cache knows which commit the revision was
     return Path(path), commit
 
 
@@ -103,7 +103,7 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """
     from transformers import AutoConfig
 
-    overrides = options.building
+    overrides = options.building  # --model-kwargs, without `pretrained`
     with silence_transformers():
         with explain_failure(
             f"{path} is not a model that transformers knows",
@@ -112,9 +112,10 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             *(ValueError, KeyError, OSError, AttributeError, TypeError),
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
-        loader, added = _choose_loader(config, options.classes)
+        # The notes say that a new classifier is random, if another number of classes is requested.
+        loader, head_notes = _choose_loader(config, options.classes)
         if options.pretrained:
-            is_new = bool(added)
+            is_new = bool(head_notes)
             module, quantised, notes = _load_checkpoint(loader, path, config, options, is_new)
         else:
             module = _build(loader, config)
@@ -122,7 +123,9 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
             notes = (RANDOM,)
         spec = describe_transformers(module, options, path=path)
     spec = replace(spec, quantised=quantised)
-    return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
+    return replace(
+        spec, notes=_note_unknown_fields(path, config) + head_notes + notes + spec.notes
+    )
 
 
 def _load_checkpoint(
@@ -135,7 +138,8 @@ def _load_checkpoint(
         path: the directory.
         config: its configuration.
         options: the user's options.
-        has_new_classifier: whether the classifier, with its pooler, does not come from the file.
+        has_new_classifier: whether the classifier, with its pooler, is new and random: weights
+            outside of the base model then need not fit.
 
     Returns:
         The model; how its weights are quantised, if they are; and notes on them.
@@ -143,12 +147,15 @@ def _load_checkpoint(
     Raises:
         InputError: weights are missing, surplus or of another shape.
     """
-    formats = _read_formats(path)
+    formats = _read_formats(path)  # number format of each stored weight, such as BF16
     offload = options.device_map is not None
+    # Whether quantised weights are dequantised each time a layer reads them. A device map moves
+    # values, so it needs them on loading.
     later = options.weights == "stored" and not offload
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
     state = plan.state
-    # Weights that transformers dequantises are floats of its choice.
+    # Whether weights keep their precision on loading. Not if transformers dequantises them (a plan
+    # without a state): it would then choose the precision.
     as_stored = (later or offload) and (not plan.text or state is not None)
     module, report, notes = _load_weights(
         loader, path, config, formats, state, as_stored=as_stored
@@ -160,7 +167,7 @@ def _load_checkpoint(
         missing = _list_below(module.base_model, missing)
         surplus = _list_below(module.base_model, surplus)
         wrong = _list_below(module.base_model, wrong)
-    # AutoGPTQ stores biases of zeros for layers without a bias.
+    # AutoGPTQ stores biases of zeros for layers without a bias: they are not surplus.
     zero_biases = set()
     for name, value in (state or {}).items():
         if name.endswith(".bias") and not value.any():
@@ -171,9 +178,10 @@ def _load_checkpoint(
 
 
 def list_expert_settings(module: nn.Module) -> list[tuple[Any, str]]:
-    """Return the configurations in a module that choose how experts multiply, and the choices.
+    """Return the configurations in a module that say how its experts multiply, with that choice.
 
-    "grouped_mm" does not support float64, "eager" does.
+    Experts are those of a mixture of experts. The choice "grouped_mm" does not support float64,
+    "eager" does. So the caller may have to change it, and to restore it.
     """
     configs = {}
     for part in module.modules():
@@ -202,10 +210,10 @@ def describe_transformers(
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if not hasattr(config, key):  # the code of transformers asks every model for them
                 setattr(config, key, None)
-    find_text_config(module.config).use_cache = False
+    find_text_config(module.config).use_cache = False  # no passes over texts one token at a time
     tower = options.tower
     name = type(module).__name__
-    if options.class_names:
+    if options.class_names:  # --classes: a zero-shot classifier of images
         _require_image_text(module, options)
         spec = describe_images(module, options, path, "image")
         return make_zero_shot(module, spec, options.prompts, path)
@@ -301,6 +309,7 @@ def describe_sounds(module: Any) -> ModelSpec:
             "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
         )
     call = module
+    # Without a head, the output is the features of the encoder: a decoder would need a text.
     if config.is_encoder_decoder and not has_head(module):
         call = module.get_encoder()
     return ModelSpec(
@@ -342,6 +351,8 @@ def describe_images(
             )
     shape = options.image_shape(_image_shape(module, processor))
     steps = {}
+    # The processor resizes to its own size, so --input-size replaces it. Its bicubic resizing may
+    # leave [0, 1].
     if processor is not None and not options.input_size:
         steps[type(processor).__name__] = lambda image: _process(processor, image).clamp(0, 1)
     call = module
@@ -370,7 +381,8 @@ def describe_images(
 def _read_normalisation(processor: Any) -> dict[str, Any]:
     """Return the mean and std of an image processor for pixels in [0, 1]; nothing without one.
 
-    The processor computes (255 f x - mean) / std with its factor f, nearly always 1/255.
+    For a pixel x in [0, 1] the processor computes (255 f x - mean) / std, where f is its
+    `rescale_factor`, nearly always 1/255. Mean and std divided by 255 f give the same value for x.
     """
     if processor is None:
         return {}
@@ -418,14 +430,14 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
 
 
 def _process(processor: Any, image: Any) -> Tensor:
-    """Return the pixels that a processor makes of an image, in [0, 1]."""
+    """Return the pixels that a processor makes of an image, in [0, 1]: not yet normalised."""
     return processor(
         image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
     )["pixel_values"][0]
 
 
 def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
-    """Name the fields of a configuration that the installed transformers ignores."""
+    """Warn of fields that a newer transformers has written and the installed one ignores."""
     import transformers
 
     stored = read_json(path / "config.json")
@@ -435,6 +447,7 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
     known.update(dir(transformers.PretrainedConfig()))
     unknown = sorted(stored.keys() - known)
+    # Unknown fields of this version or an older one are the author's own, and change nothing.
     if not unknown or Version(written) <= Version(installed):
         return ()
     text = (
@@ -446,9 +459,14 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
 
 
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
-    """Return the class that loads a model, by the architecture in its configuration.
+    """Return the class that loads a model, by the architecture in its configuration, and notes.
 
-    No head is invented, except a new classifier for another number of classes.
+    A model without a head gets none, so its output is features. Only if another number of classes
+    is requested, the model gets a new and random classifier: the note says so.
+
+    Args:
+        config: the configuration; its class names are replaced for a new classifier.
+        classes: the requested number of classes; None: as trained.
     """
     import transformers
 
@@ -458,7 +476,8 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
 
     name = (config.architectures or [""])[0]
     auto = next((auto for end, auto in LOADERS.items() if name.endswith(end)), "AutoModel")
-    if auto == SEQUENCES and not has_class(SEQUENCES):  # Wav2Vec2ForSequenceClassification
+    # Some classifiers of sound are named like those of text: Wav2Vec2ForSequenceClassification.
+    if auto == SEQUENCES and not has_class(SEQUENCES):
         auto = CLASSIFIERS["ForAudioClassification"]
     added: tuple[Note, ...] = ()
     trained_classes = None
@@ -470,6 +489,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
         if trained_classes is None:
             auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
         added = (new_classifier(classes),)
+    # No auto class has every model: then its own class loads it.
     architecture = getattr(transformers, name, None)
     if not has_class(auto) and isinstance(architecture, type):
         return architecture, added
@@ -484,7 +504,7 @@ def _read_formats(path: Path) -> dict[str, str]:
     for name in list_weight_files(file.name for file in path.iterdir()):
         if not name.endswith(".safetensors"):
             continue
-        # Loading explains why a file cannot be read.
+        # Damaged files are skipped here: loading raises an error that explains the fault.
         with suppress(SafetensorError, OSError), safe_open(path / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 formats[key] = file.get_slice(key).get_dtype()
@@ -506,12 +526,13 @@ def _load_weights(
         loader: the class that loads the model.
         path: the directory.
         config: its configuration.
-        formats: number formats of its weights by name.
-        state: the weights by name; None: those of the directory.
+        formats: number formats of its weights by name, as safetensors spells them: F32, I8.
+        state: weights to load in place of the directory's, if these are quantised; else None.
         as_stored: whether weights that are all of one precision stay as stored.
     """
     if state is None and not getattr(config, "quantization_config", None):
-        # Counters and positions may be integers; transformers would cast weights to floats.
+        # A weight of integers is quantised, but no scale is known, and transformers would take
+        # the integers for values. Other tensors, such as counters and positions, may be integers.
         codes = []
         for name, number_format in formats.items():
             if name.endswith("weight") and number_format[0] in "IU":
@@ -529,7 +550,8 @@ def _load_weights(
         "Check that the directory is complete: config.json and its weights. Copy or download "
         "damaged files again; pickled files may hold tensors only.",
     ):
-        if state is not None:  # auto classes want a path
+        # Auto classes take a path only: a state goes to the class of the model itself.
+        if state is not None:
             with torch.device("meta"):
                 built = _build(loader, config)
             transpose_codes(built, state)
@@ -547,6 +569,7 @@ def _load_weights(
         )
     if dtype == torch.float32:
         return module, report, note_half_precision(dtypes)
+    # The model was built in half precision, which has rounded the constants that it computes.
     _compute_constants(module, loader, config)
     return module, report, ()
 
@@ -561,6 +584,7 @@ def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
     register = nn.Module.register_parameter
 
     def register_without_values(part: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        """Register a parameter on the meta device, which needs no memory."""
         if p is not None:
             p = nn.Parameter(p.detach().to("meta"), p.requires_grad)
         register(part, name, p)
@@ -569,6 +593,7 @@ def _compute_constants(module: nn.Module, loader: Any, config: Any) -> None:
         exact_parts = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():
         exact = getattr(exact_parts.get(name), "_buffers", {})
+        # Non-persistent buffers are not in the checkpoint: these are the computed constants.
         for key in part._non_persistent_buffers_set & exact.keys():
             part._buffers[key] = exact[key]
 
@@ -599,7 +624,7 @@ def _require_complete(
     """
     gives_features = not has_head(module)
     without_pooler = gives_features and any(_has_part(key, POOLER) for key in missing)
-    # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes these.
+    # Newer Swin checkpoints lack the position indices of windows: transformers 5.4 computes them.
     optional = [WINDOWS]
     if gives_features:
         optional.append(POOLER)
@@ -608,7 +633,7 @@ def _require_complete(
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
     surplus = sorted(key for key in surplus if key.split(".")[-1] not in constants)
     unused = []
-    if gives_features:  # they do not depend on heads, pooler and mask
+    if gives_features:  # which do not depend on a head, the pooler and the mask token
         for key in surplus:
             if _has_part(key, POOLER, MASK) or not _is_inside(module, key):
                 unused.append(key)
@@ -627,7 +652,7 @@ def _require_complete(
 
 
 def _list_below(base: nn.Module, keys: Sequence[str]) -> list[str]:
-    """Return the names of weights of a base model, without its pooler."""
+    """Return those of some names of weights that belong to a base model, without its pooler."""
     return [key for key in keys if _is_inside(base, key) and not _has_part(key, POOLER)]
 
 
@@ -637,7 +662,7 @@ def _has_part(key: str, *parts: str) -> bool:
 
 
 def _is_inside(module: Any, key: str) -> bool:
-    """Say whether a key belongs to the backbone, with or without its prefix."""
+    """Say whether a key belongs to a model, with or without the prefix of its base model."""
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
     return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))
@@ -648,7 +673,7 @@ def silence_transformers() -> Iterator[None]:
     """Silence the tables and progress bars of transformers inside the block."""
     from transformers.utils import logging
 
-    with hub_bars() as undo:
+    with hub_bars() as undo:  # its callbacks restore the settings when the block ends
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         if logging.is_progress_bar_enabled():
             undo.callback(logging.enable_progress_bar)

@@ -85,6 +85,7 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):
         source, spec = _load_spec(name, options)
+        # An option that this source does not read would have no effect: that is an error.
         for option, readers in READERS.items():
             is_given = getattr(options, option) != getattr(LoadOptions(), option)
             if is_given and source not in readers:
@@ -152,10 +153,13 @@ def _load_file(path: Path, options: LoadOptions) -> ModelSpec:
 
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
-    """Load a directory in the format of timm or transformers, by the keys of its config.json."""
+    """Load a directory in the format of timm, transformers or peft; return its source, too.
+
+    The keys of config.json tell timm from transformers; an adapter of peft has its own file.
+    """
     for entry in path.iterdir():
         if entry.is_file():
-            require_fetched(entry)
+            require_fetched(entry)  # refuses pointers of git-lfs
     if (path / adapters.CONFIG).is_file():
         return adapters.load_adapter(path, options, _load_spec)
     config_file = path / "config.json"
@@ -177,7 +181,13 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     """Make a model ready to be measured.
 
     Put the module in eval mode, freeze its parameters, and move it to the requested device and
-    dtype. One sample of our own runs through it, so a model that cannot run is refused here.
+    dtype. Run it on a blank sample, so a model that cannot run is refused here.
+
+    Args:
+        spec: the model, with its description.
+        options: the user's options.
+        name: the MODEL argument, for the report.
+        source: the source of the model, such as "timm".
 
     Raises:
         InputError: weights are not finite, or the model cannot run on a blank sample.
@@ -188,7 +198,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     # A program of torch.export has no modes.
     with explain_failure(f"{name} cannot be put in eval mode", "Give the original module."):
         module.eval().requires_grad_(False)
-    if options.dtype == "float64":
+    if options.dtype == "float64":  # other ways to multiply experts have no float64
         for config, _ in huggingface.list_expert_settings(module):
             setattr(config, huggingface.EXPERTS, "eager")
     architecture = spec.architecture or type(module).__name__
@@ -199,12 +209,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     read_result = spec.read or find_main_output
 
     def read_output(result: Any) -> Tensor:
+        """Return the output tensor from a model's result; one number per sample as (batch, 1)."""
         output = read_result(result)
         if output.ndim == 1:
-            return output[:, None]  # a number per sample is a row
+            return output[:, None]
         return output
 
     probe = probe_model(spec, call, read_output)
+    # All measures take logits, so probabilities are turned into logits.
     call, read, scorer = convert_outputs(probe.form, call, read_output, spec.next_token)
     notes = [*spec.notes, *notes_on_places, *probe.notes, *note_form(probe.form)]
     if quantised:
@@ -253,9 +265,11 @@ def _settle_weights(
 ) -> tuple[str, str]:
     """Dequantise or round weights, in place; return how they are quantised, and their hash.
 
+    Weights are rounded for --quantize. Both descriptions are for the report.
+
     Args:
         module: the model.
-        quantised: how its source dequantised the weights; empty if it did not.
+        quantised: how its source has already dequantised the weights; empty if it has not.
         options: the user's options.
         name: the model's name in errors.
 
@@ -263,6 +277,7 @@ def _settle_weights(
         InputError: weights are not finite, or cannot be dequantised or rounded.
         UsageError: --quantize does not apply.
     """
+    # Whether quantised weights are dequantised each time a layer reads them, to save memory.
     later = options.weights == "stored" and options.device_map is None
     quantised = quantised or dequantise(module, later=later)
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
@@ -281,7 +296,7 @@ def _settle_weights(
             "Leave --quantize out.",
         )
     quantised = round_weights(module, options.quantize)
-    return quantised, hash_weights(module, name)  # rounded weights are another function
+    return quantised, hash_weights(module, name)  # rounded weights have a hash of their own
 
 
 def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | None) -> None:
@@ -299,7 +314,11 @@ def _require_labels_fit(spec: ModelSpec, options: LoadOptions, classes: int | No
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec, Call]:
-    """Return the complete description, and a function that preprocesses samples and runs them."""
+    """Return a description without gaps, and a function that runs a model on raw samples.
+
+    The function normalises images, (samples, mask) -> result. The description gets the range of
+    pixels, the resizing and the facts for the report.
+    """
     _require_images(spec, options)
     complete = spec
     module = spec.module
@@ -315,7 +334,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             spec, box=spec.box or (0.0, 1.0), preprocess={**spec.preprocess, **facts}
         )
 
-    @cache  # a copy to a GPU at every call would wait for it
+    @cache  # else each call would copy the values to the GPU, and wait for it
     def make_constant(
         values: tuple[float, ...], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
@@ -324,6 +343,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             return torch.tensor(values, device=device, dtype=dtype)[:, None, None]
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
+        """Run the model on samples; images are normalised first."""
         if spec.kind == "image":
             centred = x - make_constant(mean, x.device, x.dtype)
             x = centred / make_constant(std, x.device, x.dtype)
@@ -331,7 +351,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[ModelSpec
             x = x.clone()
         if spec.call is not None:
             return spec.call(x, mask)
-        # Many modules take no mask; one that is true everywhere says nothing.
+        # Many modules take no mask, and a mask that is True everywhere is not needed.
         if mask is None or mask.all():
             return module(x)
         return module(x, mask)
@@ -355,7 +375,7 @@ def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
 
 
 def _expand_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return the mean or std of every channel, of which one value may be given for all.
+    """Return the mean or std of every channel; a single value holds for all channels.
 
     Raises:
         UsageError: another number of values, or a std that is not positive.
@@ -372,7 +392,7 @@ def _expand_channels(name: str, values: tuple[float, ...], channels: int) -> tup
 
 
 def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
-    """Return the description with the requested way from pictures to pixels.
+    """Return the description with `prepare`, which turns pictures into pixels, by --preprocess.
 
     Raises:
         UsageError: the model's own steps are requested, and it has none.
@@ -392,7 +412,7 @@ def _choose_resizing(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
         )
     if choice == "model":
         return replace(spec, prepare=Resizing(spec.input_shape, steps, choice))
-    # Without the facts on steps that are not taken.
+    # The report must not describe the model's own resizing, which is not used.
     facts = {name: fact for name, fact in spec.preprocess.items() if name not in RESIZING}
     return replace(spec, prepare=Resizing(spec.input_shape, choice=choice), preprocess=facts)
 
@@ -422,7 +442,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     trained = getattr(module, "pretrained_cfg", None)
     facts: dict[str, Any] = {}
-    if isinstance(module, DigitsViT):
+    if isinstance(module, DigitsViT):  # a demo: timm has an equal architecture
         architecture, arguments = AS_TIMM
     elif trained is not None:
         architecture = str(trained.get("architecture"))
@@ -459,6 +479,7 @@ def _save_transformers(module: Any, folder: Path) -> None:
     files = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
     for file in files:
         copy = folder / file.relative_to(source)
+        # Not the index of sharded weights, which `save_pretrained` writes.
         if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)
@@ -525,10 +546,10 @@ def borrow(
 
 @contextmanager
 def freeze_net(net: Net) -> Iterator[Net]:
-    """Make a model in training ready to be measured, with its current weights.
+    """Make a model in training ready to be measured inside the block, with its current weights.
 
-    Flags, weights and gradients are restored when the block ends; anything cached for earlier
-    weights is dropped.
+    Flags, weights and gradients are restored when the block ends. The block gets a copy of the
+    `Net`, without what was cached for earlier weights.
     """
     with restore(net.module):
         net.module.eval().requires_grad_(False)
@@ -539,11 +560,11 @@ def freeze_net(net: Net) -> Iterator[Net]:
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {part: part.training for part in module.modules()}
-    # The dictionaries of each module, which may be replaced, and their entries. Scripted modules
-    # have no such variables.
+    # The dictionaries of each module, which `convert_on_read` and `dequantise` replace, and their
+    # entries. Scripted modules have no such variables.
     variables: dict[nn.Module, dict[str, Any]] = {}
     entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    tensors: dict[int, Tensor] = {}  # tied ones once
+    tensors: dict[int, Tensor] = {}  # by id: a tied parameter counts once
     for part in modes:
         names = {"_parameters", "_buffers", "_modules"} & vars(part).keys()
         variables[part] = {name: vars(part)[name] for name in names}

@@ -39,7 +39,7 @@ def place_weights(
 
     Args:
         module: the model.
-        call: runs the model.
+        call: runs the model on (x, mask).
         options: the device or the device map, the dtype, and whether weights stay as stored.
 
     Returns:
@@ -51,19 +51,21 @@ def place_weights(
         EvaluationError: the disk is full.
     """
     run_dtype = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
-    # Half-precision arithmetic is too coarse for norms: stored weights are converted when read.
-    dtype = None  # of the parameters; None: as stored
+    # Half-precision arithmetic is too coarse for norms. So weights that stay as stored are
+    # converted to the dtype of the run whenever a layer reads them (`convert_on_read`).
+    dtype = None  # dtype of the parameters in memory; None: as stored
     notes: tuple[Note, ...] = ()
     if options.weights != "stored":
         dtype = run_dtype
         notes = note_half_precision(p.dtype for p in module.parameters())
     if options.device_map is None:
-        # Models of transformers override these methods, and refuse where they were quantised.
+        # Not `module.to`: transformers overrides it, and refuses models that were quantised.
         nn.Module.to(module, find_device(options.device))
         if dtype is None:
             narrow = convert_on_read(module, run_dtype)
+            # `lift_parameters` lets the model see converted weights while it runs.
             return lift_parameters(call), {}, (_note_stored(narrow, options.dtype),)
-        # Not `to`, which drops the imaginary parts of complex constants.
+        # Not `to(dtype)`, which drops the imaginary parts of complex constants.
         convert = nn.Module.double if dtype == torch.float64 else nn.Module.float
         convert(module)
         return call, {}, notes
@@ -83,10 +85,16 @@ def place_weights(
 
 
 def _note_stored(narrow: set[torch.dtype], dtype: str) -> Note:
-    """Return the note on weights that stay as stored, in dtypes narrower than that of the run."""
+    """Return the note on weights that stay as stored.
+
+    Args:
+        narrow: their dtypes that are narrower than that of the run.
+        dtype: dtype of the run.
+    """
     if not narrow:
         text = f"no weights are stored in less than {dtype}, so --weights stored has no effect"
         return Note.info("stored-weights", text)
+    # `DEFERRED` marks quantised weights, which are dequantised when a layer reads them.
     names = name_dtypes(narrow - {DEFERRED})
     if DEFERRED in narrow:
         names.append("quantised form")
@@ -116,7 +124,11 @@ class Placement:
         return str(_look_up(self.places, name) or self.main)
 
     def computes_at(self, path: str) -> torch.device:
-        """Return the device on which a module computes: the CPU only if there is no other."""
+        """Return the device on which a module computes.
+
+        Where its weights are; but modules with weights on the CPU or the disk compute on `main`,
+        an accelerator if there is one.
+        """
         place = self.devices.get(self.place(path), self.main)
         if place.type == CPU:
             return self.main
@@ -132,7 +144,7 @@ class Placement:
         Raises:
             EvaluationError: the disk is full.
         """
-        # All names of each parameter: tied weights have several.
+        # All names of each parameter: tied weights have several, and stay tied.
         names_by_id: dict[int, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names_by_id.setdefault(id(p), []).append(name)
@@ -149,7 +161,8 @@ class Placement:
                     if dtype is not None and values.is_floating_point() and not is_read_elsewhere:
                         new_dtype = dtype
                     values = values.to(device, new_dtype)
-                # Mapped safetensors need no other file: torch does not own their memory.
+                # For the disk. Weights that safetensors has mapped are in a file already: torch
+                # does not own their memory, so their storage is not resizable.
                 elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 parameter = nn.Parameter(values, requires_grad=False)
@@ -158,13 +171,25 @@ class Placement:
                     module.get_submodule(part)._parameters[key] = parameter
 
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Move samples to the device of each part of a model, and the outputs back.
+        """Return the call of a model whose modules compute on different devices.
 
-        The output of a part returns to the device of the enclosing module; the output of an
-        element of a list goes to the next element.
+        Weights stay where `move` put them, and tensors travel. A hook before each module sends its
+        inputs to its device. A hook after it sends the output back to the device of the enclosing
+        module, whose forward pass uses it there, for example in a residual sum. The output of an
+        element of a list is not sent back: the next element fetches it by the hook before it.
+
+        Args:
+            module: the model, whose modules get the hooks.
+            call: runs the model on (x, mask).
+
+        Returns:
+            The call, with its result on the device of the samples.
         """
+        # Weights on the CPU or the disk are copied to `main` when they are read. So with no other
+        # device than these, every module computes on `main`, and nothing has to travel.
         if {self.main, torch.device(CPU)}.issuperset(self.devices.values()):
             return call
+        # Moves all tensors in nested tuples, lists and dictionaries.
         from accelerate.utils import send_to_device
 
         def send_inputs(device: torch.device, _module: Any, args: Any, kwargs: Any) -> Any:
@@ -210,7 +235,7 @@ def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.d
         torch.empty(1, device=device).item()  # the meta device holds no values
         torch.empty(1, device=device, dtype=torch.float64)  # mps has none
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-        if errors.out_of_memory(error):
+        if errors.out_of_memory(error):  # the device exists, and is full
             raise
         raise UsageError(
             f"device {name!r} is not available on this machine, or has no float64",
@@ -238,9 +263,10 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         planned = _plan_by_accelerate(module, dtype)
     else:
         planned = _read_device_map(module, device_map)
-    # Accelerate numbers accelerators, and a file may do so, too.
+    # Accelerate names an accelerator by its number, and a file may do so, too: 0 is cuda:0.
     kind = "cuda"
-    if torch.accelerator.device_count():  # a build for CUDA names it on every machine
+    # Counted first: a build for CUDA names CUDA as its accelerator also on machines without one.
+    if torch.accelerator.device_count():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator:
             kind = accelerator.type
@@ -254,10 +280,10 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
         places[name] = device_name
         if device_name != DISK and device_name not in devices:
             device = find_device(device_name, advice)
-            # The device of a tensor: "cuda" means one of several.
+            # "cuda" means the current one of several; a tensor there tells which one: cuda:0.
             devices[device_name] = torch.empty(0, device=device).device
-    # Samples start on the device of the first parameter, the embedding, or on another accelerator
-    # if that is on the CPU or the disk.
+    # Samples start on the device of the first parameter, the embedding. If that is on the CPU or
+    # the disk, they start on the first accelerator; without accelerators, on the CPU.
     first_parameter, _ = next(module.named_parameters())
     embedding = first_parameter.rpartition(".")[0]
     main = torch.device(CPU)
@@ -269,9 +295,15 @@ def plan_placement(module: nn.Module, device_map: str, dtype: torch.dtype | None
 
 
 def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return Accelerate's distribution of a model over the free memory, block by block."""
+    """Return Accelerate's distribution of a model over the free memory: places by module name.
+
+    Args:
+        module: the model.
+        dtype: dtype that its weights will be converted to; None: as stored. Sizes depend on it.
+    """
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
+    # Class names of the modules that stay on one device as a whole.
     blocks = getattr(module, "_no_split_modules", None) or _name_blocks(module)
     dtypes = None
     if dtype is not None:
@@ -283,7 +315,10 @@ def _plan_by_accelerate(module: nn.Module, dtype: torch.dtype | None) -> dict[st
 
 
 def _name_blocks(module: nn.Module) -> set[str]:
-    """Return the class names of the blocks of a model: elements of lists that have parts."""
+    """Return the class names of the blocks of a model, which are not split between devices.
+
+    A block is an element of a ModuleList or Sequential, and has submodules itself.
+    """
     blocks = set()
     for parent in module.modules():
         if not isinstance(parent, LISTS):
@@ -336,8 +371,8 @@ def _read_device_map(module: nn.Module, file: str) -> dict[str, Any]:
 def _map_weight(values: Tensor, path: Path) -> Tensor:
     """Write a weight to a file, and return a tensor that maps the file.
 
-    The system can reclaim mapped memory. The file is deleted when its folder is closed; its
-    content stays until the process ends.
+    The system can drop mapped memory and read it from the disk again. The caller deletes the
+    file's folder; the content stays on the disk as long as the tensor maps it.
     """
     try:
         flat = values.cpu().contiguous().view(-1)

@@ -106,6 +106,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
+    # Names may have a prefix, such as `model.` in a checkpoint of Lightning.
     matched, left_out = match_names(state, spec.module)
     load_strictly(spec.module, matched, origin=str(path))
     return replace(spec, notes=spec.notes + notes + left_out)
@@ -116,7 +117,7 @@ def _import_module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         return importlib.import_module(source)
     path = Path(source)
-    path.read_bytes()  # a missing file is an error before an empty module takes its name
+    path.read_bytes()  # fails for a missing file, before `sys.modules` gets a module without code
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -185,10 +186,12 @@ def _require_consistent(spec: ModelSpec) -> None:
 
 
 def _choose_image(options: LoadOptions) -> tuple[int, int, int]:
-    """Return the shape of images of --input-size: that of the data, if one fits.
+    """Return the (channels, height, width) of a user's model for which --input-size is given.
 
-    Otherwise the channels are those of the data, or 3 if it has no images.
+    A shape of the data that agrees with --input-size is taken. Otherwise --input-size gives height
+    and width, and if it does not give the channels, they are those of the data, or 3.
     """
+    # The data may have several shapes: channels may come first or last.
     shapes: list[tuple[int, int, int]] = []
     for form in options.forms():
         if form.kind == "image":
@@ -208,6 +211,7 @@ def _describe_by_data(module: nn.Module, options: LoadOptions, name: str) -> Mod
     Raises:
         UsageError: the data has no shape, or one that has several readings.
     """
+    # The possible readings of the shape of a sample; `fits` says whether its values agree.
     forms = options.forms()
     possible = [form for form in forms if form.fits]
     if all(form.kind == "image" for form in possible):

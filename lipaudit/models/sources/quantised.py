@@ -60,13 +60,13 @@ class LinearWeight(NamedTuple):
 def round_weights(module: nn.Module, how: str) -> str:
     """Round the weights of linear layers in place, as weight-only quantisers do; describe it.
 
-    Each output channel, or each group of its inputs, has the scale s = max|w| / (2^(bits-1) - 1/2)
-    and becomes s round(w / s), clamped to the 2^bits integers around 0. This is the symmetric
-    round to nearest of torchao (`IntxWeightOnlyConfig`), without calibration, bit for bit.
-    Embeddings keep their values, and so does what the model's library calls its output:
-    `get_classifier` of timm, `get_output_embeddings` of transformers and what it puts behind
-    `base_model`, with all weights tied to these. A model that names no output has every linear
-    layer rounded, the last one, too. Convolutions, norms and biases are not rounded.
+    The weights w of an output channel, or of a group of its inputs, share the scale
+    s = max|w| / (2^(bits-1) - 1/2). Each becomes s round(w / s), where the integer round(w / s) is
+    clamped to the 2^bits integers around 0. This is the symmetric round to nearest of torchao
+    (`IntxWeightOnlyConfig`), without calibration, bit for bit.
+
+    Not rounded: convolutions, norms, biases, embeddings, output layers (see `_find_fixed`), and
+    all weights tied to these. A model that names no output layer has every linear layer rounded.
 
     Args:
         module: the model, with finite weights; those in half precision become float32.
@@ -125,10 +125,15 @@ def round_weights(module: nn.Module, how: str) -> str:
 
 
 def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str) -> None:
-    """Refuse groups that do not divide the inputs of all layers.
+    """Refuse a size of groups that does not divide the number of inputs of every layer.
+
+    Args:
+        weights: the weights to round.
+        group: number of inputs that share a scale.
+        how: the argument of --quantize, for the message.
 
     Raises:
-        UsageError: they do not; the message names the first such layer.
+        UsageError: it does not; the message names the first such layer.
     """
     inputs: dict[str, int] = {}
     for name, p, is_transposed in weights:
@@ -144,20 +149,21 @@ def _require_whole_groups(weights: Iterable[LinearWeight], group: int, how: str)
 
 
 def _round_rows(rows: Tensor, bits: int) -> Tensor:
-    """Round each row to integers of a number of bits, times the scale of the row."""
-    half = 2 ** (bits - 1)
+    """Return rows rounded to multiples of a scale per row, by integer factors of `bits` bits."""
+    half = 2 ** (bits - 1)  # the factors are -half to half - 1
     scale = rows.abs().amax(1, keepdim=True) / (half - 0.5)
-    # The smallest scale of torchao: rows of zeros stay zeros.
+    # The smallest scale of torchao. It avoids a division by 0: rows of zeros stay zeros.
     scale = scale.clamp(min=torch.finfo(torch.float32).eps)
     codes = (rows * (1.0 / scale)).round().clamp(-half, half - 1)
-    # Integers have no -0, whose bits would differ: adding 0 makes it 0.
+    # `round` may give -0.0, and integers have no -0: adding 0 makes it +0.0, as in torchao.
     return (codes + 0.0) * scale
 
 
 def _list_weights(module: nn.Module) -> Iterator[LinearWeight]:
-    """Yield the weights of linear layers."""
+    """Yield the weights of linear layers, those inside of nn.MultiheadAttention included."""
     for path, part in module.named_modules():
-        is_transposed = type(part).__name__ == "Conv1D"  # the linear layer of GPT-2
+        # The linear layer of GPT-2 in transformers, whose weight is (inputs, outputs).
+        is_transposed = type(part).__name__ == "Conv1D"
         names: tuple[str, ...] = ()
         if isinstance(part, nn.MultiheadAttention):
             names = PACKED
@@ -170,7 +176,12 @@ def _list_weights(module: nn.Module) -> Iterator[LinearWeight]:
 
 
 def _find_fixed(module: Any) -> set[int]:
-    """Return the ids of the parameters of embeddings and of the output that the model names."""
+    """Return the ids of the parameters that rounding leaves as they are.
+
+    These belong to embeddings, to the output layers that `get_classifier` (timm) and
+    `get_output_embeddings` (transformers) return, and to all modules of a transformers model
+    outside of its `base_model`, such as the layers of a classifier.
+    """
     parts: list[Any] = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     for get in HEADS:
         if not hasattr(module, get):
@@ -180,7 +191,7 @@ def _find_fixed(module: Any) -> set[int]:
             parts += output
         else:
             parts.append(output)
-    # Of a model without a task, `base_model` is the model itself, and nothing is behind it.
+    # A model without a head is its own base model: then no parameter is outside of it.
     base = getattr(module, getattr(module, "base_model_prefix", ""), module)
     fixed = set(map(id, module.parameters()))
     fixed.difference_update(map(id, base.parameters()))
@@ -205,13 +216,17 @@ class Dequantising(NamedTuple):
 
 
 def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool) -> Dequantising:
-    """Have a checkpoint dequantised on loading, if it is quantised.
+    """Decide who dequantises a checkpoint of transformers, if it is quantised.
+
+    GPTQ and AWQ are dequantised here, by `read_codes`; torchao and bitsandbytes after loading, by
+    `dequantise`; all other methods by transformers itself.
 
     Args:
-        config: the configuration of the model, which is changed.
-        path: its directory.
-        formats: number formats of its weights, as safetensors spells them; empty if unknown.
-        later: see `read_codes`.
+        config: the configuration of the model; its `quantization_config` is removed, or changed so
+            that transformers dequantises.
+        path: the model's directory.
+        formats: number formats of the weights, as safetensors spells them; empty if unknown.
+        later: whether GPTQ and AWQ weights are dequantised each time a layer reads them.
 
     Raises:
         InputError: the method cannot be dequantised, or its library is not installed.
@@ -241,13 +256,13 @@ def plan_dequantising(config: Any, path: Path, formats: Set[str], *, later: bool
             f"{path} is quantised by {method}, and its library is not installed",
             f"Run pip install {library.replace('_', '-')}.",
         )
-    if formats and formats <= FLOATS:
+    if formats and formats <= FLOATS:  # config.json is wrong: there are no codes
         del config.quantization_config
         text = "but all weights are stored as floats: none is quantised"
         note = Note.warn("not-quantised", f"config.json names {method}, {text}")
         return Dequantising(notes=(note,))
     if method in LAYOUTS:
-        del config.quantization_config
+        del config.quantization_config  # transformers then loads float weights: those of `state`
         if method == "awq":
             layout = method
         text, state = read_codes(path, layout, later=later)
@@ -270,9 +285,10 @@ def _find_obstacle(stored: Mapping[str, Any]) -> str:
     schemes = [groups]
     if isinstance(groups, dict):
         schemes = [*groups.values()]
-    if not all(isinstance(scheme, dict) for scheme in schemes):  # {"FP8": [layers]}
+    # A scheme may be a name with its layers, {"FP8": [layers]}, without the number of bits.
+    if not all(isinstance(scheme, dict) for scheme in schemes):
         return " with schemes that config.json only names"
-    # Transformers reads all layers by one of them.
+    # Transformers would read all layers by one of the schemes, and give wrong values for others.
     if any(scheme.get("weights") != schemes[0].get("weights") for scheme in schemes):
         return " with schemes that differ between layers"
     return ""
@@ -301,26 +317,30 @@ class Codes:
         return replace(self, compute=compute, shape=self.shape[::-1])
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return the weight, whatever the slice: transformers asks for the whole, by [...]."""
+        """Return the whole weight: the only slice that transformers asks for is [...].
+
+        Its values, or (if `later`) a placeholder whose values a layer computes when it reads it.
+        """
         if not self.later:
             return self.compute()
         weight = defer(self.compute, self.shape)
-        # Transformers converts weights on loading: a placeholder has no values yet.
+        # Transformers calls `to` on loading, which would convert a placeholder without values.
         weight.__dict__["to"] = lambda *_, **__: weight
         return weight
 
 
 def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, Any]]:
-    """Read a checkpoint of GPTQ or AWQ, to be dequantised a layer at a time; describe it.
+    """Read a checkpoint of GPTQ or AWQ, so that one layer at a time can be dequantised.
 
     Args:
         path: the directory.
-        layout: a layout of GPTQ, or awq.
-        later: whether their values are computed when a layer reads them (see `precision.defer`),
-            except those of experts, which transformers merges on loading.
+        layout: gptq, gptq_v2 or awq.
+        later: whether values are computed each time a layer reads its weight, to save memory.
+            Those of experts never are: transformers merges experts on loading.
 
     Returns:
-        The description, and all weights by name: tensors, and `Codes` in place of quantised ones.
+        A description for the report, and all weights by name: tensors, and `Codes` in place of
+        quantised ones.
 
     Raises:
         InputError: a file is damaged, or the tensors of a layer do not fit.
@@ -332,7 +352,7 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
     formats = Counter[str]()  # number of weights of each
     count = 0
     for layer in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
-        # What `dequantise_codes` takes.
+        # The tensors of the layer, which become arguments of `dequantise_codes`.
         parts: dict[str, Tensor] = {}
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             name = f"{layer}.{part}"
@@ -345,9 +365,11 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
             groups = range(len(parts["scales"]))
             if "g_idx" in parts and not set(parts["g_idx"].tolist()).issubset(groups):
                 raise ValueError("g_idx names a group without a scale")
-            # Without values: shapes that do not fit are found before the model is built.
+            # On the meta device, without values: refuses shapes that do not fit before the model
+            # is built, and gives the shape of the weight.
             blank = {part: value.to("meta") for part, value in parts.items()}
             shape = dequantise_codes(layout, **blank).shape
+        # `qweight` packs its codes into words of 32 bits.
         bits = 32 * parts["qweight"].numel() // shape.numel()
         formats[f"{layout} int{bits}"] += 1
         compute = partial(dequantise_codes, layout, **parts)
@@ -359,12 +381,13 @@ def read_codes(path: Path, layout: str, *, later: bool) -> tuple[str, dict[str, 
 
 
 def transpose_codes(module: Any, state: dict[str, Any]) -> None:
-    """Transpose the quantised weights that belong to layers `Conv1D` of a model.
+    """Transpose the quantised weights of `Conv1D` layers, whose weights are (inputs, outputs).
 
-    Names in a file have the prefix of the base model if it was saved with a head.
+    A name in a file may lack the prefix of the base model (`transformer.` in GPT-2), or have it
+    where the model does not: names are compared without it.
 
     Args:
-        module: the model, without values.
+        module: the model, on the meta device: only its layers matter.
         state: the stored weights by name, which are changed.
     """
     base = f"{module.base_model_prefix}."
@@ -377,16 +400,20 @@ def transpose_codes(module: Any, state: dict[str, Any]) -> None:
 def dequantise_codes(
     layout: str, qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None
 ) -> Tensor:
-    """Return (code - zero) scale of a layer of GPTQ or AWQ, in the precision of the scales.
+    """Return the float weight of a linear layer that GPTQ or AWQ has quantised.
 
-    These are the values of gptqmodel and autoawq, bit for bit.
+    Both formats store a weight as an unsigned integer, its code, and pack several codes into one
+    int32 word. The inputs of the layer form groups. Each pair of a group and an output has a scale
+    and a zero point, which is an integer, too: weight = (code - zero) * scale. The weight has the
+    dtype of the scales, and equals that of gptqmodel and autoawq bit for bit.
 
     Args:
-        layout: a layout of GPTQ, or awq.
-        qweight: packed codes, (inputs bits / 32, outputs); of AWQ, (inputs, outputs bits / 32).
-        qzeros: packed zeros, (groups, outputs bits / 32).
+        layout: gptq (zero points are stored as zero - 1), gptq_v2 (stored as they are) or awq.
+        qweight: packed codes. GPTQ packs along the inputs: (inputs * bits / 32, outputs). AWQ
+            packs along the outputs: (inputs, outputs * bits / 32).
+        qzeros: packed zero points, (groups, outputs * bits / 32).
         scales: (groups, outputs).
-        g_idx: group of each input; None: in order.
+        g_idx: group of each input, (inputs,); None: equal groups of consecutive inputs.
 
     Returns:
         The weight, (outputs, inputs).
@@ -394,6 +421,7 @@ def dequantise_codes(
     Raises:
         ValueError: another number of bits, or shapes do not fit.
     """
+    # Bits of a code: the words of a row of `qzeros` hold one zero point for each output.
     bits = 32 * qzeros.shape[1] // scales.shape[1]
     known_bits = {4} if layout == "awq" else {2, 3, 4, 8}
     if bits not in known_bits:
@@ -402,64 +430,72 @@ def dequantise_codes(
         codes = _unpack_by_places(qweight)
         zeros = _unpack_by_places(qzeros)
     else:
-        codes = _unpack(qweight.T, bits).T
+        codes = _unpack(qweight.T, bits).T  # `_unpack` unpacks along rows
         zeros = _unpack(qzeros, bits)
     if layout == "gptq":
         zeros = _add_one(qzeros, zeros, bits)
     if g_idx is None:
         g_idx = torch.arange(len(scales), device=codes.device)
         g_idx = g_idx.repeat_interleave(len(codes) // len(scales))
-    # Checked, as other shapes may broadcast to a weight.
+    # codes: (inputs, outputs), zeros: (groups, outputs). Wrong shapes could broadcast silently.
     if codes.shape != (*g_idx.shape, scales.shape[1]) or zeros.shape != scales.shape:
         raise ValueError(
             f"codes {tuple(codes.shape)} with groups {tuple(g_idx.shape)}, zeros "
             f"{tuple(zeros.shape)} and scales {tuple(scales.shape)} differ"
         )
     dtype = scales.dtype
-    group = g_idx.long()
-    # (code - zero) scale, (inputs, outputs)
+    group = g_idx.long()  # the row of `zeros` and `scales` for each input
     values = (codes.to(dtype) - zeros.to(dtype)[group]) * scales[group]
     return values.T.contiguous()
 
 
 def _add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """Return the zeros of GPTQ's first version, which stores zero - 1.
+    """Return the zero points of GPTQ's first version, which stores zero - 1.
 
-    As in its kernels, 1 is added to all values of a word at once, with carries, unless values
-    cross the ends of words.
+    Its kernels add 1 to all values of a packed word at once, so the largest value overflows into
+    its neighbour. Values of 3 bits cross the ends of words: there each one wraps around to 0.
 
     Args:
-        words: the packed zeros.
-        zeros: the same, unpacked.
-        bits: of a value.
+        words: the packed zero points, (groups, words), int32.
+        zeros: the same, unpacked, (groups, outputs).
+        bits: number of bits of a value.
     """
     largest = 2**bits - 1
-    if 32 % bits:
+    if 32 % bits:  # 3 bits
         return (zeros + 1) & largest
     ones = (2**32 - 1) // largest  # a word with 1 in each value
     return _unpack(words + ones, bits)
 
 
 def _unpack_by_places(words: Tensor) -> Tensor:
-    """Return the 4-bit integers in words of AWQ, in order."""
+    """Return the 4-bit integers in words of AWQ, which interleaves them, in order."""
     eights = _unpack(words, 4).view(len(words), -1, 8)
     return eights[:, :, PLACES].flatten(1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the unsigned integers of `bits` bits that are packed in rows of int32.
+    """Return the unsigned integers that are packed in rows of int32 words.
 
-    A value of 3 bits may cross the end of a byte, so values are put together from pieces that do
-    not: of 3 bits from single bits, of 2, 4 and 8 bits from themselves.
+    A value of 3 bits may cross the end of a byte. So bytes are cut into pieces that divide both a
+    byte and a value, and pieces are joined to values. A piece is one bit of a 3-bit value, and a
+    whole value of 2, 4 or 8 bits.
+
+    Args:
+        words: (rows, words), int32.
+        bits: number of bits of a value.
+
+    Returns:
+        (rows, 32 * words / bits), uint8.
     """
     if words.dtype != torch.int32:
         raise ValueError(f"packed in {words.dtype}")
-    width = math.gcd(bits, 8)  # of a piece
+    width = math.gcd(bits, 8)  # bits of a piece
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=words.device)
     octets = words.contiguous().view(torch.uint8)
     pieces = (octets[:, :, None] >> shifts) & (2**width - 1)  # (rows, bytes, pieces of a byte)
     pieces_per_value = bits // width
     by_value = pieces.reshape(len(words), -1, pieces_per_value)
+    # Shifted to their bits, the pieces of a value add up to it.
     in_place = by_value << shifts[:pieces_per_value]
     return in_place.sum(2, dtype=torch.uint8)
 
@@ -471,14 +507,14 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
 
     Args:
         module: the model; its tables of parameters and modules are changed, no tensor is.
-        later: whether values are computed when a layer reads them (see `precision.defer`).
+        later: whether values are computed each time a layer reads its weight, to save memory.
 
     Raises:
         InputError: the library cannot dequantise a weight.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
     formats = Counter[str]()  # number of weights of each
-    weights: dict[int, nn.Parameter] = {}  # by the id of the quantised one
+    weights: dict[int, nn.Parameter] = {}  # float weights by the id of the quantised weight
     part: Any
     for path, part in parts.items():
         for name, p in [*part._parameters.items()]:
@@ -491,7 +527,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
                     "Try where its kernels run, or give a dequantised copy.",
                 ):
                     compute, number_format = _find_values(part, p)
-                    values = compute()
+                    values = compute()  # also if `later`: an error is raised now
                 formats[f"{library} {number_format}"] += 1
                 if later:
                     weights[id(p)] = defer(compute, values.shape)
@@ -501,7 +537,7 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
             if library == "torchao":
                 part._parameters[name] = weight
                 continue
-            # A linear layer of bitsandbytes has a forward pass of its own.
+            # A layer of bitsandbytes multiplies codes itself: an nn.Linear takes its place.
             linear: Any = nn.Linear(part.in_features, part.out_features, device="meta")
             linear.weight = weight
             linear.bias = part.bias
@@ -517,11 +553,11 @@ def dequantise(module: nn.Module, *, later: bool) -> str:
 
 
 def _describe_quantised(formats: Mapping[str, int], share: float) -> str:
-    """Describe dequantised weights.
+    """Describe dequantised weights for the report.
 
     Args:
         formats: number of weights of each format.
-        share: part of the parameters of the model.
+        share: their fraction of all parameters of the model.
     """
     counts = ", ".join(f"{count} as {name}" for name, count in formats.items())
     return f"weights stored quantised ({counts}; {share:.0%} of the parameters) were dequantised"
@@ -535,7 +571,7 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
         p: its weight, of torchao or bitsandbytes.
 
     Raises:
-        ValueError: the weight alone does not determine the layer.
+        ValueError: the layer is not linear, or scales its inputs, too.
     """
     kind = type(p).__name__
     if kind in ("Params4bit", "Int8Params"):
@@ -546,8 +582,8 @@ def _find_values(part: Any, p: Any) -> tuple[Callable[[], Tensor], str]:
         if kind == "Params4bit":
             state = p.quant_state
             return partial(functional.dequantize_4bit, p.data, state), state.quant_type
-        scales = p.SCB
-        if scales is None:
+        scales = p.SCB  # one per row
+        if scales is None:  # the first forward pass moves them to the layer
             scales = part.state.SCB
         return partial(functional.int8_vectorwise_dequant, p.data, scales), "int8"
     if getattr(p, "act_pre_scale", None) is not None:

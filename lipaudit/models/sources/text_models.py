@@ -75,10 +75,10 @@ def is_classifier(module: Any) -> bool:
 
 
 def describe_classes(module: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` about classes: their presence, names, architecture.
+    """Return the fields of a `ModelSpec` about classes: whether it has some, and their names.
 
-    The placeholders LABEL_0, LABEL_1, ... are not names. Scores whose largest entry is not a
-    decision count as features, and a note says so.
+    The placeholders LABEL_0, LABEL_1, ... are not names. The outputs of multi-label models and of
+    regressions do not decide for one class: they count as features, and a note says so.
     """
     name = type(module).__name__
     has_classes = is_classifier(module)
@@ -135,13 +135,18 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
     logits: Tensor = result.logits
     if mask is None:
         return logits[:, -1]
+    # Texts are padded behind their last tokens.
     samples = torch.arange(len(logits), device=logits.device)
     last = mask.long().sum(1) - 1
     return logits[samples, last]
 
 
 def read_tower(result: Any, mask: Tensor | None) -> Tensor:
-    """Return the projected features in the result of a tower, not normalised."""
+    """Return the projected features in the result of a tower, not normalised.
+
+    These are `pooler_output` of `get_image_features` and `get_text_features`. A tower without it
+    gives the mean of its last hidden state, and the mask is not used.
+    """
     pooled: Tensor | None = getattr(result, "pooler_output", None)
     if pooled is None:
         return mean_pooling(result, None)
@@ -155,8 +160,8 @@ def choose_output(
 
     Args:
         module: the model.
-        tower: the measured tower, of a model with two.
-        pooling: makes the features of a model without a head.
+        tower: the measured tower of a model with two, image or text; None for others.
+        pooling: makes the features of a model without a head: (result, mask) -> features.
     """
     read = pooling
     if tower is not None:
@@ -165,7 +170,7 @@ def choose_output(
         read = _read_classes
     elif has_head(module):
         read = _read_next_token
-    return lambda pair: read(*pair)
+    return lambda result_and_mask: read(*result_and_mask)
 
 
 def _read_classes(result: Any, mask: Tensor | None) -> Tensor:
@@ -226,20 +231,19 @@ BEGINS_MARKS = ("\u0120", "\u2581")
 def read_lexicon(
     tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]]
 ) -> Lexicon:
-    """Read the vocabulary of a tokenizer of transformers that returns character offsets.
+    """Return the words of a tokenizer's vocabulary, for attacks that change texts.
 
     Attacks may not change special ids, ids unknown to the tokenizer, and tokens without a letter
-    or digit (signs, single bytes). In a vocabulary without marks every id begins a word. Spelled
-    texts have no special tokens except unknown words.
+    or digit (signs, single bytes).
 
     Args:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a fast tokenizer of transformers: it returns the characters of each token.
         vocabulary: number of ids that the model has an embedding for.
         encode: (texts, most tokens, further options) -> the tokenizer's encoding.
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
-    mark = _find_mark(tokenizer)
+    mark = _find_mark(tokenizer)  # the prefix that tells words from their continuations
     # Whether each id begins a word, continues one, or is fixed.
     kinds = [_classify_token(token, mark) for token in tokens]
     reserved = frozenset({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
@@ -248,6 +252,7 @@ def read_lexicon(
             kinds[token] = FIXED
     # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
+    # Ids around texts, which are not spelled. The unknown token stands for a word, so it is.
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
     def spell(ids: Sequence[int]) -> str:
@@ -257,28 +262,34 @@ def read_lexicon(
 
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """Return the ids of a text, or of a pair, and the characters that each stands for."""
+        """Return the ids of a text, or of a pair, and the span of the characters of each.
+
+        A span is (0 for the first text or 1 for the second, first character, end).
+        """
         encoded: Any = encode(texts, most, return_offsets_mapping=True)
         places = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
         spans = []
-        for piece, (start, end) in places:
-            if piece is None:  # a special token
+        for number, (start, end) in places:
+            if number is None:  # a special token, which stands for no characters
                 spans.append(NOWHERE)
                 continue
-            token = texts[piece][start:end]
+            token = texts[number][start:end]
             # The span of a token excludes the space around it.
             left = start + len(token) - len(token.lstrip())
             right = max(left, start + len(token.rstrip()))
-            spans.append((piece, left, right))
+            spans.append((number, left, right))
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
-        """Return the text of one id alone; empty if it is a part of a character."""
+        """Return the characters that an id adds to a word; empty if they are no whole characters.
+
+        A tokenizer would spell a WordPiece token that continues a word with its mark: ##ing.
+        """
         text = ""
-        if mark and mark not in BEGINS_MARKS:
+        if mark and mark not in BEGINS_MARKS:  # WordPiece
             text = tokens[token].removeprefix(mark)
         text = text or spell([token]).strip()
-        if "\ufffd" in text:
+        if "\ufffd" in text:  # the sign for bytes that are no whole character
             return ""
         return text
 
@@ -296,9 +307,10 @@ def read_lexicon(
 
 
 def _find_mark(tokenizer: Any) -> str | None:
-    """Return the prefix by which a vocabulary tells whether a token begins a word.
+    """Return the prefix of tokens by which a vocabulary tells words from their continuations.
 
-    It is that of WordPiece, byte-level BPE or SentencePiece; None for others.
+    WordPiece marks tokens that continue a word (##), byte-level BPE and SentencePiece mark those
+    that begin one (`BEGINS_MARKS`). None for other vocabularies.
     """
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model = settings["model"]
@@ -314,12 +326,17 @@ def _find_mark(tokenizer: Any) -> str | None:
 
 
 def _classify_token(token: str, mark: str | None) -> int:
-    """Return whether a token begins a word, continues one, or may not be changed."""
+    """Return whether a token begins a word, continues one, or may not be changed.
+
+    Args:
+        token: its spelling in the vocabulary.
+        mark: the prefix that `_find_mark` returns.
+    """
     plain = token.removeprefix(mark or "")
     is_reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
     if is_reserved or not any(letter.isalnum() for letter in plain):
         return FIXED
-    if mark is None:
+    if mark is None:  # nothing tells continuations from words
         return BEGINS
     has_mark = token.startswith(mark)
     begins = has_mark if mark in BEGINS_MARKS else not has_mark
@@ -334,7 +351,7 @@ class Feed:
     """
 
     def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
-        """Read the separator off two examples.
+        """Prepare a tokenizer for a model; how it marks a pair is learned from two examples.
 
         Args:
             module: the model.
@@ -343,13 +360,15 @@ class Feed:
         """
         self.tokenizer = tokenizer
         self.size = size
+        # The id between the two texts of a pair, and often also behind the last text.
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
         one_text = tokenizer("a")
         pair = tokenizer("a", "b")
         in_one = list(one_text["input_ids"]).count(self.separator)
         in_pair = list(pair["input_ids"]).count(self.separator)
-        # The number of separators by which a pair is recognised.
+        # Ids with at least this many separators are a pair; infinite: no ids are.
         self.separators = in_pair if in_pair > in_one else math.inf
+        # Whether the model gets token types: 1 for the second text of a pair, 0 for all others.
         takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
         has_one_type = getattr(module.config, "type_vocab_size", None) == 1
         self.typed = takes_types and not has_one_type and "token_type_ids" in one_text
@@ -364,7 +383,15 @@ class Feed:
         return self.tokenizer.unk_token_id
 
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the token types for the model; nothing if it takes none."""
+        """Return the token types as a keyword argument of the model; empty if it takes none.
+
+        Of a pair they are 0 up to the first separator, which is included, and 1 behind it. Of a
+        single text they are 0.
+
+        Args:
+            x: token ids (batch, tokens).
+            mask: True at the tokens of the texts; None without padding.
+        """
         if not self.typed:
             return {}
         separators = torch.zeros_like(x)
@@ -398,7 +425,7 @@ class Feed:
         """Return the encoding of a text, or of a pair, cut to a number of tokens.
 
         Raises:
-            InputError: its token types do not follow from its ids.
+            InputError: the tokenizer's token types are not those that `types` derives from ids.
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         ids = list(encoded["input_ids"])
@@ -442,7 +469,8 @@ def pad_inputs(
         module: the model.
         x: token ids (batch, tokens), padded behind each text.
         mask: True at the tokens of the texts; None without padding.
-        end: the id whose state the model reads, if it does that; never used for padding.
+        end: the id at whose position the model reads its output, if there is one: padding with it
+            would move that position.
 
     Raises:
         InputError: every id of the vocabulary ends a text of the batch.
@@ -457,21 +485,22 @@ def pad_inputs(
             "no token id is free for padding: every id ends some text of the batch",
             "Use a smaller --batch-size.",
         )
-    # A classifier finds the end of a text by the id that its configuration names.
+    # A classifier reads at the last token that is not `pad_token_id`, so it must know the padding.
     needs_name = pad is None and is_classifier(module)
     with patch.object(config, "pad_token_id", fill) if needs_name else nullcontext():
         if mask is not None:
             yield x.masked_fill(~mask, fill), mask.long()
-        elif module.config.model_type in READS_IDS:
+        elif module.config.model_type in READS_IDS:  # without a mask it looks for padding itself
             yield x, torch.ones_like(x)
         else:
             yield x, None
 
 
 def _find_free_id(x: Tensor, mask: Tensor | None, end: int | None, vocabulary: int) -> int | None:
-    """Return an id that ends no text of a batch and is not `end`; None if there is none.
+    """Return an id for padding: one that ends no text of a batch and is not `end`, else None.
 
-    Without padding, this is an id beyond the vocabulary, which no text has.
+    A classifier reads at the last token that is not padding, so only last tokens must differ from
+    it. A batch without padding gets an id beyond the vocabulary, which no text has.
     """
     if mask is None:
         return vocabulary
@@ -504,7 +533,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)
     if isinstance(table, Tensor) and table.ndim == 2:
-        size = min(len(table), size)
+        size = min(len(table), size)  # ids without an embedding cannot be used
     end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
@@ -513,7 +542,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     tokenizer = load_tokenizer(path)
     feed = None
     if tokenizer is not None:
-        feed = Feed(module, tokenizer, size)
+        feed = Feed(module, tokenizer, size)  # the tokenizer, with checks of its ids and types
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
         facts["tokenize_pair"] = lambda first, second, most: feed.ids(first, second, most=most)
         facts["unknown_id"] = feed.unknown
@@ -524,6 +553,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
             facts["next_logits"] = partial(_score_next, module, feed)
         head = module.get_output_embeddings()
         if head is not None:
+            # Reads what the call returns: (result, mask).
             facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
         module,
@@ -548,7 +578,7 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, list):
         end = end[0]
-    if end is not None and end >= config.vocab_size:
+    if end is not None and end >= config.vocab_size:  # no text can have it
         return None
     return end
 
@@ -556,7 +586,14 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
 def _make_call(
     module: Any, tower: str | None, feed: Feed | None, end: int | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
-    """Return a function that runs a model on ids and their mask, and passes the mask on."""
+    """Return a function that runs a model: (ids, mask) -> (result, mask).
+
+    Args:
+        module: the model.
+        tower: the measured tower of a model with two; None for others.
+        feed: derives token types from ids; None without a tokenizer.
+        end: the id at whose position the model reads its output, if there is one.
+    """
     run = module
     if tower is not None:
         run = getattr(module, f"get_{tower}_features")
@@ -581,16 +618,23 @@ def _make_call(
 
 
 def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor:
-    """Return the next-token logits of embeddings, from position `first` on.
+    """Return the logits of the token behind each position from `first` on.
 
-    Shapes are (batch, tokens, width) -> (batch, tokens - first, vocabulary).
+    Args:
+        module: the language model.
+        feed: derives token types from ids; None without a tokenizer.
+        z: embeddings (batch, tokens, width).
+        first: the first position.
+
+    Returns:
+        (batch, tokens - first, vocabulary).
     """
     count = z.shape[1] - first
     inputs: dict[str, Any] = {}
     # The logits of a prompt are large, and not needed.
     if "logits_to_keep" in inspect.signature(module.forward).parameters:
         inputs["logits_to_keep"] = count
-    if feed is not None:  # types of ids without separators: those of a single text
+    if feed is not None:  # a prompt is a single text: -1 is no separator
         inputs |= feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
     logits: Tensor = module(inputs_embeds=z, **inputs).logits
     return logits[:, -count:]
@@ -616,9 +660,10 @@ def load_tokenizer(path: Path | None) -> Any:
 
 
 def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
-    """Return the largest number of tokens; tokenizers without a limit say 1e30.
+    """Return the largest number of tokens of a text: the smallest limit of model and tokenizer.
 
-    Relative positions, as in T5, have no limit, whatever the tokenizer says.
+    Limits from 10^6 on are ignored: tokenizers without a limit say 1e30. Relative positions, as in
+    T5, have no limit, whatever the tokenizer says.
     """
     positions = getattr(config, "max_position_embeddings", None)
     if not positions and hasattr(config, "relative_attention_num_buckets"):
@@ -627,6 +672,6 @@ def limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     for name, table in module.named_modules():
         has_positions = name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
         if has_positions and table.padding_idx is not None:
-            # RoBERTa counts positions from the one after the padding id.
+            # RoBERTa counts positions from the padding id + 1: rows up to it are not used.
             limits.append(table.num_embeddings - 1 - table.padding_idx)
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)

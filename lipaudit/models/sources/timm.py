@@ -73,6 +73,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     try:
         with explain_refusals(repository):
             commit = find_commit(repository, offline=options.offline)
+            # The weights of exactly this commit.
             source = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
             module = _create(
                 name, options.building, pretrained=True, pretrained_cfg_overlay=source
@@ -85,7 +86,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     commit.remember()
     classes = module.num_classes
     trained_classes = module.pretrained_cfg["num_classes"]
-    if classes not in (0, trained_classes):
+    if classes not in (0, trained_classes):  # 0: features, without a classifier
         raise UsageError(
             f"num_classes={classes} would replace the classifier of {name} ({trained_classes} "
             "classes) by a random one",
@@ -128,19 +129,21 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     arch = arch.removeprefix("timm:")
     _require_known(arch)
     state, notes = read_weights(path)
-    state = strip_prefix(state)  # every timm model has several parts
+    # Such as `module.`. No model of timm has a single part, whose name would look like a prefix.
+    state = strip_prefix(state)
     config = timm.models.get_pretrained_cfg(arch)
     classifier = getattr(config, "classifier", None)
     if isinstance(classifier, tuple):  # of a model with a second one, for distillation
         classifier = classifier[0]
     classes = None
     for key, weight in state.items():
-        # In a training module, its name has the model's name in front.
+        # In a checkpoint of training, names may begin with that of the model: model.head.weight.
         if f".{key}".endswith(f".{classifier}.weight"):
             classes = weight.shape[0]
             break
     module = _create(arch, {"num_classes": classes} | options.building)
     matched, left_out = match_names(state, module)
+    # Other weights, such as those of a loss, are left out only if the remaining ones fit.
     if left_out and not find_misfit(module.state_dict(keep_vars=True), matched):
         state = matched
         notes += left_out
@@ -181,8 +184,9 @@ def describe_timm(
         labels, aliases = _read_labels(module)
     transform = timm.data.create_transform(**config, is_training=False)
     steps = {type(step).__name__: step for step in transform.transforms}
-    steps.pop("Normalize", None)  # the call of the model does that
+    steps.pop("Normalize", None)  # normalisation is a part of the call of the model
     architecture = str(module.pretrained_cfg.get("architecture", type(module).__name__))
+    # If other weights were trained without this crop, a note says which architecture it is from.
     guess = ""
     if not knows_weights and config["crop_pct"] != 1:
         guess = architecture
@@ -208,10 +212,11 @@ def _find_shape(
 
     Args:
         module: the model.
-        arguments: --model-kwargs, which may have changed them.
+        arguments: --model-kwargs, which may have changed the shape.
         default: the shape in the configuration of its weights.
     """
-    # Only patches know them: another stem may rearrange the pixels before its convolution.
+    # Only a patch embedding is trusted. The first convolution of other models may take pixels that
+    # were rearranged, so its input channels would be wrong.
     patches = getattr(module, "patch_embed", None)
     size = getattr(patches, "img_size", None) or arguments.get("img_size") or default[1:]
     if not isinstance(size, (tuple, list)):
@@ -241,7 +246,7 @@ def _require_known(name: str) -> None:
 
 
 def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
-    """Build a model, with fused attention if timm has it.
+    """Build a model; its attention is `scaled_dot_product_attention` where timm can choose.
 
     Args:
         name: a name of timm's registry, or `local-dir:PATH`.
@@ -251,7 +256,7 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
     import timm
     from timm.layers import set_fused_attn, use_fused_attn
 
-    before = use_fused_attn(), use_fused_attn(experimental=True)
+    before = use_fused_attn(), use_fused_attn(experimental=True)  # a global setting of timm
     set_fused_attn(True, experimental=True)
     try:
         return timm.create_model(name, **{"pretrained": False} | weights, **kwargs)
@@ -260,7 +265,7 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
         ) from error
     except (RuntimeError, ValueError) as error:
-        if weights or of_machine(error):
+        if weights or of_machine(error):  # while weights are loaded, the caller explains errors
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
     finally:
@@ -270,12 +275,14 @@ def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     """Load weights, all of which must fit; return a note if timm converted them first.
 
-    Timm has a function for weights of other layouts and sizes beside the class of a model.
+    The file of a model's class in timm has a function that converts weights of other layouts and
+    sizes, such as those of the authors' code.
     """
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if convert is None or not find_misfit(module.state_dict(keep_vars=True), state):
         load_strictly(module, state, origin=str(path))
         return ()
+    # If the conversion fails, loading raises the error that names the weights that do not fit.
     converted = state
     with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
         converted = convert(dict(state), module)
@@ -350,11 +357,12 @@ class EncoderBlock(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self) -> None:
+        """Create the layers, with random weights."""
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
-        # Names of the parameters are timm's: mlp.fc1.weight.
+        # Named as in timm (mlp.fc1.weight), so that timm can load the weights, too.
         parts = {"fc1": nn.Linear(WIDTH, HIDDEN), "act": nn.GELU()}
         self.mlp = nn.Sequential(OrderedDict(parts | {"fc2": nn.Linear(HIDDEN, WIDTH)}))
 
@@ -383,6 +391,7 @@ class DigitsViT(nn.Module):
     """
 
     def __init__(self) -> None:
+        """Create the layers, with random weights and the names of timm's VisionTransformer."""
         super().__init__()
         self.patch_embed = PatchEmbed()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))

@@ -54,14 +54,16 @@ State = dict[str, Tensor]
 
 
 def holds_weights(path: Path) -> bool:
-    """Say whether a file holds weights: by its name, else as torch writes them (`.pth.tar`)."""
+    """Say whether a file holds weights: by its suffix, else by its content (`.pth.tar`)."""
     if path.suffix in SUFFIXES:
         return True
     if path.suffix == PROGRAM or tarfile.is_tarfile(path):
         return False
+    # torch.save writes an archive with data.pkl; older versions write a bare pickle.
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
+    # A pointer of git-lfs stands for the file: reading it explains how to fetch the weights.
     return _begins_with(path, PICKLE) or _begins_with(path, POINTER)
 
 
@@ -84,7 +86,7 @@ def _begins_with(path: Path, content: bytes) -> bool:
 
 
 def require_fetched(path: Path) -> None:
-    """Refuse the pointer of git-lfs, a text of three lines in place of a file.
+    """Refuse a file that git-lfs has not fetched yet: a pointer, three lines of text, is there.
 
     Raises:
         InputError: the file is a pointer.
@@ -99,7 +101,8 @@ def require_fetched(path: Path) -> None:
 def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     """Read a file of weights: the tensors by name, and notes on how they were found.
 
-    In a training checkpoint, the exponential moving average is preferred to the last weights.
+    A training checkpoint holds several sets of weights by name. The exponential moving average is
+    preferred to the last weights (`CONTAINERS` has the order).
 
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
@@ -114,8 +117,8 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
             content: Any = load_file(path)
     else:
         content = _read_pickle(path)
-    state = _find_tensors(content)
-    states: dict[str, State] = {}  # a checkpoint has them by name
+    state = _find_tensors(content)  # weights at the top of the file
+    states: dict[str, State] = {}  # sets of weights inside of a checkpoint, by their keys
     if isinstance(content, Mapping):
         for key, part in content.items():
             tensors = _find_tensors(part)
@@ -143,18 +146,20 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
 
 
 def _find_tensors(content: Any) -> State:
-    """Return the tensors of a dictionary by name; nothing if the content is none."""
+    """Return the tensors of a dictionary by name; nothing if the content is no dictionary."""
     if not isinstance(content, Mapping):
         return {}
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
-    """Multiply int8 and float8 weights by `NAME_scale`: one number, or one per output channel.
+    """Multiply int8 and float8 weights by their scales: one number, or one per output channel.
+
+    The scale of the weight NAME is stored as `NAME_scale`. Of a square weight (n, n), a scale (n,)
+    is refused: some layers store weights transposed, so it may belong to the inputs.
 
     Raises:
-        InputError: a scale has another shape, or that of both axes of a square weight, which some
-            layers store transposed.
+        InputError: a scale has a shape that is not accepted.
     """
     values = dict(state)
     scaled_dtypes = set[torch.dtype]()
@@ -163,9 +168,10 @@ def _apply_scales(state: State, path: Path) -> tuple[State, tuple[Note, ...]]:
             continue
         scale = values.pop(f"{name}_scale", None)
         if scale is None:
-            continue  # float8 may be a cast; integers are refused where a layer takes floats
+            # float8 may be a plain cast; integers are refused later, where a layer takes floats.
+            continue
         outputs = len(weight)
-        column = (outputs, *[1] * (weight.ndim - 1))
+        column = (outputs, *[1] * (weight.ndim - 1))  # (outputs, 1, ...): a scale per output
         accepted = [column]
         if outputs != weight.shape[1]:
             accepted.append((outputs,))
@@ -243,10 +249,10 @@ def find_misfit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
     """Describe how stored weights differ from those of a module; empty if they fit.
 
     Args:
-        expected: the weights of the module by name, in which tied ones are one object.
-        state: the stored weights, which may have tied ones once.
+        expected: the weights of the module by name; tied weights are one object with two names.
+        state: the stored weights by name; of tied weights, one name is enough.
     """
-    present = set[int]()
+    present = set[int]()  # ids of the module's weights that are stored under one of their names
     shapes = []
     for name, tensor in expected.items():
         if name not in state:
@@ -268,6 +274,11 @@ def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequ
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
     """Load weights; none may be missing, and none be left over.
+
+    Args:
+        module: the model.
+        state: the weights by name.
+        origin: the file, for messages.
 
     Raises:
         InputError: names or shapes differ, or integers are stored for floats.
@@ -291,7 +302,8 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
         if is_integer and expected[name].is_floating_point():
             codes.append(name)
     refuse_codes(codes, origin)
-    module.load_state_dict(dict(state), strict=False)  # tied weights may be missing
+    # Not strict, because tied weights may be stored once; everything else was checked above.
+    module.load_state_dict(dict(state), strict=False)
 
 
 # Usual names of the arguments that give the width and the number of classes of a model.
@@ -316,16 +328,19 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
     parameters = inspect.signature(type(module).__init__).parameters
 
     def choose_name(names: Sequence[str]) -> str:
+        """Return the first of some names that the module's class takes, else the usual one."""
         return next((name for name in names if name in parameters), names[0])
 
     guesses: dict[str, int] = {}
     classifier = ""
-    widths = Counter[tuple[int, int]]()  # of the model, and stored: how many norms have these
+    # Number of norm layers by their width (in the model, in the file): most norms have the width
+    # of the model.
+    widths = Counter[tuple[int, int]]()
     for name, tensor in expected.items():
         if name not in state:
             continue
         if tensor.ndim == 2 and name.endswith("weight"):
-            classifier = name  # the last matrix
+            classifier = name  # in the end, the last matrix of the model
         if tensor.ndim == 1 and "norm" in name.lower():
             widths[len(tensor), len(state[name])] += 1
     if classifier and len(expected[classifier]) != len(state[classifier]):
@@ -342,7 +357,7 @@ def guess_arguments(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]
 
 
 def _count_blocks(state: Mapping[str, Tensor]) -> int:
-    """Return the number of equal blocks of the longest list; 0 without a list."""
+    """Return the number of blocks of the longest list, such as blocks.0 to blocks.11; else 0."""
     count = 0
     for name in state:
         match = BLOCKS.match(name)
@@ -366,7 +381,7 @@ def refuse_codes(names: Sequence[str], origin: object) -> None:
 
 
 def strip_prefix(state: State) -> State:
-    """Remove the first part of all names while all weights share it.
+    """Remove the first part of all names, such as `module.`, as long as all weights share it.
 
     DataParallel, torch.compile and Lightning wrap the model whose weights they save.
     """
@@ -378,17 +393,21 @@ def strip_prefix(state: State) -> State:
 
 
 def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...]]:
-    """Return weights without the prefix in front of the names of a module: `model.` of Lightning.
+    """Return stored weights by their names in a module: without a prefix, `model.` of Lightning.
 
-    It is the prefix without which the most names are those of the module. If these are then all
-    names of the module, weights without the prefix are left out: Lightning saves the weights of a
-    loss, too. Otherwise they stay, to be named as surplus.
+    The prefix is the one whose removal gives the most names of the module. A checkpoint of
+    Lightning also has weights without this prefix, such as those of a loss. They are left out if
+    all weights of the module are found. Otherwise they stay, and the error names them as surplus.
+
+    Args:
+        state: the stored weights by name.
+        module: the model.
 
     Returns:
         The weights by their names in the module, and a note on those that were left out.
     """
     expected = module.state_dict()
-    prefixes = Counter[str]()
+    prefixes = Counter[str]()  # by the number of names that fit without this prefix
     for name in state:
         # Every end of a dotted name: a.b.c, b.c, c.
         end = name
@@ -408,7 +427,8 @@ def match_names(state: State, module: nn.Module) -> tuple[State, tuple[Note, ...
         renamed[short] = value
         if not name.startswith(prefix):
             without_prefix.append(name)
-    # A teacher or an average beside the model fits as well: which one is meant is not known.
+    # A second prefix that fits, too, is a teacher or an average beside the model. Then it is not
+    # known which one is meant, and nothing is left out.
     is_unclear = any(count > matches / 2 for _, count in ranking[1:])
     is_whole = set(expected) <= set(renamed) - set(without_prefix)
     if not without_prefix or is_unclear or not is_whole:
@@ -433,7 +453,7 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
     Args:
         module: the module.
         origin: its name in errors.
-        bare: whether it may have no parameters.
+        bare: whether a module without parameters is accepted.
 
     Raises:
         InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
@@ -442,6 +462,7 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
     _require_measurable(module, origin, bare)
     digest = hashlib.sha256()
     for name, tensor in _list_state(module):
+        # `compute_values` dequantises weights whose values are computed only when they are read.
         value: Any = compute_values(tensor).detach().cpu().contiguous()
         # Half precision is hashed as float32, so the hash does not depend on `weights`.
         dtype = value.dtype
@@ -450,7 +471,8 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
         # In pieces: a second copy of the largest weight would double the memory.
         for piece in value.reshape(-1).split(HASHED):
-            # A copy: memory that numpy has seen counts as mapped (`offload.Placement.move`).
+            # A copy, because `numpy()` makes memory not resizable, and `offload.Placement.move`
+            # takes such memory for a mapped file.
             digest.update(piece.to(dtype, copy=True).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -465,7 +487,13 @@ def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _require_measurable(module: nn.Module, origin: str, bare: bool) -> None:
-    """Refuse a module that cannot be measured: see `hash_weights`."""
+    """Refuse a module that cannot be measured (see `hash_weights`).
+
+    Args:
+        module: the module.
+        origin: its name in errors.
+        bare: whether a module without parameters is accepted.
+    """
     original = "Give the original module, with its weights loaded (run a lazy module once)."
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"{origin} is TorchScript, whose modules cannot be read", original)

@@ -25,7 +25,9 @@ from lipaudit.settings.option import Settings, option
 from lipaudit.tables.columns import group_values
 from lipaudit.tables.plugins import collect, explain_missing, load_object
 
-MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
+MEASURING = "Measure a checkpoint"
+COMPARE = "Compare and gate"
+LEARN = "Learn"
 # The commands of the core by name: heading in the help, and function. The module is imported
 # when its command is called, so `gate` and `report` load nothing that measures. Every measure,
 # also that of a plug-in, is a command, too: `Commands` makes it from the options.

@@ -132,6 +132,8 @@ def compare(reports: Sequence[Report]) -> Comparison:
     if len(reports) < 2:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
     names = model_labels(reports)
+    # `by_place` has a note for each model whose samples have other ids: they are matched by their
+    # place in the data.
     matched, by_place = pairing.match_samples(reports, names)
     first, *others = matched
     pairs = list[Pair]()
@@ -140,6 +142,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
         pair = _compare_with_first(first, report, (names[0], name), by_place.get(name, ""))
         pairs.append(pair)
         reasons += (verdict.reason for verdict in pair.verdicts)
+    # Only a verdict on figures that cannot be compared has a reason: so nothing was compared.
     if all(reasons):
         reason = next(iter(reasons), "they have no common section")
         advice = REPEAT
@@ -169,8 +172,18 @@ class Changes:
 
 
 def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
+    """Return the comparison of a report with the first one: verdicts, samples and warnings.
+
+    Args:
+        old: the first report.
+        new: the report to compare with it.
+        names: the names of the two models.
+        by_place: a warning that samples are matched by their place in the data; empty: by id.
+    """
     before = _index_sections(old)
     after = _index_sections(new)
+    # Differences between the two runs: the kind (`dtype`, `seed`) and a text. Some kinds change
+    # figures of the same model, so they are warnings; the others are notes.
     differing = conditions.list_differences(new, old)
     warnings = [text for kind, text in differing if kind in conditions.SPOILING]
     if by_place:
@@ -178,7 +191,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     if conditions.has_same_weights(new, old):
         warnings.append("both reports are of the same weights")
     changes = Changes()
-    for measure in before.keys() ^ after.keys():
+    for measure in before.keys() ^ after.keys():  # sections that one report alone has
         changes.unpaired.append((measure, measure in after))
     for measure, section in before.items():
         if measure in after:
@@ -186,7 +199,8 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
             _compare_sections(old, new, section, after[measure], changes)
     notes = []
     for name, is_new in sorted(changes.unpaired):
-        notes.append(f"not compared, because only {names[is_new]} has it: {name}")
+        owner = names[is_new]  # False is 0, the old model; True is 1, the new one
+        notes.append(f"not compared, because only {owner} has it: {name}")
     notes += (text for kind, text in differing if kind not in conditions.SPOILING)
     return Pair(
         old=names[0],
@@ -204,7 +218,15 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
 def _compare_sections(
     old: Report, new: Report, before: Section, after: Section, changes: Changes
 ) -> None:
-    """Add the changes of the columns of a section."""
+    """Add to `changes` the verdict on every column of a section, and the changes of its heads.
+
+    Args:
+        old: the first report.
+        new: the report to compare with it.
+        before: a section of the first report.
+        after: the section of the same measure in the other report.
+        changes: what was found so far; a column that one report alone has is listed there, too.
+    """
     has_heads = {"layer", "head"} <= after.columns.keys()
     for name in _list_columns(before, after):
         metric = f"{before.measure}.{name}"
@@ -214,7 +236,9 @@ def _compare_sections(
             if old_figures or new_figures:
                 changes.unpaired.append((metric, not old_figures))
             continue
+        # The figures decide the unit of a change: no percentage if one of them is negative.
         figures = old_figures + new_figures
+        # What one head carries less, another may carry more: only single heads are compared.
         if metric not in OF_HEADS_ALONE:
             for stat in _choose_statistics(before, after, name):
                 rule = no_change(f"{metric}:{stat}", figures, (before, after))
@@ -222,12 +246,16 @@ def _compare_sections(
         if has_heads and name in MAPPED.get(before.measure, (name,)):
             rule = no_change(f"{metric}:each", figures, (before, after))
             changes.heads += _judge_heads(rule, old, new)
+            # Without a verdict of its own, such a column still says why it cannot be compared.
             if metric in OF_HEADS_ALONE:
                 changes.verdicts += _find_refusal(rule, old, new)
 
 
 def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
-    """Return the statistics of a column: over the samples, else over the heads."""
+    """Return the statistics by which a column is compared: over its samples, else its heads.
+
+    FLAGS are the yes-or-no columns, such as `correct`: their mean is a share.
+    """
     if name in before.sample_columns:
         return ["mean"] if name in FLAGS else ["median", "p95"]
     if "layer" not in after.columns:  # rows that are no heads are few: each is compared
@@ -237,13 +265,20 @@ def _choose_statistics(before: Section, after: Section, name: str) -> list[str]:
 
 
 def _compare_figure(rule: Rule, old: Report, new: Report, changes: Changes) -> None:
-    """Add the change of a figure, and of its samples and their groups."""
+    """Add to `changes` the verdict on a figure; of per-sample figures also samples and groups.
+
+    Args:
+        rule: names the figure: a column and a statistic.
+        old: the first report.
+        new: the report to compare with it.
+        changes: what was found so far.
+    """
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):
+    if isinstance(examined, Verdict):  # it says why the reports cannot be compared
         changes.verdicts.append(examined)
         return
     changes.verdicts += (judge_change(rule, contrast) for contrast in examined)
-    if rule.per_sample and rule.stat != "p95":  # its samples are those of the median
+    if rule.per_sample and rule.stat != "p95":  # its samples came with the median
         changes.sampled += ((rule, contrast) for contrast in examined)
         changes.groups += _judge_groups(rule, old, new)
 
@@ -254,24 +289,29 @@ def _index_sections(report: Report) -> dict[str, Section]:
 
 
 def _list_columns(before: Section, after: Section) -> Iterator[str]:
-    """Yield the columns with a better direction, per-sample columns first."""
+    """Yield the columns to compare, per-sample columns first.
+
+    These are the columns with a better direction, and `correct`, whose mean is the accuracy.
+    """
     sampled = before.sample_columns
+    # Listed twice: the first time for the order, the last time because its descriptions count.
     for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
         if column.better or (name in sampled and name == "correct"):
             yield name
 
 
 def _list_figures(section: Section, name: str) -> list[float]:
-    """Return the figures of a column: of all trials, or of all rows."""
-    # Rows of balls and attacks repeat what their samples say, unless they have figures of samples.
-    own = not section.sample_columns or name in section.arrays
+    """Return all figures of a column: of samples under every attack, else of rows."""
+    # Rows of balls and attacks only sum up per-sample columns, which are compared themselves. They
+    # count where there are no such columns, or where an array has the column for every sample.
+    rows_count = not section.sample_columns or name in section.arrays
     cells = list[Any]()
     if name in section.sample_columns:
         for column, values in section.samples.items():
             if parse_column(column)[0] == name:
                 cells += values
     else:
-        cells += (row.get(name) for row in section.rows if own or "layer" in row)
+        cells += (row.get(name) for row in section.rows if rows_count or "layer" in row)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
 
@@ -290,36 +330,47 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
         which.append(", ".join(shown))
     if which:
         yield f"left out, because not converged in one report: {' and '.join(which)} of {measure}"
-    one = set(before.ids)
-    two = set(after.ids)
-    shared = one & two
-    if shared and one != two:
+    old = set(before.ids)
+    new = set(after.ids)
+    shared = old & new
+    if shared and old != new:
         yield (
-            f"compared over the {len(shared)} shared samples (of {len(one)} and {len(two)}): "
+            f"compared over the {len(shared)} shared samples (of {len(old)} and {len(new)}): "
             f"{measure}"
         )
 
 
 def _judge_groups(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
-    """Yield the change of every group of samples; none without groups in both reports."""
+    """Yield the verdict on every group of samples; none without groups in both reports.
+
+    Its p-value is of "the group has not changed", two-sided, and corrected over all groups of the
+    figure by Holm's procedure.
+
+    Args:
+        rule: names the figure; it allows no change.
+        old: the first report.
+        new: the report to compare with it.
+    """
     if not (old.groups and new.groups):
         return
     rule = replace(rule, group=EACH)
-    rule = replace(rule, text=rule.metric)
+    rule = replace(rule, text=rule.metric)  # which names the groups now
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):
+    if isinstance(examined, Verdict):  # it says why the groups cannot be compared
         yield examined
         return
-    # A group may change either way, and a test is of one way.
+    # Tests are one-sided, and a group may get worse or better: test both directions.
     other_way: Literal["<=", ">="] = "<=" if rule.op == ">=" else ">="
     opposite = examine(replace(rule, op=other_way), new, old, lenient=True)
     assert not isinstance(opposite, Verdict)
-    tests = dict[tuple[str, str], float]()
+    # The smaller of the two one-sided p-values, at most 1/2: twice it is the two-sided one.
+    smaller = dict[tuple[str, str], float]()
     for contrast in (*examined, *opposite):
         evidence = contrast.evidence
+        # A group with fewer samples than its test needs can prove nothing: it is not corrected.
         if evidence is not None and evidence.samples >= evidence.least:
-            tests[contrast.key] = min(tests.get(contrast.key, 0.5), evidence.p(0.0))
-    corrected = statistics.correct_by_holm({key: 2 * p for key, p in tests.items()})
+            smaller[contrast.key] = min(smaller.get(contrast.key, 0.5), evidence.p(0.0))
+    corrected = statistics.correct_by_holm({key: 2 * p for key, p in smaller.items()})
     for contrast in examined:
         adjusted = None
         if contrast.key in corrected:
@@ -335,7 +386,16 @@ def _find_refusal(rule: Rule, old: Report, new: Report) -> Iterator[Verdict]:
 
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
-    """Yield the change of every head in a column; none if the models cannot be compared."""
+    """Yield the change of every head in a column; none if the models cannot be compared.
+
+    Its p-value is of "the head has not changed": a two-sided sign test over the samples, corrected
+    over all heads by flipping signs.
+
+    Args:
+        rule: names the column; it allows no change of any head.
+        old: the first report.
+        new: the report to compare with it.
+    """
     examined = examine(rule, new, old, lenient=True)
     section = new.section(rule.measure)
     if isinstance(examined, Verdict) or section is None:
@@ -343,14 +403,15 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     tested = [contrast for contrast in examined if contrast.evidence is not None]
     adjusted = dict[str, float]()
     if tested:
-        changes = np.stack([contrast.changes for contrast in tested])
-        # A head may move either way. Half of the level is for those that move by 1% or more, or a
-        # loud one would be lost among many that tremble.
-        of_all = statistics.correct_jointly(changes, TOLERANCE, both_sides=True)
-        of_loud = statistics.correct_jointly(changes, STILL, both_sides=True)
-        shares = np.minimum(1.0, 2 * np.minimum(of_all, of_loud))
-        for contrast, share in zip(tested, shares, strict=True):
-            adjusted[contrast.name] = float(share)
+        changes = np.stack([contrast.changes for contrast in tested])  # (heads, samples)
+        # Two corrections, each at half of the level, so the smaller p-value counts twice: over all
+        # heads, and over those that move by 1% or more. Among many heads with tiny changes alone,
+        # a large change of one head would not be proven.
+        p_of_all = statistics.correct_jointly(changes, TOLERANCE, both_sides=True)
+        p_of_large = statistics.correct_jointly(changes, STILL, both_sides=True)
+        p_values = np.minimum(1.0, 2 * np.minimum(p_of_all, p_of_large))
+        for contrast, p in zip(tested, p_values, strict=True):
+            adjusted[contrast.name] = float(p)
     rows = pairing.index_rows(section)
     for contrast in examined:
         name = contrast.name
@@ -361,10 +422,20 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
 def _list_samples(
     contrasts: Sequence[tuple[Rule, Contrast]], places: Mapping[str, str]
 ) -> tuple[SampleChange, ...]:
-    """Return all shared samples with their figures, the worst change first."""
+    """Return every sample of both reports with its old and new figures, most losses first.
+
+    A sample loses a metric if its answer changes from yes to no (right, robust, certified), and
+    gains it if the answer changes from no to yes.
+
+    Args:
+        contrasts: the compared per-sample columns: the rule, and the values before and now.
+        places: the place of each sample in the data, by id.
+    """
+    # Old and new value by sample id and metric, such as `attack.robust@worst,linf,2/255`.
     figures: dict[str, dict[str, tuple[float, float]]] = {}
-    flags: dict[str, int] = {}
-    owners: dict[tuple[str, str], str] = {}
+    # The sign of a change for the worse, for yes-or-no metrics only.
+    signs: dict[str, int] = {}
+    first_measures: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:
         name = f"{rule.measure}.{rule.column}"
         if contrast.name:
@@ -372,19 +443,20 @@ def _list_samples(
         if rule.column in FLAGS:
             trial = TrialKey.parse(contrast.name)
             ball = trial.ball if trial else ""
-            # Several measures may have the same result of the same ball: the first one counts.
-            if owners.setdefault((rule.column, ball), rule.measure) != rule.measure:
+            # Several measures may have the same answer for the same ball, such as whether a sample
+            # is right: that of the first one counts.
+            if first_measures.setdefault((rule.column, ball), rule.measure) != rule.measure:
                 continue
-            flags[name] = rule.worse
+            signs[name] = rule.worse
         for sample, before, now in zip(contrast.ids, contrast.before, contrast.now, strict=False):
-            known = figures.setdefault(sample, {})
-            known[name] = (float(before), float(now))
+            of_sample = figures.setdefault(sample, {})
+            of_sample[name] = (float(before), float(now))
     samples = []
-    for sample, known in figures.items():
+    for sample, of_sample in figures.items():
         lost = list[str]()
         gained = list[str]()
-        for name, (old, new) in known.items():
-            worse = flags.get(name, 0) * (new - old)
+        for name, (old, new) in of_sample.items():
+            worse = signs.get(name, 0) * (new - old)  # 0 for a norm, which is no answer
             if worse > 0:
                 lost.append(name)
             elif worse < 0:
@@ -392,7 +464,7 @@ def _list_samples(
         change = SampleChange(
             id=sample,
             place=places.get(sample, ""),
-            figures=known,
+            figures=of_sample,
             lost=tuple(lost),
             gained=tuple(gained),
         )
@@ -401,9 +473,9 @@ def _list_samples(
 
 
 def _rank_sample(change: SampleChange) -> tuple[int, float]:
-    """Order the samples: the most losses first; of equal ones the larger norm."""
+    """Return the sort key of a sample: most losses first; of equal ones the largest new norm."""
     balance = len(change.gained) - len(change.lost)
-    if "jacobian.norm" not in change.figures:
+    if "jacobian.norm" not in change.figures:  # after those with a norm
         return balance, math.inf
     _, norm = change.figures["jacobian.norm"]
     return balance, -order(norm)
@@ -496,11 +568,14 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     if not reports:
         raise UsageError("no reports were given to rank", "Give the reports of the models.")
     names = model_labels(reports)
+    # `by_place` has a note for each model whose samples have other ids: they are matched by their
+    # place in the data.
     matched, by_place = pairing.match_samples(reports, names)
     criteria = _list_criteria(reports, by)
+    # The fields of `Ranked` by index of the model; one that cannot be compared has no rank.
     found = _rank_models(criteria[0], matched) if criteria else {}
     known: dict[str, Any] = {}
-    compared = sum("rank" in fields for fields in found.values()) - 1
+    compared = sum("rank" in fields for fields in found.values()) - 1  # all but the best
     if compared >= 1:
         rule = criteria[0].rule
         name = criteria[0].name
@@ -522,22 +597,30 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
-    """Return the entries of the models that have the metric: the ranked ones first, by rank."""
+    """Return the fields of `Ranked` for each model that has the metric, by index, best first.
+
+    Models that cannot be compared with the ranked ones come last, with the reason.
+
+    Args:
+        criterion: the metric, and the figure of each model.
+        reports: the reports of all models, with shared samples.
+    """
     rule = criterion.rule
+    # With this sign the larger figure is the worse one.
     worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
     models = sorted(worse, key=lambda i: (worse[i], i))
-    # A difference may show in one direction only, such as an attack that one model has in
-    # addition.
+    # Pairs of models that cannot be compared, with the reason. Both orders are tried: an attack
+    # that one model has in addition is no obstacle if that model is the new one.
     apart: dict[frozenset[int], str] = {}
     for i, j in permutations(models, 2):
         reason = _compare_two(rule, reports[i], reports[j]).reason
         if reason:
             apart[frozenset((i, j))] = reason
-    # The one that most can be compared with decides who is ranked, or a model with other attacks
-    # and the best figure would leave all others unranked.
+    # Ranked are all models that can be compared with the model of the fewest such pairs. If the
+    # best figure decided, a model with other attacks could leave all others unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = [i for i in models if frozenset((i, base)) not in apart]
-    # Bonferroni, over the comparisons with the best.
+    # Bonferroni's correction for the comparisons of all others with the best.
     level = LEVEL / max(1, len(ranked) - 1)
     best, *others = ranked
     for i in others:  # the model with the best figure may not be the best sample by sample
@@ -559,7 +642,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
     places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
     entries = {i: found[i] for i in places}
-    # Alone, a model is compared with none.
+    # A single ranked model among several was compared with none: it has no rank either.
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
     for i in outside:
         reason = next(apart[pair] for pair in apart if i in pair)
@@ -568,11 +651,19 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
-    """Return the change from one model to another, in the words of `compare`."""
+    """Return the verdict on the change from the old model to the new one.
+
+    Args:
+        rule: names the figure; it allows no change.
+        new: the report of one model.
+        old: the report of another.
+        level: one-sided error probability of each limit of the change.
+    """
     examined = examine(rule, new, old, lenient=True)
-    if isinstance(examined, Verdict):
+    if isinstance(examined, Verdict):  # it says why the two cannot be compared
         return examined
     verdict = judge_change(rule, examined[0], level)
+    # Without limits nothing was tested, so the two models cannot be told apart.
     if verdict.low is None and verdict.status != "unchanged":
         return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
     return verdict
@@ -587,7 +678,7 @@ def make_rule(metric: str) -> Rule:
     Raises:
         UsageError: the metric does not exist, has no better direction, or is not a single figure.
     """
-    plain = parse_rule(f"{metric} <= +0")
+    plain = parse_rule(f"{metric} <= +0")  # any limit: only the metric is read
     fault = ""
     if not plain.about.better and plain.column not in FLAGS:
         fault = "has no better direction"
@@ -603,10 +694,14 @@ def make_rule(metric: str) -> Rule:
 
 
 def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
-    """Return the metric of the user, else those that can rank models, of most models first.
+    """Return the metrics that can rank the models; first those that most models have.
+
+    Args:
+        reports: the reports of all models.
+        by: the only metric to rank by, or `order` for none; None: the usual ones.
 
     Raises:
-        UsageError: no report has the metric of the user, or it is several figures.
+        UsageError: no report has the metric `by`, or it is several figures.
     """
     if by == ORDER:
         return []
@@ -628,8 +723,12 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
-    """Yield a metric for each of its balls, the smaller ones first, with the models' figures."""
+    """Yield a criterion for every ball in which a model has the metric, the smallest ball first.
+
+    A metric without balls, such as a norm, gives one criterion.
+    """
     rule = make_rule(metric)
+    # By row or ball, then by index of the model.
     figures = dict[Key, dict[int, float]]()
     for i, report in enumerate(reports):
         section = report.section(rule.measure)
@@ -650,7 +749,7 @@ def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion
 
 
 def _order_by_size(name: Key) -> tuple[str, float]:
-    """Order balls by their norms and radii, behind what is of no ball."""
+    """Return the sort key of a figure: those without a ball first, then by norm and radius."""
     if not isinstance(name, TrialKey):
         return "", 0.0
     return name.norm, float(name.radius)

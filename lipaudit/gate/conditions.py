@@ -93,12 +93,13 @@ def promote(report: Report, reason: str) -> Report:
 
 def _reduce_section(section: Section) -> Section:
     """Return a section without wall times, and without arrays that no rule reads."""
-    # Arrays behind rows stay, so that rows can be computed again for shared samples.
+    # The arrays from which rows were computed stay: a gate computes rows again over the samples
+    # that both reports have.
     kept = {SCORES, *section.columns}
     for column in section.columns.values():
-        how = column.reduction
-        if how is not None:
-            kept.update((how.values, how.per, how.weights))
+        reduction = column.reduction
+        if reduction is not None:
+            kept.update((reduction.values, reduction.per, reduction.weights))
     arrays = {name: array for name, array in section.arrays.items() if name in kept}
     rows = section.rows
     if "seconds" in section.columns:
@@ -154,30 +155,36 @@ def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: b
     weaker = _list_lost_attacks(section, before)
     if weaker:
         return f"{measure}: weaker than the baseline: {'; '.join(weaker)}"
-    # Norms of different outputs, such as an encoder's and a classifier's.
+    # Norms of different outputs, such as an encoder's and a classifier's, cannot be compared.
     now = _list_paths(section)
     lost = ", ".join(sorted(_list_paths(before) - now))
     if lost:
         return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
     both = (section, before)
+    # Sections of other samples can be compared on the samples that they share, if these have ids.
     if other_suite and any(map(_depends_on_samples, both)):
-        named = all(each.samples.get("ids") for each in both)
-        if not named:
+        have_ids = all(each.samples.get("ids") for each in both)
+        if not have_ids:
             return f"{measure}: the samples differ from the baseline's"
     if lenient:
         return ""
+    # A gate also needs the same dtype, preprocessing and score.
     binding = [text for kind, text in list_differences(current, baseline) if kind in BINDING]
     return "; ".join(binding)
 
 
 def _list_lost_attacks(section: Section, before: Section) -> list[str]:
-    """Return the attacks that a section lacks, and what its attacks did less than before."""
+    """Return why the attacks of a section are weaker than before; nothing if they are not.
+
+    Each reason is an attack that is gone, or a new note that an attack was skipped, replaced or
+    tried fewer targets.
+    """
     known = {row.key for row in section.rows if "attack" in row}
     lost = {str(row.key) for row in before.rows if "attack" in row and row.key not in known}
-    less = {note.text for note in section.notes if note.code in FALLBACKS}
-    less_before = {note.text for note in before.notes if note.code in FALLBACKS}
-    return sorted(lost) + sorted(less - less_before)
+    fallbacks = {note.text for note in section.notes if note.code in FALLBACKS}
+    old_fallbacks = {note.text for note in before.notes if note.code in FALLBACKS}
+    return sorted(lost) + sorted(fallbacks - old_fallbacks)
 
 
 def _list_paths(section: Section) -> set[str]:
@@ -186,10 +193,10 @@ def _list_paths(section: Section) -> set[str]:
 
 
 def _depends_on_samples(section: Section) -> bool:
-    """Say whether a section has a figure that depends on samples: not on the weights alone."""
+    """Say whether a section has a figure to judge that depends on samples, not weights alone."""
     for name, column in section.columns.items():
-        judged = column.better and column.domain != "the weights"
-        if judged and any(row.get(name) is not None for row in section.rows):
+        of_samples = column.better and column.domain != "the weights"
+        if of_samples and any(row.get(name) is not None for row in section.rows):
             return True
     return False
 
@@ -198,6 +205,7 @@ def has_same_weights(current: Report, baseline: Report) -> bool:
     """Say whether two reports have the same weights, and predictions of the same arithmetic."""
     new = current.run
     old = baseline.run
+    # Autocast rounds activations, so equal weights may predict other classes.
     if new.options.get("autocast") != old.options.get("autocast"):
         return False
     digest = new.model.weights_sha256
@@ -217,23 +225,25 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
 
 
 def list_examples(report: Report) -> dict[str, str]:
-    """Return the examples that a run saved and other models can be given: paths and SHA-256.
+    """Return the saved adversarial examples that other models can try: SHA-256 by path.
 
-    Embeddings of texts do not transfer, and neither words nor patches have a ball to move into.
+    Only examples of images in a ball can: embeddings belong to one model, and examples of changed
+    words or patches (norms in WHOLE, which count changes) have no ball around the sample.
     """
     section = report.section("attack")
-    if section is None or "mean" not in report.run.preprocess:
+    if section is None or "mean" not in report.run.preprocess:  # only images have a mean
         return {}
     has_balls = any(row.norm not in WHOLE for row in section.rows)
     return section.files if has_balls else {}
 
 
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
-    """Return the differences between the conditions of two runs: the kind of each, and a text."""
+    """Return the differences between two runs: the kind of each (`dtype`, `seed`), and a text."""
     new = _read_conditions(current)
     old = _read_conditions(baseline)
-    # Another version may record more packages, and a resizing that was not recorded: ids of
-    # samples come from resized pixels, so another resizing gives other samples.
+    # A condition in one report alone is a difference only if it is one of these. Others may be
+    # new: a later version of lipaudit records more packages, and how images are resized. (Another
+    # resizing shows anyway: it changes the ids of samples, which are hashes of resized pixels.)
     always = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
     found = list[tuple[str, str]]()
     for name in old | new:
@@ -241,7 +251,7 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
         now = new.get(name, ABSENT)
         compared = name in always or (name in old and name in new)
         if compared and was != now:
-            kind, *_ = name.split()
+            kind, *_ = name.split()  # `preprocess` of `preprocess mean`
             found.append((kind, f"{name}: {was} became {now}"))
     attacked = current.section("attack")
     before = baseline.section("attack")
@@ -262,7 +272,13 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
 
 
 def _compare_transfer(current: Section | None, before: Section | None, baseline: Report) -> str:
-    """Return whether only one of two sections tried examples of another model, or nothing."""
+    """Return a text if only one attack section tried examples of another model; else nothing.
+
+    Args:
+        current: the attack section of the current report.
+        before: that of the baseline.
+        baseline: the baseline, which may have saved examples.
+    """
     if current is None:
         return ""
     tried = _tries_transfer(current)
@@ -285,7 +301,7 @@ def _tries_transfer(section: Section) -> bool:
 
 
 def _read_conditions(report: Report) -> dict[str, object]:
-    """Return the conditions of a run by their names in messages."""
+    """Return what may change the figures of a run, by name: seed, device, data, options, ..."""
     run = report.run
     found: dict[str, object] = {"seed": run.seed, "device": run.device.split(":")[0]}
     found["dtype"] = run.dtype
@@ -306,9 +322,10 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
     """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
     new = schema.to_json_values(current.settings)
     old = schema.to_json_values(baseline.settings)
+    # Settings that may change: those that alter no figure, and paths of files, which may move.
     free = set(FREE)
     for measure in load_measures().values():
-        free |= measure.moved.keys()  # files: what they contain counts, not where they are
+        free |= measure.moved.keys()
     changes = list[str]()
     for key in sorted((new.keys() | old.keys()) - free):
         before = old.get(key, "unset")
@@ -324,9 +341,10 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
 
 def _list_lost_entries(key: str, before: list[Any], after: list[Any]) -> str:
     """Return the entries of a list that are gone; radii may be written in another way."""
-    read: Callable[[object], object] = _read_radius if key == "eps" else str
-    known = [read(each) for each in after]
-    return ", ".join(str(each) for each in before if read(each) not in known)
+    # 1/20 and 0.05 are the same radius.
+    parse: Callable[[object], object] = _read_radius if key == "eps" else str
+    known = [parse(each) for each in after]
+    return ", ".join(str(each) for each in before if parse(each) not in known)
 
 
 def _write_setting(value: object) -> str:

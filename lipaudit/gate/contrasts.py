@@ -115,7 +115,7 @@ def _contrast_reports(
         raise BaselineError(f"the current report has no section {rule.measure}")
     # The current report comes first: a run that failed is an error, whatever the baseline is.
     points = pairing.read_trusted(rule, current, new, lenient=lenient).points
-    if rule.limit.kind == "absolute":
+    if rule.limit.kind == "absolute":  # a limit on the current figure, which needs no baseline
         if rule.group:
             return _contrast_own_groups(rule, current, new)
         return [Contrast(str(name), None, value) for name, value in points.items()]
@@ -128,9 +128,10 @@ def _contrast_reports(
     obstacle = conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient)
     if obstacle:
         raise BaselineError(obstacle)
+    # Norms that differ by less than their accuracy are equal.
     tolerance = TOLERANCE
     tol = new.settings.get("tol")
-    if isinstance(tol, float):  # of a plug-in, it may be anything
+    if isinstance(tol, float):  # a plug-in may have another setting of this name
         tolerance = max(TOLERANCE, tol)
     shared = _find_shared(rule, new, old, lenient=lenient)
     if rule.group:
@@ -139,8 +140,10 @@ def _contrast_reports(
     else:
         after, before, ids = _read_shared(rule, shared)
         contrasts = _contrast_rows(rule, after, before, ids, tolerance)
-    # Other starts break other samples of the same model, which is no change of the model.
+    # With equal weights nothing changed if the figures agree, too. Figures under attack need not:
+    # from other random starts, an attack breaks other samples of the same model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
+    # A rule with a negative margin demands an improvement, which equal weights do not have.
     same = compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
     if not lenient:
         _require_test(rule, new, contrasts)
@@ -152,6 +155,11 @@ def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> No
 
     Figures of the weights need none, as they do not vary.
 
+    Args:
+        rule: a rule on a change.
+        new: the section of the current report.
+        contrasts: the rows or columns that the rule judges.
+
     Raises:
         UsageError: no contrast has a test.
     """
@@ -160,6 +168,7 @@ def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> No
         return
     text = f"{rule.text!r}: how far {rule.measure}.{rule.column} varies by chance is unknown"
     advice = "Use an absolute limit, such as <= 0.1 or >= 0.5."
+    # A row that is a statistic of a per-sample column can be judged by that column.
     how = rule.about.reduction
     if how is not None and how.values in new.sample_columns:
         advice = f"Judge its samples: {rule.measure}.{how.values}:{how.stat}. {advice}"
@@ -169,7 +178,14 @@ def _require_test(rule: Rule, new: Section, contrasts: Sequence[Contrast]) -> No
 def _contrast_groups(
     rule: Rule, shared: Shared, members: Mapping[str, Collection[str]], tol: float
 ) -> list[Contrast]:
-    """Return the contrasts of a rule over the samples of each group, the worst change first."""
+    """Return the contrasts of a rule over the samples of each group, the worst change first.
+
+    Args:
+        rule: a rule by group.
+        shared: the samples that both sections have.
+        members: the ids of the samples of each group.
+        tol: relative accuracy of norms; smaller differences count as none.
+    """
     after, before, ids = _read_shared(rule, shared)
     places = {name: i for i, name in enumerate(ids)}
     contrasts = list[Contrast]()
@@ -177,13 +193,13 @@ def _contrast_groups(
         index = sorted(places[name] for name in samples if name in places)
         if not index:  # in a comparison: none of them converged
             continue
-        own_ids = tuple(ids[i] for i in index)
+        group_ids = tuple(ids[i] for i in index)
         if rule.per_sample:
-            own_after = pairing.select(rule, after, index)
-            own_before = pairing.select(rule, before, index)
+            group_after = pairing.select(rule, after, index)
+            group_before = pairing.select(rule, before, index)
         else:
-            own_after, own_before, _ = _read_shared(rule, shared.select(index))
-        found = _contrast_rows(rule, own_after, own_before, own_ids, tol)
+            group_after, group_before, _ = _read_shared(rule, shared.select(index))
+        found = _contrast_rows(rule, group_after, group_before, group_ids, tol)
         contrasts += (replace(contrast, group=group) for contrast in _keep_distinct(rule, found))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
@@ -191,7 +207,14 @@ def _contrast_groups(
 def _contrast_rows(
     rule: Rule, after: RuleValues, before: RuleValues, ids: tuple[str, ...], tol: float
 ) -> list[Contrast]:
-    """Return the contrast of each row or column over some shared samples.
+    """Return the contrast of each row or per-sample column of a rule, over some shared samples.
+
+    Args:
+        rule: the rule.
+        after: the values of the current report on these samples.
+        before: the values of the baseline on the same samples.
+        ids: the ids of the samples; empty if the values belong to none.
+        tol: relative accuracy of norms; smaller differences count as none.
 
     Raises:
         BaselineError: only one of the sections has a row.
@@ -212,29 +235,41 @@ def _contrast_rows(
 def _contrast_own_groups(rule: Rule, current: Report, section: Section) -> list[Contrast]:
     """Return the figure of each group of one report, for an absolute limit, the worst first.
 
+    Args:
+        rule: a rule by group with an absolute limit, which needs no baseline.
+        current: the report to judge.
+        section: its section that the rule reads.
+
     Raises:
         BaselineError: the report has no groups, or lacks the values of each sample.
     """
     contrasts = list[Contrast]()
     for group, members in groups.list_own_members(rule, current, "the current report").items():
         take = [i for i, name in enumerate(section.ids) if name in members]
-        reading = pairing.read(rule, section, take, again=not rule.per_sample)
+        # The stored rows are of all samples: those of a group are computed again.
+        reading = pairing.read(rule, section, take, recompute=not rule.per_sample)
         pairing.require_finite(rule, reading)
-        own = [Contrast(str(name), None, value) for name, value in reading.points.items()]
-        for contrast in _keep_distinct(rule, own):
+        figures = [Contrast(str(name), None, value) for name, value in reading.points.items()]
+        for contrast in _keep_distinct(rule, figures):
             contrasts.append(replace(contrast, group=group, ids=tuple(members)))
     return sorted(contrasts, key=partial(_rank_contrast, rule))
 
 
 def _keep_distinct(rule: Rule, contrasts: Sequence[Contrast]) -> list[Contrast]:
-    """Return the contrasts of a group; one alone if every row is of the same figure of samples."""
+    """Return the contrasts of a group, without repetitions.
+
+    The accuracy without attack (RIGHT) is the same in the row of every attack: one is enough.
+    """
     if rule.group and rule.about.reduction == pairing.RIGHT:
         return [replace(contrast, name="") for contrast in contrasts[:1]]
     return [*contrasts]
 
 
 def _rank_contrast(rule: Rule, contrast: Contrast) -> float:
-    """Order contrasts: the largest change for the worse first, or else the worst value."""
+    """Return the sort key of a contrast: the largest change for the worse comes first.
+
+    Without a test it is the difference of the values; for an absolute limit, the worst value.
+    """
     if contrast.evidence is not None:
         return -contrast.evidence.estimate
     before = contrast.old or 0.0
@@ -249,28 +284,39 @@ class Shared:
         sections: the current section and the baseline's.
         takes: indices of the shared samples in each, in the order of the baseline; None: the
             sections name no samples, and all are read.
-        again: whether rows are computed again from these samples.
+        recompute: whether rows are computed again from these samples.
         skipped: rows that did not converge in a comparison.
     """
 
     sections: tuple[Section, Section]
     takes: tuple[list[int] | None, list[int] | None]
-    again: bool
+    recompute: bool
     skipped: set[Key]
 
     def select(self, index: Sequence[int]) -> Shared:
-        """Return some of the shared samples, by their places among these."""
+        """Return a part of the shared samples, such as a group, by their indices among these.
+
+        The rows of both sections are then computed again: the stored ones are of all samples.
+        """
         new, old = self.takes
+        # They are None without ids of samples, and then no sample belongs to a group.
         assert new is not None
         assert old is not None
         takes = [new[i] for i in index], [old[i] for i in index]
-        return replace(self, takes=takes, again=True)
+        return replace(self, takes=takes, recompute=True)
 
 
 def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Shared:
     """Find the samples that both sections have.
 
-    Rows are computed again from their samples if the two sections have others.
+    If the two sections have different samples, rows are computed again from the shared ones.
+
+    Args:
+        rule: the rule that reads them.
+        new: the section of the current report.
+        old: that of the baseline.
+        lenient: for a comparison: few shared samples suffice, and rows and samples that did not
+            converge are left out. A gate has refused such reports before.
 
     Raises:
         BaselineError: too few samples are shared, or nothing converged.
@@ -281,6 +327,7 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
         # Norms that did not converge may be far too low, in either report: none is compared.
         column = rule.column if rule.per_sample else ""
         rows, samples = pairing.find_unsettled((new, old), column)
+    # A row does not say which samples did not converge: a per-sample rule cannot leave them out.
     if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
@@ -289,16 +336,18 @@ def _find_shared(rule: Rule, new: Section, old: Section, *, lenient: bool) -> Sh
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value"
         )
     if not (new.ids and old.ids):  # without ids, `find_obstacle` has refused other samples
-        return Shared((new, old), (None, None), again=False, skipped=rows)
-    known = ["" if name in samples else name for name in old.ids]
-    least = 0.0 if lenient else pairing.ALL_BUT_FEW
+        return Shared((new, old), (None, None), recompute=False, skipped=rows)
+    known = ["" if name in samples else name for name in old.ids]  # "" is the id of no sample
+    least = 0.0 if lenient else pairing.ALL_BUT_FEW  # as a share of the baseline's samples
     takes = pairing.find_shared(rule.measure, new.ids, known, least)
-    again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
-    return Shared((new, old), takes, again=again, skipped=rows)
+    recompute = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
+    return Shared((new, old), takes, recompute=recompute, skipped=rows)
 
 
 def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
-    """Read both sections on their shared samples, and the ids of these in order.
+    """Return the values of a rule on the shared samples, after and before, and their ids.
+
+    The ids are in the order of the baseline; there are none if the sections name no samples.
 
     Raises:
         BaselineError: the reports lack the values per sample.
@@ -306,7 +355,9 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
     """
     readings = list[RuleValues]()
     for section, take in zip(shared.sections, shared.takes, strict=True):
-        reading = pairing.read(rule, section, take, again=shared.again, skipped=shared.skipped)
+        reading = pairing.read(
+            rule, section, take, recompute=shared.recompute, skipped=shared.skipped
+        )
         pairing.require_finite(rule, reading)
         readings.append(reading)
     after, before = readings
@@ -318,7 +369,20 @@ def _read_shared(rule: Rule, shared: Shared) -> tuple[RuleValues, RuleValues, tu
 def _contrast(
     rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
 ) -> Contrast:
-    """Compare a row or column: by its samples, else by their medians, else without a test."""
+    """Return the contrast of one row or per-sample column, with its test if samples allow one.
+
+    It is tested sample by sample if both reports have its value for every sample. A statistic over
+    rows (the median norm of all heads) is computed for every sample and tested by the sign test.
+    Other figures are compared without a test.
+
+    Args:
+        rule: the rule.
+        name: the row or column.
+        old: the values of the baseline.
+        new: the values of the current report on the same samples.
+        ids: the ids of the samples; empty if the values belong to none.
+        tol: relative accuracy of norms; smaller differences count as none.
+    """
     first = old.points[name]
     last = new.points[name]
     paired = name in old.pairs and name in new.pairs
@@ -332,51 +396,66 @@ def _contrast(
     else:
         before = np.array([first])
         now = np.array([last])
-    worse = _compute_change(rule, before, now)
+    worse = _compute_change(rule, before, now)  # positive is worse
     same = _are_same(rule, before, now, tol)
     if paired:
         evidence = _test_change(rule, before, now, worse)
     else:
-        # The statistic of each sample over the rows that have a figure of every sample.
-        lines = _stack_rows(old, new)
-        if lines is None or rule.stat == "each":
+        stacked = _stack_rows(old, new)  # old and new, each (rows, samples)
+        if stacked is None or rule.stat == "each":
             return Contrast(str(name), first, last, same=same)
-        before, now = (reduce_values(rule.stat, each, axis=0) for each in lines)
+        # The statistic over the rows, for each sample.
+        before, now = (reduce_values(rule.stat, each, axis=0) for each in stacked)
         worse = _compute_change(rule, before, now)
         evidence = statistics.judge_median(worse)
-    # Stored arrays without ids name no sample.
-    named = ids if worse.size == len(ids) else ()
-    return Contrast(str(name), first, last, evidence, before, now, worse, named, same)
+    # Arrays of sections without ids have values of samples, but not their names.
+    tested_ids = ids if worse.size == len(ids) else ()
+    return Contrast(str(name), first, last, evidence, before, now, worse, tested_ids, same)
 
 
 def _are_same(rule: Rule, before: Values, now: Values, tol: float) -> bool:
-    """Say whether figures are equal within their accuracy."""
-    if rule.column in FLAGS and rule.per_sample:
+    """Say whether old and new values, (samples,), are equal within their relative accuracy."""
+    if rule.column in FLAGS and rule.per_sample:  # yes or no
         return bool(np.array_equal(before, now))
+    # A margin is a difference of logits: near 0 its rounding error is larger than `tol` times it.
     slack = ROUNDING * float(np.abs(before).max(initial=0.0))
     return bool(np.isclose(now, before, rtol=tol, atol=slack).all())
 
 
 def _stack_rows(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
-    """Return the values of all rows that both reports have of every sample, (rows, samples)."""
+    """Return old and new values, each (rows, samples), of the rows that both reports have.
+
+    A row counts if its value is finite for every sample in both; None if there is no such row.
+    """
     before = list[Values]()
     now = list[Values]()
-    for row, values in old.pairs.items():
-        others = new.pairs.get(row)
-        if others is not None and np.isfinite((values, others)).all():
-            before.append(values)
-            now.append(others)
+    for row, old_values in old.pairs.items():
+        new_values = new.pairs.get(row)
+        if new_values is not None and np.isfinite((old_values, new_values)).all():
+            before.append(old_values)
+            now.append(new_values)
     if not before:
         return None
     return np.stack(before), np.stack(now)
 
 
 def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
-    """Choose the test of a rule, as in the table of docs/guide/gate.md."""
-    share = rule.stat == "mean"
+    """Return the test of "no worse" for the change of one figure, as docs/guide/gate.md lists.
+
+    Shares of yes-or-no values get McNemar's exact test, means and 95th percentiles exchanges of
+    old and new values with bootstrap limits, and all other figures the sign test.
+
+    Args:
+        rule: the rule, whose statistic and limit choose the test.
+        old: values of the baseline, (samples,).
+        new: current values of the same samples, (samples,).
+        worse: change of each sample for the worse, (samples,): a log-ratio for a relative limit.
+    """
+    # Whether the figure is a mean over the samples: then it is a share if all values are 0 or 1.
+    is_mean = rule.stat == "mean"
     if rule.stat == "each":
-        share = rule.about.reduction in (Reduction("mean", rule.column), pairing.RIGHT)
-    if share and np.isin((old, new), (0, 1)).all():
+        is_mean = rule.about.reduction in (Reduction("mean", rule.column), pairing.RIGHT)
+    if is_mean and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             text = f"{rule.text!r}: a share changes in percentage points"
             raise UsageError(text, "Write -2pp, not -2%.")
@@ -397,16 +476,19 @@ def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidenc
     if stat in ("median", "each"):
         return statistics.judge_median(worse)
 
-    def change(before: Values, now: Values) -> Values:
+    def compute_changes(before: Values, now: Values) -> Values:
+        # (draws, samples) of both reports become the change of the statistic in each draw.
         old_figures = reduce_values(stat, before, axis=1)
         new_figures = reduce_values(stat, now, axis=1)
         return _compute_change(rule, old_figures, new_figures)
 
-    return statistics.judge_by_bootstrap(old, new, change, least)
+    return statistics.judge_by_bootstrap(old, new, compute_changes, least)
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
-    """Return changes for the worse: logarithms of ratios for a relative limit.
+    """Return changes for the worse: log(new / old) for a relative limit, else new - old.
+
+    Where smaller is worse, the sign is reversed: positive is worse in any case.
 
     Raises:
         UsageError: the limit is relative, and a figure is negative.
@@ -418,12 +500,16 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
             f"{rule.text!r}: a figure that can be negative has no relative change",
             "Use an absolute change, such as >= -0.1.",
         )
+    # Equal values have not changed, also where both are 0, which have no logarithm.
     with np.errstate(divide="ignore", invalid="ignore"):
         return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 def compute_margin(rule: Rule) -> float:
-    """Return the largest change for the worse that a rule allows, in the scale of `Evidence`."""
+    """Return the largest change for the worse that a rule allows: a log-ratio if relative.
+
+    It is negative if the rule demands an improvement.
+    """
     margin = float(rule.limit.value)
     if rule.limit.kind == "relative":
         margin = math.log1p(margin)

@@ -45,6 +45,7 @@ def find_members(
         BaselineError: a report has no groups, puts a sample into another group, or lacks samples
             of a group that the other one has.
     """
+    # The group of each sample, by id.
     now = require_groups(current, "the current report")
     then = require_groups(baseline, "the baseline")
     new, old = (report.section(rule.measure) for report in (current, baseline))
@@ -58,12 +59,13 @@ def find_members(
         )
     before = _list_members(old, then)
     chosen = _choose_groups(rule, before)
-    shared = set(new.ids)
+    new_ids = set(new.ids)
     members: dict[str, frozenset[str]] = {}
     for group in chosen:
-        both = before[group] & shared
+        both = before[group] & new_ids
         if both:
             members[group] = frozenset(both)
+        # Otherwise a gate could pass because the hard samples of a group were left out.
         few = len(both) < pairing.ALL_BUT_FEW * len(before[group])
         if few and not lenient:
             raise BaselineError(
@@ -89,12 +91,12 @@ def list_own_members(rule: Rule, report: Report, what: str) -> dict[str, frozens
     section = report.section(rule.measure)
     if section is None:
         raise BaselineError(f"{what} has no section {rule.measure}")
-    own = _list_members(section, require_groups(report, what))
-    return {group: frozenset(own[group]) for group in _choose_groups(rule, own)}
+    members = _list_members(section, require_groups(report, what))
+    return {group: frozenset(members[group]) for group in _choose_groups(rule, members)}
 
 
 def note_new_groups(current: Report, baseline: Report) -> list[str]:
-    """Say which groups have no change, because only the current report has them."""
+    """Name the groups whose change cannot be judged, because only the current report has them."""
     new = sorted({*current.groups.values()} - {*baseline.groups.values()})
     if not (new and baseline.groups):
         return []
@@ -165,6 +167,7 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
             if not judged or not ids:
                 continue
             stat = "mean" if column in FLAGS else "median"
+            # A rule names the column and its worse direction; its limit is not used.
             rule = no_change(f"{section.measure}.{column}:{stat}", sections=[section])
             try:
                 found = pairing.read(rule, section).pairs
@@ -180,7 +183,15 @@ def list_group_figures(report: Report) -> Iterator[list[GroupFigure]]:
 def _summarise_groups(
     rule: Rule, name: str, ids: Sequence[str], values: Values, groups: dict[str, str]
 ) -> list[GroupFigure]:
-    """Return the figure of each group with its limits."""
+    """Return the figure of each group with its 95% limits: a share, or a median.
+
+    Args:
+        rule: names the metric, and its statistic: mean for yes or no, else median.
+        name: the attack and ball of the values; empty if there is only one column.
+        ids: the ids of the samples.
+        values: the value of each sample, (samples,).
+        groups: the group of each sample, by id.
+    """
     pairs = list[tuple[str, float]]()
     for sample, value in zip(ids, values.tolist(), strict=True):
         if sample in groups and not is_repeat(sample) and not np.isnan(value):

@@ -83,9 +83,10 @@ def judge(
         notes += list_uninstalled(current, baseline)
     if any(rule.group == EACH for rule in chosen):
         notes += groups.note_new_groups(current, baseline)
+    # If gradients misled the attacks on the baseline, its robust accuracy may be too high.
     notes_of_baseline = [note for section in baseline.sections for note in section.notes]
-    signs = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
-    notes += (f"{baseline.run.label}: {text}" for text in signs)
+    masking = (note.text for note in notes_of_baseline if note.code == "gradient-masking")
+    notes += (f"{baseline.run.label}: {text}" for text in masking)
     notes += (text for _, text in conditions.list_differences(current, baseline))
     verdicts = _decide(chosen, examinations, alpha, strict=strict)
     return Judgement(
@@ -103,12 +104,17 @@ def judge(
 def _add_remarks(
     verdicts: Iterable[Verdict], current: Report, baseline: Report
 ) -> Iterator[Verdict]:
-    """Say beside a norm that improved whether the radius fell, too."""
+    """Yield the verdicts; an improved Jacobian norm gets a remark if the radius fell, too.
+
+    The radius is the first-order estimate of robustness: the margin over the gradient norm. So
+    smaller norms do not make a model more robust if its margins shrink faster.
+    """
     for verdict in verdicts:
         if verdict.metric == NORM.metric and verdict.status == "improved":
             radius = examine(RADIUS, current, baseline, lenient=True)
-            fell = isinstance(radius, list) and judge_change(RADIUS, radius[0]).status
-            if fell == "regressed":
+            # `examine` returns a verdict, no list, if a report has no radius.
+            status = isinstance(radius, list) and judge_change(RADIUS, radius[0]).status
+            if status == "regressed":
                 yield verdict.model_copy(update={"remark": FELL})
                 continue
         yield verdict
@@ -117,9 +123,11 @@ def _add_remarks(
 def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     """Refuse rules that no report can be judged by, before a model is measured for hours.
 
-    A change that has no test between the baseline and itself has none at all. An absolute limit
-    is judged on the current report, which may have rows that the baseline has not; but both have
-    the same number of samples, so both have calibration errors or neither has.
+    The baseline is compared with itself: a change without a test there has none in any report.
+
+    Args:
+        rules: the user's rules; empty: the default ones.
+        baseline: the baseline.
 
     Raises:
         UsageError: a rule matches nothing, or does not suit its metric; or no default rule exists.
@@ -128,8 +136,11 @@ def require_judgeable(rules: Sequence[Rule], baseline: Report) -> None:
     for rule in rules or choose_rules(baseline):
         if rule.group:
             groups.list_own_members(rule, baseline, "the baseline")
-        rated = rule.column.startswith("ece") and "transfer" not in rule.text
-        if rated or rule.limit.kind != "absolute":
+        # An absolute limit is on the current report, which may have rows that the baseline lacks.
+        # Calibration errors (ece) depend on the number of samples, which is the same in both: so
+        # both reports have them or neither, except those of examples of another model (transfer).
+        is_calibration = rule.column.startswith("ece") and "transfer" not in rule.text
+        if is_calibration or rule.limit.kind != "absolute":
             examine(rule, baseline, baseline, typed=bool(rules))
 
 
@@ -142,7 +153,12 @@ def _compute_null(rule: Rule) -> float:
 
 
 def _express_change(rule: Rule, worse: float) -> float:
-    """Return a change in the printed form: new over old minus 1, or new minus old."""
+    """Return a change in the printed form: new over old minus 1, or new minus old.
+
+    Args:
+        rule: the rule.
+        worse: the change for the worse: a log-ratio if the limit of the rule is relative.
+    """
     value = rule.worse * worse + 0.0  # no change is 0.0, also where lower is worse: never -0.0
     with np.errstate(over="ignore"):
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
@@ -155,31 +171,50 @@ def _decide(
     *,
     strict: bool,
 ) -> Iterator[Verdict]:
-    """Correct for many rows within each rule, then for many rules by Holm's procedure."""
+    """Yield the verdicts of all rules; tests are corrected for many rows, then for many rules.
+
+    The p-value of a rule is the smallest of its rows; Holm's procedure corrects it for the number
+    of rules. So a model that is no worse is flagged with a probability of at most alpha.
+
+    Args:
+        rules: the rules.
+        examinations: for each rule, the contrasts of its rows, or the verdict that says why it
+            cannot be judged.
+        alpha: error probability of the whole gate.
+        strict: whether limits must be proven.
+    """
+    # For each rule, the p-values of "no worse" by row, corrected for the rows of the rule.
     rows = list[dict[tuple[str, str], float]]()
     for rule, found in zip(rules, examinations, strict=True):
         tested = found if isinstance(found, list) else []
         rows.append(_adjust_rows(rule, [c for c in tested if c.evidence and not c.same]))
-    smallest = {i: min(ps.values()) for i, ps in enumerate(rows) if ps}
+    smallest = {i: min(p_values.values()) for i, p_values in enumerate(rows) if p_values}
     corrected = statistics.correct_by_holm(smallest)
     for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True)):
         if isinstance(examined, Verdict):
             yield examined
             continue
-        of_rule, times = corrected.get(i, (1.0, 1))
+        # Holm's p-value of the rule, and the number of rules by which it was multiplied.
+        p_of_rule, times = corrected.get(i, (1.0, 1))
         for contrast in examined:
-            of_row = rows[i].get(contrast.key)
+            p_of_row = rows[i].get(contrast.key)
             verdict = _make_verdict(rule, contrast, alpha / 2)
-            if of_row is None:
+            if p_of_row is None:
                 yield _doubt_untested(verdict, rule)
                 continue
-            adjusted = min(1.0, max(of_rule, of_row * times))
+            # A row is proven to be worse only if its rule is.
+            adjusted = min(1.0, max(p_of_rule, p_of_row * times))
+            # The level of one test among all of the gate (Bonferroni), one-sided. From it, only
+            # the number of samples is estimated that would prove a change.
             level = alpha / max(2, len(smallest) * len(rows[i]))
             yield _settle(verdict, rule, contrast, adjusted, alpha, level, strict=strict)
 
 
 def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
-    """Take back a claim that no test proves: of a change, other than of the weights."""
+    """Return a verdict without a test; a claim that values changed becomes a weaker one.
+
+    Absolute limits and figures of the weights alone need no test: they do not vary by chance.
+    """
     doubted = {"regressed": "inconclusive", "improved": "pass"}
     if verdict.old is None or verdict.status not in doubted or rule.about.domain == OF_WEIGHTS:
         return verdict
@@ -187,30 +222,48 @@ def _doubt_untested(verdict: Verdict, rule: Rule) -> Verdict:
 
 
 def _adjust_rows(rule: Rule, contrasts: Sequence[Contrast]) -> dict[tuple[str, str], float]:
-    """Return the p-value of "no worse" of every row, corrected for the rows of a rule.
+    """Return the p-values of "no worse" of the rows of a rule, corrected for testing many rows.
 
-    Sign tests of many rows are corrected jointly, other tests and groups by Holm's procedure.
+    Sign tests (of many heads, for example) are corrected jointly by flipping signs: heads that
+    change together then cost less than independent ones. Groups of samples and rows with other
+    tests are corrected by Holm's procedure.
+
+    Args:
+        rule: the rule.
+        contrasts: the rows or groups of the rule that have a test.
+
+    Returns:
+        The p-value of each contrast, by its key.
     """
-    null = _compute_null(rule)
-    tests = {c.key: c.evidence.p(null) for c in contrasts if c.evidence}
+    null = _compute_null(rule)  # 0, or below it if the rule demands an improvement
+    p_values = {c.key: c.evidence.p(null) for c in contrasts if c.evidence}
     if rule.group:
-        # Groups that are too small to prove anything do not count.
+        # A group with fewer samples than its test needs proves nothing: its p-value is 1, and it
+        # does not count among the tests that the other groups are corrected for.
         large = {c.key for c in contrasts if c.evidence and c.evidence.samples >= c.evidence.least}
-        corrected = statistics.correct_by_holm({key: tests[key] for key in tests if key in large})
-        return {key: corrected[key][0] if key in large else 1.0 for key in tests}
-    if len(tests) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
-        changes = np.stack([contrast.changes for contrast in contrasts])
+        tested = {key: p_values[key] for key in p_values if key in large}
+        corrected = statistics.correct_by_holm(tested)
+        return {key: corrected[key][0] if key in large else 1.0 for key in p_values}
+    if len(p_values) > 1 and all(c.evidence and c.evidence.of_signs for c in contrasts):
+        changes = np.stack([contrast.changes for contrast in contrasts])  # (rows, samples)
+        # Rows that usually move by less than a quarter of the limit cannot break it.
         quiet = statistics.QUIET * max(0.0, compute_margin(rule))
         adjusted = statistics.correct_jointly(changes - null, quiet).tolist()
-        return dict(zip(tests, adjusted, strict=True))
-    return {key: p for key, (p, _) in statistics.correct_by_holm(tests).items()}
+        return dict(zip(p_values, adjusted, strict=True))
+    return {key: p for key, (p, _) in statistics.correct_by_holm(p_values).items()}
 
 
 def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
-    """Say whether there is a change at all: the verdict on a rule without a margin."""
+    """Return the verdict on whether a figure changed at all, however little.
+
+    Args:
+        rule: a rule that allows no change.
+        contrast: the values, and their test if they have one.
+        level: one-sided error probability of each limit of the change.
+    """
     verdict = _make_verdict(rule, contrast, level)
     status = verdict.change_status
-    if status is None:
+    if status is None:  # without a test, the values alone are compared
         status = _reword(verdict.status, [verdict.change], verdict.unit)
     return verdict.model_copy(update={"status": status, "change_status": None})
 
@@ -234,13 +287,16 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
     Args:
         rule: the rule.
         contrast: the contrast.
-        level: one-sided level of the limits, and of the word for the change alone.
+        level: one-sided error probability of each limit of the change. The change alone, without
+            the limit of the rule, is regressed or improved if its limits exclude 0.
     """
-    evidence, old, new = contrast.evidence, contrast.old, contrast.new
+    evidence = contrast.evidence
+    old = contrast.old
+    new = contrast.new
     known: dict[str, Any] = {"rule": rule.text, "metric": rule.metric, "name": contrast.name}
     known["group"] = contrast.group
     known |= {"old": old, "new": new, "unit": rule.limit.unit}
-    if evidence is not None and evidence.mcnemar is not None:
+    if evidence is not None and evidence.mcnemar is not None:  # a share of yes-or-no values
         worse = contrast.changes
         known |= {"lost": int((worse > 0).sum()), "gained": int((worse < 0).sum())}
         known["mcnemar"] = evidence.mcnemar
@@ -252,6 +308,7 @@ def _make_verdict(rule: Rule, contrast: Contrast, level: float) -> Verdict:
             known["samples"] = len(contrast.ids)
         if _breaks_limit(rule, new, old):
             status = "regressed"
+        # The way back would break the limit: so the new value is better by more than that.
         elif old is not None and _breaks_limit(rule, old, new) and not _praises_loss(rule):
             status = "improved"
         return Verdict(status=status, **known)
@@ -306,40 +363,54 @@ def _settle(
         }
     elif estimate > margin:
         update["status"] = "regressed"
+    # Better by more than the limit allows for the worse, and proven to be better at all.
     elif estimate < -abs(margin) and high < 0 and high <= margin:
         update["status"] = "pass (proven)" if _praises_loss(rule) else "improved"
     elif high <= margin:
         update["status"] = "pass (proven)"
-    elif strict:
+    elif strict:  # within the limit, but not proven: --strict fails it
         update["samples_needed"] = _count_to_prove(evidence.samples, estimate, high, margin)
     return verdict.model_copy(update=update)
 
 
 def _count_to_prove(n: int, estimate: float, high: float, margin: float) -> int | None:
-    """Estimate the number of samples that would prove a limit by a change of the same size.
+    """Estimate how many samples would prove that a change of this size is within its limit.
 
-    The distance of the upper limit from the estimate shrinks with the root of that number.
+    The distance of the upper confidence limit from the estimate shrinks like 1 / sqrt(n): it has
+    to shrink to the distance of the margin.
+
+    Args:
+        n: number of samples of the run.
+        estimate: the observed change for the worse.
+        high: its upper confidence limit.
+        margin: the largest change that the rule allows.
     """
-    room = margin - estimate
-    if not math.isfinite(high) or room <= 0:
+    distance = margin - estimate
+    if not math.isfinite(high) or distance <= 0:
         return None
-    ratio = min((high - estimate) / room, MANY)
+    ratio = min((high - estimate) / distance, MANY)
     return max(n + 1, math.ceil(n * ratio**2))
 
 
 def _estimate_needed(evidence: Evidence, p: float, level: float) -> int | None:
-    """Estimate the number of samples that would prove a change of the same size.
+    """Estimate how many samples would prove a change of this size; None if no estimate exists.
 
-    The distance of a limit from the estimate shrinks with the root of the number of samples, and
-    the normal quantile of a p-value grows with it.
+    Args:
+        evidence: the statistics of the change.
+        p: its p-value of "no worse", for this row alone.
+        level: the p-value that would prove it among all tests of the gate.
     """
+    # Even if all n samples get worse, the p-value of a sign test is 2^-n.
     least = max(evidence.least, math.ceil(-math.log2(level)))
     if evidence.samples < least:
         return least
     low = evidence.limits(level)[0]
     if math.isfinite(low) and 0 < evidence.estimate < math.inf:
+        # The distance of the lower limit from the estimate shrinks like 1 / sqrt(n), until the
+        # limit reaches 0.
         ratio = 1 - min(low, 0.0) / evidence.estimate
     elif 0 < p < 0.5:
+        # Without limits: the normal quantile of the p-value grows like sqrt(n).
         ratio = NormalDist().inv_cdf(1 - level) / NormalDist().inv_cdf(1 - p)
     else:
         return None
@@ -350,6 +421,11 @@ def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
     """Say whether a value breaks its limit; a value equal to the limit does not.
 
     The comparison uses exact decimals of 12 digits, so that 73% is never below 73%.
+
+    Args:
+        rule: the rule.
+        new: the value.
+        old: the value that a limit on a change starts from; None for an absolute limit.
     """
     bound = rule.limit.value
     if old is not None and rule.limit.kind == "relative":
@@ -369,7 +445,14 @@ def _to_decimal(value: float) -> Fraction:
 
 
 def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Turn a status into the answer whether there is a change."""
+    """Return whether a figure changed, from the status of a rule that allows no change.
+
+    Args:
+        status: the status of that rule.
+        ends: the confidence limits of the change, or the change alone.
+        unit: its unit: "%", "pp", or empty for a difference, which has no common accuracy.
+    """
+    # Norms are computed to a relative accuracy of TOLERANCE: a smaller change is none.
     if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         return "unchanged"
     return "inconclusive" if status == "pass" else status

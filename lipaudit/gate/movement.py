@@ -45,7 +45,14 @@ def describe_movement(current: Report, baseline: Report) -> Movement | None:
 def _compare_sections(
     new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
 ) -> Movement:
-    """Return the movement between two sections at the indices of their shared samples."""
+    """Return how predictions moved from one section to another of the same measure.
+
+    Args:
+        new: the section of the second report.
+        old: that of the first report.
+        new_take: the indices of the shared samples in the new section.
+        old_take: their indices in the old one, in the same order.
+    """
     count = len(old_take)
     is_named = _has_names(new, new_take) and _has_names(old, old_take)
     after = _name_predictions(new, new_take, is_named)
@@ -55,7 +62,7 @@ def _compare_sections(
     found["equal"] = Proportion.of(int(equal.sum()), count)
     right_before = _read_flags(old, old_take)
     right_after = _read_flags(new, new_take)
-    known = ~np.isnan(right_before) & ~np.isnan(right_after)
+    known = ~np.isnan(right_before) & ~np.isnan(right_after)  # samples with a label
     labelled = int(known.sum())
     if labelled:
         was_right = right_before[known] == 1
@@ -68,20 +75,29 @@ def _compare_sections(
 
 
 def _count_moves(was_right: Any, is_right: Any, moved: Any) -> dict[str, Any]:
-    """Return the cells of the paired table, and the change of the accuracy with its limits."""
+    """Return how many predictions became wrong or right, and the change of the accuracy.
+
+    Its 95% limits are those of Bonett and Price; the p-value `mcnemar` is of "as many became wrong
+    as right" (McNemar's exact test, two-sided).
+
+    Args:
+        was_right: whether each labelled sample was classified correctly before, (samples,).
+        is_right: whether it is now, (samples,).
+        moved: whether its prediction changed, (samples,).
+    """
     labelled = len(was_right)
     lost = int((was_right & ~is_right).sum())
     gained = int((~was_right & is_right).sum())
     other = int((~was_right & ~is_right & moved).sum())
     evidence = statistics.judge_share(lost, gained, labelled)
-    # Evidence is of a change for the worse.
+    # Limits of the change for the worse: with the other sign and order, those of the accuracy.
     worse_low, worse_high = evidence.limits(LEVEL)
     return {
         "right_to_wrong": Proportion.of(lost, labelled),
         "wrong_to_right": Proportion.of(gained, labelled),
         "wrong_to_other": Proportion.of(other, labelled),
         "change": (gained - lost) / labelled,
-        "low": 0.0 - worse_high,
+        "low": 0.0 - worse_high,  # not -worse_high, which may be -0.0
         "high": 0.0 - worse_low,
         "mcnemar": evidence.mcnemar,
     }
@@ -114,7 +130,14 @@ def _read_flags(section: Section, take: Sequence[int]) -> Values:
 def _measure_divergence(
     new: Section, old: Section, new_take: Sequence[int], old_take: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the mean divergence of the outputs with its limits, or why there is none."""
+    """Return the mean KL divergence of the outputs with 95% limits, or why there is none.
+
+    Args:
+        new: the section of the second report.
+        old: that of the first report.
+        new_take: the indices of the shared samples in the new section.
+        old_take: their indices in the old one, in the same order.
+    """
     after = _read_scores(new, new_take)
     before = _read_scores(old, old_take)
     if after is None or before is None:
@@ -123,15 +146,17 @@ def _measure_divergence(
     if after.shape != before.shape or renamed:
         return {"reason": OTHER_CLASSES}
     divergence = compute_divergence(before, after)
+    # The bootstrap gives limits of a change of a mean: here of the change from no divergence.
     zeros = np.zeros(len(divergence))
 
-    def change(one: Values, two: Values) -> Values:
-        return np.asarray(two.mean(1) - one.mean(1))
+    def compute_changes(first: Values, second: Values) -> Values:
+        # (draws, samples) of both become the change of the mean in each draw.
+        return np.asarray(second.mean(1) - first.mean(1))
 
     known: dict[str, Any] = {"kl": float(divergence.mean())}
     least = statistics.LEAST["mean"]
     if len(divergence) >= least and np.isfinite(divergence).all():
-        evidence = statistics.judge_by_bootstrap(zeros, divergence, change, least)
+        evidence = statistics.judge_by_bootstrap(zeros, divergence, compute_changes, least)
         known["kl_low"], known["kl_high"] = evidence.limits(LEVEL)
     return known
 

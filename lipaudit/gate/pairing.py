@@ -52,7 +52,7 @@ def read(
     section: Section,
     samples: Sequence[int] | None = None,
     *,
-    again: bool = False,
+    recompute: bool = False,
     skipped: Collection[Key] = (),
 ) -> RuleValues:
     """Read the values of a rule; rows that are null (not measured) are left out.
@@ -61,7 +61,7 @@ def read(
         rule: the rule.
         section: the section.
         samples: indices of the samples to use; None: all.
-        again: whether to compute rows again from these samples.
+        recompute: whether to compute rows again from these samples.
         skipped: names of rows to leave out.
 
     Raises:
@@ -83,9 +83,10 @@ def read(
         rows = index_rows(section)
         points = _read_rows(rule, section, rows, skipped)
         pairs = _read_pairs(rule, section, take, [*rows], points)
-        # Without a reduction, rows that are tested sample by sample need no figure of their own.
-        plain = rule.about.reduction is None and rule.stat == "each"
-        if again and points and not (plain and pairs):
+        # A row without a reduction cannot be computed again. It need not be where its values per
+        # sample are stored: they are tested, and their median is shown.
+        is_plain = rule.about.reduction is None and rule.stat == "each"
+        if recompute and points and not (is_plain and pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
@@ -94,7 +95,7 @@ def read(
             _describe_choice(rule, section),
         )
     names = tuple(points)
-    if not rule.per_sample and rule.stat != "each":
+    if not rule.per_sample and rule.stat != "each":  # one figure: a statistic over the rows
         points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
 
@@ -102,7 +103,18 @@ def read(
 def _read_rows(
     rule: Rule, section: Section, rows: Mapping[Key, Row], skipped: Collection[Key]
 ) -> dict[Key, float]:
-    """Return the figure of every row that a rule matches; rows that are null are left out."""
+    """Return the value that a rule reads in each row, by the name of the row.
+
+    The rows are those that its selector picks: `linf,2/255`, `layer=3,head=1`. A selector without
+    an attack picks the worst case over all attacks. A row without a value was not measured, and is
+    left out.
+
+    Args:
+        rule: the rule: its column, and the words of its selector, which all have to match.
+        section: the section of the rows.
+        rows: the rows by name.
+        skipped: names of rows to leave out, because they did not converge.
+    """
     matching = list[Key]()
     for key, row in rows.items():
         matches = all(_matches(row, word, section) for word in rule.selector)
@@ -123,41 +135,53 @@ def _read_pairs(
     rows: Sequence[Key],
     points: Mapping[Key, float],
 ) -> dict[Key, Values]:
-    """Return the values per sample behind rows, if they are stored."""
+    """Return the values per sample behind rows, (samples,) each, if they are stored.
+
+    Args:
+        rule: the rule that reads the rows.
+        section: the section of the rows.
+        take: indices of the samples to read.
+        rows: the names of all rows, in the order of the section.
+        points: the rows that the rule picks, with their figures.
+    """
     # An array with the column's name: rows x samples.
     stored = section.arrays.get(rule.column)
     if stored is not None and stored.shape == (len(rows), len(section.ids)):
         pairs = {}
         for key, values in zip(rows, stored.numpy()[:, take], strict=True):
-            # If a sample has no such token, the mean over tokens is compared without a test.
-            whole = not is_mean(rule) or np.isfinite(values).all()
-            if key in points and whole:
+            # A mean over tokens has no value for a sample without such tokens. Then the samples
+            # cannot be paired, and the row is compared without a test.
+            complete = not is_mean(rule) or np.isfinite(values).all()
+            if key in points and complete:
                 pairs[key] = values
         return pairs
     if rule.stat == "each" and rule.about.reduction == RIGHT and section.samples:
-        # Every row is of the same samples: accuracy without attack.
+        # The accuracy without attack, which the rows of all attacks repeat.
         flags = np.array(section.samples["correct"], dtype=float)
         return dict.fromkeys(points, flags[take])
     return {}
 
 
 def _describe_choice(rule: Rule, section: Section) -> str:
-    """Return what a rule could name in place of what matches nothing."""
+    """Return the hint for a rule that matches nothing: the columns or rows that it could name.
+
+    If the run left something out, the hint begins with the reason.
+    """
     kind = "Columns"
     names = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
     if not names:
         kind = "Rows"
         names = [*map(str, index_rows(section))]
     advice = f"{kind}: {'; '.join(names[:8]) or 'none'}."
-    left = [note.text for note in section.notes if note.code == "left-out"]
-    # Of an attack, only calibration errors are left out.
-    if left and (section.measure != "attack" or rule.column.startswith("ece")):
-        advice = f"Left out: {'; '.join(left)}. {advice}"
+    reasons = [note.text for note in section.notes if note.code == "left-out"]
+    # An attack only leaves out calibration errors (ece), so other rules fail for another reason.
+    if reasons and (section.measure != "attack" or rule.column.startswith("ece")):
+        advice = f"Left out: {'; '.join(reasons)}. {advice}"
     return advice
 
 
 def select(rule: Rule, reading: RuleValues, index: Sequence[int]) -> RuleValues:
-    """Return the values of a per-sample rule on some of its samples, by their places."""
+    """Return the values of a per-sample rule on the samples at these indices."""
     pairs = {key: values[list(index)] for key, values in reading.pairs.items()}
     points = {key: float(reduce_values(rule.stat, values)) for key, values in pairs.items()}
     return RuleValues(reading.names, points, pairs)
@@ -236,9 +260,11 @@ def find_contradiction(section: Section, column: str) -> str:
         section: the section.
         column: the column of rows, or of the samples behind rows.
     """
-    once = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
+    # A sample that is repeated in the data counts once.
+    distinct = [i for i, name in enumerate(section.ids) if not trials.is_repeat(name)]
     for name, about in section.columns.items():
         how = about.reduction
+        # Ratios and weighted means are not checked, and columns that the rule does not read.
         if how is None or how.per or column not in (name, how.values):
             continue
         if how.weights in section.arrays:
@@ -246,7 +272,7 @@ def find_contradiction(section: Section, column: str) -> str:
         for key, cell, values in _list_reduced(section, name, how):
             if cell is None or values.size != len(section.ids):
                 continue
-            known = values[once]
+            known = values[distinct]
             known = known[~np.isnan(known)]
             if not known.size:
                 continue
@@ -264,7 +290,13 @@ def find_contradiction(section: Section, column: str) -> str:
 def _list_reduced(
     section: Section, name: str, how: Reduction
 ) -> Iterator[tuple[Key, float | None, Values]]:
-    """Yield the rows whose samples are stored: the name, the cell and the value of each sample."""
+    """Yield the rows whose samples are stored: the name, the cell and the value of each sample.
+
+    Args:
+        section: the section of the rows.
+        name: the column of the cells.
+        how: names the array, or the per-sample column, from which a cell is computed.
+    """
     rows = index_rows(section)
     stored = section.arrays.get(how.values)
     if stored is not None:
@@ -277,6 +309,7 @@ def _list_reduced(
         if row.key:
             column = row.key.column(column)
         cells = section.samples.get(column, ())
+        # Among several rows, only an attack in a ball has a per-sample column of its own.
         of_row = row.key is not None or len(rows) == 1
         if of_row and not any(isinstance(cell, str) for cell in cells):
             yield key, row.get(name), _read_numbers(cells)
@@ -301,16 +334,17 @@ def index_rows(section: Section) -> dict[Key, Row]:
 
 
 def _name_row(row: Row, section: Section) -> Key:
+    """Return the name of a row in rules: `layer 3 head 1`, or its attack and ball."""
     known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
     if "layer" in row:
         shown = [key for key in ("layer", "head", "part", "mode", "n", "r") if key in known]
         return " ".join(f"{key} {known[key]}" for key in shown)
-    if row.key:
+    if row.key:  # an attack and a ball
         return row.key
     if known:
         return ",".join(map(str, known.values()))
     texts = list[str]()
-    for key in naming(section.columns):
+    for key in naming(section.columns):  # the leading columns of text or whole numbers
         cell = row[key]
         if isinstance(cell, str):
             texts.append(cell)
@@ -320,7 +354,13 @@ def _name_row(row: Row, section: Section) -> Key:
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
-    """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
+    """Read the per-sample columns that a rule names, by their attack and ball.
+
+    These are `robust@pgd,linf,2/255` and the like, or the column alone, whose key is empty.
+
+    Raises:
+        EvaluationError: such a column has texts.
+    """
     values: dict[Key, Values] = {}
     for name, cells in section.samples.items():
         kind, trial = trials.parse_column(name)
@@ -329,16 +369,17 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
                 raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = _read_numbers(cells)
     if rule.column == RADIUS.column and values:
-        # Another class is at distance 0 from a misclassified sample, which has no radius.
+        # A misclassified sample has no radius: another class is at distance 0 already.
         wrong = [*_list_wrong(section)]
         values[""][np.isin(_name_samples(section, values[""].size), wrong)] = 0.0
     if rule.column == "robust":
-        # The worst case of every ball, if the report does not hold it.
+        # A sample is robust in a ball if no attack inside the ball broke it: the minimum over the
+        # attacks. Where the report stores this worst case, the stored one counts.
         attacked = [key for key in values if isinstance(key, TrialKey) and key.attack]
         worst: dict[Key, Values] = {}
         for ball, inside in trials.worst_cases(attacked).items():
-            lines = [values[trial] for trial in inside]
-            worst[ball] = np.min(lines, axis=0)
+            of_attacks = [values[trial] for trial in inside]
+            worst[ball] = np.min(of_attacks, axis=0)
         values = worst | values
     chosen = [key for key in values if _matches_all(key, rule.selector)]
     return {key: values[key] for key in _choose_worst(chosen, rule.selector)}
@@ -361,10 +402,13 @@ def _matches_all(key: Key, words: Sequence[str]) -> bool:
 
 
 def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
-    """Keep the worst case over the attacks, unless the selector names an attack."""
+    """Return the keys of the worst case over all attacks, unless the selector names an attack.
+
+    Keys that are no attacks, such as heads, are all returned.
+    """
     attacks: dict[Key, str] = {key: key.attack for key in keys if isinstance(key, TrialKey)}
-    named = {word.removeprefix("attack=") for word in selector}
-    if named.isdisjoint(attacks.values()):
+    words = {word.removeprefix("attack=") for word in selector}
+    if words.isdisjoint(attacks.values()):
         worst = [key for key in keys if attacks.get(key) == WORST]
         if worst:
             return worst
@@ -373,6 +417,8 @@ def _choose_worst(keys: Sequence[Key], selector: tuple[str, ...]) -> list[Key]:
 
 def _matches(row: Row, word: str, section: Section) -> bool:
     """Say whether a word of a selector matches a row.
+
+    A word is `column=value`, a radius or norm of the row's ball, or a text of the row.
 
     Raises:
         UsageError: the word names a column that the rows do not have.
@@ -394,12 +440,17 @@ def _matches(row: Row, word: str, section: Section) -> bool:
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
     """Compute the column of a rule from a selection of samples, one value per row.
 
+    Args:
+        rule: names the column, which describes how it is computed from samples.
+        section: the section of the rows.
+        take: indices of the samples.
+
     Raises:
         BaselineError: the report lacks the values of each sample.
     """
     how = rule.about.reduction
     metric = f"{rule.measure}.{rule.column}"
-    if how == RIGHT and "correct" in section.samples:
+    if how == RIGHT and "correct" in section.samples:  # accuracy without attack
         flags = np.array(section.samples["correct"], dtype=float)[take]
         return [float(flags.mean())] * len(section.rows)
     stored = None
@@ -412,11 +463,12 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     if how.weights in section.arrays:
         weights = section.arrays[how.weights].numpy()[:, take]
     cells = list[float]()
-    for i, line in enumerate(stored.numpy()[:, take]):
+    for i, values in enumerate(stored.numpy()[:, take]):
         if weights is None:
-            cell = _reduce_known(how.stat, line)
+            cell = _reduce_known(how.stat, values)
         else:
-            cell = _average(line, weights[i])
+            cell = _average(values, weights[i])
+        # The row has a value over all samples of the report, but over these samples it has none.
         if section.rows[i][rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")
         cells.append(cell)
@@ -451,17 +503,23 @@ def find_shared(
 ) -> tuple[list[int], list[int]]:
     """Return the indices of shared samples in both lists; repeats of a sample count once.
 
+    Args:
+        measure: the measure, for messages.
+        ids: ids of the samples of the current report.
+        known: ids of the samples of the baseline.
+        least: share of the baseline's samples that has to be shared.
+
     Raises:
-        BaselineError: no sample is shared, or less than the share `least` of the known ones.
+        BaselineError: no sample is shared, or too few are.
     """
     # Repeats would count one sample several times, and limits would be too narrow.
-    place = {name: i for i, name in enumerate(ids)}
+    indices = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
     new = list[int]()
     old = list[int]()
     for i, name in distinct:
-        if name in place:
-            new.append(place[name])
+        if name in indices:
+            new.append(indices[name])
             old.append(i)
     if not old or len(old) < least * len(distinct):
         text = f"{measure}: only {len(old)} of the baseline's {len(distinct)} samples are in the"
@@ -492,7 +550,7 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
             elif trials.parse_column(name)[0] == column:
                 empty = {ids[i] for i, cell in enumerate(cells) if not _is_number(cell)}
                 if column == RADIUS.column:
-                    empty -= _list_wrong(section)  # their radius is 0
+                    empty -= _list_wrong(section)  # the radius of a misclassified sample is 0
                 samples |= empty
     return rows, samples
 
@@ -540,7 +598,11 @@ def match_samples(
 
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
-    """Map the ids of another report to those of the first; empty if ids are equal."""
+    """Return the ids of the first report for those of another, by the place in the data.
+
+    Empty if the reports share ids already, or if equal places may have other samples.
+    """
+    # The place of each sample in the data (a file, a line of a table), by id.
     places = report.places
     old_places = first.places
     known = {place: name for name, place in old_places.items()}
@@ -551,12 +613,13 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     old_texts = first.texts
     # A command lists its models, so two reports with equal commands come from one audit.
     same_command = new.command.replace(" --resume", "") == old.command.replace(" --resume", "")
-    # Other ids of the same data: the inputs were prepared in another way, or the data changed.
+    # Ids are hashes of prepared inputs. Of the same data they differ if the inputs were prepared
+    # in another way, which one of these has to explain; otherwise the data themselves changed.
     prepared = new.preprocess != old.preprocess or bool(texts) or same_command
     same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
     if not (prepared and same_data) or places.keys() & old_places.keys():
         return {}
-    # Every place is known, and has one sample.
+    # No place has two samples, and every place of the smaller report is in the other one.
     complete = len(known) == len(old_places) and len(ids) >= min(len(places), len(old_places))
     same_texts = all(texts.get(name) == old_texts.get(before) for name, before in ids.items())
     return ids if complete and same_texts else {}

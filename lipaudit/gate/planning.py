@@ -37,6 +37,8 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
         UsageError: no default rule exists for its sections.
     """
     rules = choose_rules(baseline)
+    # The level of one rule among all (Bonferroni). If all n samples get worse, the p-value of a
+    # sign test is 2^-n: with fewer samples than `least` no test reaches the level.
     level = min(LEVEL, alpha / len(rules))
     least = max(FEWEST, math.ceil(-math.log2(level)))
     seen = list[tuple[str, str]]()
@@ -45,7 +47,7 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
         section = baseline.section(rule.measure)
         assert section is not None
         words = find_words(rule.measure, rule.column)
-        n = sum(not is_repeat(name) for name in section.ids)
+        n = sum(not is_repeat(name) for name in section.ids)  # distinct samples
         change = f"no change is proven, {least} are needed"
         if n >= least:
             change = f"{_describe_change(rule, n, len(section.rows), level)} is seen"
@@ -60,53 +62,79 @@ def describe_power(baseline: Report, alpha: float = ALPHA) -> Iterator[str]:
 
 
 def _describe_change(rule: Rule, n: int, rows: int, level: float) -> str:
-    """Return the smallest change that a rule sees, in words."""
-    quantile = -NormalDist().inv_cdf(level)
+    """Return in words the smallest change that a rule proves in 9 of 10 runs.
+
+    Shares of samples (accuracies) are judged by McNemar's test, a statistic over samples (of norms
+    and radii) by the sign test, each head by a sign test corrected for the number of heads.
+
+    Args:
+        rule: a default rule. A change below its limit is allowed, even if it is proven.
+        n: number of samples.
+        rows: number of rows, such as heads, that a rule with `each` judges.
+        level: the p-value at which the rule is proven to be broken.
+    """
+    z_level = -NormalDist().inv_cdf(level)  # its normal quantile
     limit = abs(float(rule.limit.value))
-    if rule.limit.kind == "difference":
-        drop = find_smallest(lambda drop: _see_drop(drop, n, quantile))
+    if rule.limit.kind == "difference":  # of a share, in percentage points
+        drop = find_smallest(lambda drop: _see_drop(drop, n, z_level))
         points = 100 * max(drop, limit)
         return f"in 9 of 10 runs a drop of {points:.0f} points"
     if rule.stat == "each":
+        # A head that grows in all n samples has the p-value 2^-n, times the number of heads if
+        # they move independently. Heads that keep still are left out of the correction.
         always = math.ceil(math.log2(rows / level))
         if n >= always:
             return "growth in all of them"
         return f"growth in all of them while the others keep still (always with {always})"
-    share = find_smallest(lambda share: _see_share(share, n, quantile))
-    # A share of samples that got worse lies at a quantile of their log-ratios.
+    # The sign test needs this share of samples that got worse. If log-ratios are normal with the
+    # standard deviation SPREAD, so many are above 0 where the median is at `shift`.
+    share = find_smallest(lambda share: _see_share(share, n, z_level))
     shift = SPREAD * NormalDist().inv_cdf(min(share, 1 - 1e-12))
     percent = 100 * max(math.expm1(shift), limit)
     way = "growth" if rule.worse > 0 else "a fall"
     return f"in 9 of 10 runs {way} of {percent:.0f}%"
 
 
-def _see_drop(drop: float, n: int, quantile: float) -> bool:
+def _see_drop(drop: float, n: int, z_level: float) -> bool:
     """Say whether McNemar's test sees a drop of a share in 9 of 10 runs.
 
-    D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2), with the discordant share s = 2 churn +
-    D.
+    The condition is D sqrt(n) >= z_level sqrt(s) + z_power sqrt(s - D^2), where s = 2 CHURN + D is
+    the share of samples that change sides (right to wrong or back), CHURN each way by chance.
     Source: Connor, Biometrics 43 (1987) 207.
+
+    Args:
+        drop: D, the drop of the share of right samples.
+        n: number of samples.
+        z_level: normal quantile of the level of the test.
     """
-    discordant = 2 * CHURN + drop
-    power = NormalDist().inv_cdf(SEEN)
+    discordant = 2 * CHURN + drop  # s
+    z_power = NormalDist().inv_cdf(SEEN)
     spread = math.sqrt(max(0.0, discordant - drop**2))
-    needed = quantile * math.sqrt(discordant) + power * spread
+    needed = z_level * math.sqrt(discordant) + z_power * spread
     return drop * math.sqrt(n) >= needed
 
 
-def _see_share(share: float, n: int, quantile: float) -> bool:
+def _see_share(share: float, n: int, z_level: float) -> bool:
     """Say whether the sign test sees in 9 of 10 runs that a share of samples got worse.
 
-    (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
+    The normal approximation: (q - 1/2) sqrt(n) >= z_level / 2 + z_power sqrt(q (1 - q)).
+
+    Args:
+        share: q, the share of samples that got worse; 1/2 without a change.
+        n: number of samples.
+        z_level: normal quantile of the level of the test.
     """
-    power = NormalDist().inv_cdf(SEEN)
+    z_power = NormalDist().inv_cdf(SEEN)
     spread = math.sqrt(max(0.0, share * (1 - share)))
-    needed = quantile / 2 + power * spread
+    needed = z_level / 2 + z_power * spread
     return (share - 0.5) * math.sqrt(n) >= needed
 
 
 def find_smallest(is_seen: Callable[[float], bool]) -> float:
-    """Return the smallest number between 0 and 1 from which a condition holds, by bisection."""
+    """Return the smallest number between 0 and 1 at which a condition holds, by bisection.
+
+    From there on it has to hold for every larger number.
+    """
     low = 0.0
     high = 1.0
     for _ in range(_STEPS):
@@ -119,13 +147,15 @@ def find_smallest(is_seen: Callable[[float], bool]) -> float:
 
 
 def _count_for_strict(rule: Rule) -> int:
-    """Return how many samples --strict needs at least, if not one sample changes sides.
+    """Return how many samples --strict needs at least to prove the limit of a rule on a share.
 
-    Without any change the upper limit of a share is z sqrt(2) / (n + 2).
+    --strict fails unless the upper confidence limit of the change is within the limit of the rule.
+    If not one of n samples changes, the former is z sqrt(2) / (n + 2), with z the normal quantile
+    of the level. 0 for rules on other figures, for which there is no such formula.
     """
     if rule.column not in FLAGS:
         return 0
-    quantile = -NormalDist().inv_cdf(LEVEL)
+    z_level = -NormalDist().inv_cdf(LEVEL)
     limit = abs(float(rule.limit.value))
-    # quantile * sqrt(2) / (n + 2) <= limit
-    return math.ceil(quantile * math.sqrt(2) / limit - 2)
+    # The smallest n with z_level * sqrt(2) / (n + 2) <= limit.
+    return math.ceil(z_level * math.sqrt(2) / limit - 2)

@@ -166,9 +166,9 @@ def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Sect
         sections: sections of the reports with the metric.
     """
     rule = parse_rule(f"{metric} <= +0", sections)
-    share = rule.about.format.endswith("%") or rule.column in FLAGS
-    relative = not rule.about.signed and all(value >= 0 for value in values)
-    limit = "+0pp" if share else "+0%" if relative else "+0"
+    is_share = rule.about.format.endswith("%") or rule.column in FLAGS
+    is_relative = not rule.about.signed and all(value >= 0 for value in values)
+    limit = "+0pp" if is_share else "+0%" if is_relative else "+0"
     op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
     return replace(rule, text=rule.metric, op=op, limit=_read_limit(limit, metric))
 
@@ -205,12 +205,23 @@ def list_metrics(tables: Mapping[str, Layout | Section] | None = None) -> tuple[
     of_rows = list[str]()
     of_samples = list[str]()
     for measure, table in tables.items():
-        for known, columns in ((of_rows, table.columns), (of_samples, table.sample_columns)):
-            known += (f"{measure}.{name}" for name in columns if columns[name].format != "s")
+        for metrics, columns in ((of_rows, table.columns), (of_samples, table.sample_columns)):
+            # The format "s" is text, which nothing can judge.
+            metrics += (f"{measure}.{name}" for name in columns if columns[name].format != "s")
     return tuple(dict.fromkeys(of_rows + of_samples))
 
 
 def _read_statistic(text: str | None, column: str, table: Layout | Section) -> Stat:
+    """Return the statistic of a rule, as typed or the usual one of its column.
+
+    Args:
+        text: the statistic as typed; None if the rule has none.
+        column: the column that the rule judges.
+        table: the section of the column.
+
+    Raises:
+        UsageError: there is no such statistic, or the column does not have it.
+    """
     if text is None:
         if column not in table.sample_columns:
             return "each"
@@ -228,6 +239,11 @@ def _read_statistic(text: str | None, column: str, table: Layout | Section) -> S
 
 
 def _read_limit(text: str, rule: str) -> Limit:
+    """Return the limit at the end of a rule: a change if it has a sign, else an absolute value.
+
+    Raises:
+        UsageError: the text is not a limit; the message names the rule.
+    """
     match = _LIMIT.fullmatch(text)
     if match and math.isfinite(float(match["number"])):
         value = Fraction(match["number"])
@@ -294,7 +310,10 @@ def choose_rules(*reports: Report) -> tuple[Rule, ...]:
 
 
 def list_absent(chosen: Sequence[Rule]) -> list[str]:
-    """Name the default rules of usual measures that neither report has."""
+    """Return notes on the default rules that were not judged, because no report has their section.
+
+    Only the measures that an audit usually runs are named.
+    """
     judged = {rule.measure for rule in chosen}
     absent = [rule for rule in list_default_rules() if rule.measure in {*USUAL} - judged]
     groups = group_values((rule.measure, rule.text) for rule in absent)
@@ -305,8 +324,9 @@ def list_absent(chosen: Sequence[Rule]) -> list[str]:
 
 
 def list_uninstalled(*reports: Report) -> list[str]:
-    """Name the sections without default rules because their measure is not installed here."""
+    """Return a note on sections that no default rule judges: their measure is not installed."""
     sections = [section.measure for report in reports for section in report.sections]
+    # `jacobian.shares` is a section of the measure `jacobian`.
     names = {section.partition(".")[0] for section in sections} - load_measures().keys()
     if not names:
         return []

@@ -72,28 +72,36 @@ class Evidence:
 def judge_median(changes: Values) -> Evidence:
     """Judge the median of paired changes by the sign test.
 
-    The limits are order statistics: x_(k) with the largest k such that P(B <= k - 1) <= level
-    for B ~ Binomial(n, 1/2). Exact for every continuous distribution, conservative with ties.
-    Infinite changes (a norm became 0, or left 0) count like any other.
+    The lower limit is the k-th smallest change, the upper one the k-th largest, with the largest k
+    such that P(B <= k - 1) <= level for B ~ Binomial(n, 1/2). Exact for every continuous
+    distribution, conservative with ties. Infinite changes (a norm became 0, or left 0) count like
+    any other.
     Source: Conover, Practical Nonparametric Statistics, 3rd ed., sections 3.2 and 3.4.
+
+    Args:
+        changes: change of each sample for the worse, (samples,).
     """
     x = np.sort(round_changes(changes))
     n = changes.size
 
-    def p(margin: float) -> float:
-        if n < FEWEST:
+    def compute_p(margin: float) -> float:
+        # Sign test of "the median change is at most the margin", over the n sorted changes x:
+        # P(B >= number above the margin) for B ~ Binomial(n, 1/2).
+        if n < FEWEST:  # too few to prove anything
             return 1.0
         above = int((x > margin).sum())
         # P(B >= above) = P(B <= n - above), since B is symmetric.
         return sum_binomial(n - above, n)
 
-    def limits(level: float) -> Limits:
+    def compute_limits(level: float) -> Limits:
+        # Limits of the median: the k-th smallest and k-th largest of the n sorted changes x, each
+        # with confidence 1 - level.
         k = sign_test_place(n, level)
-        if not k:
+        if not k:  # too few samples for this level
             return _UNKNOWN
         return float(x[k - 1]), float(x[n - k])
 
-    return Evidence(find_middle(x), n, p, limits, of_signs=True)
+    return Evidence(find_middle(x), n, compute_p, compute_limits, of_signs=True)
 
 
 def round_changes(changes: Values) -> Values:
@@ -103,41 +111,52 @@ def round_changes(changes: Values) -> Values:
 
 
 def find_middle(ordered: Values) -> float:
-    """Return the median of ordered values; 0 halfway between the two infinities."""
+    """Return the median of ordered values, which may be infinite."""
     lower = float(ordered[(ordered.size - 1) // 2])
     upper = float(ordered[ordered.size // 2])
-    if lower == -math.inf and upper == math.inf:
+    if lower == -math.inf and upper == math.inf:  # halfway between them
         return 0.0
-    # Halved before the sum, which may not be a float.
+    # Halved before the sum, which may be too large for a float.
     if lower != upper:
         return lower / 2 + upper / 2
     return lower
 
 
 def flip_signs(n: int) -> Values:
-    """Return the signs that a test gives to n samples, (draws, n): the observed ones first.
+    """Return the signs by which a test multiplies the changes of n samples, (draws, n).
 
-    All 2^n if they are few, else random ones with a fixed seed: the same reports get the same
-    verdict.
+    The first draw has only +1: the changes as observed. All 2^n draws if they are few, else random
+    ones with a fixed seed: the same reports get the same verdict.
     """
     if 2**n <= RESAMPLES + 1:
-        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1
+        bits = np.arange(2**n)[:, None] >> np.arange(n) & 1  # the binary digits of each draw
     else:
         bits = np.random.default_rng(0).integers(2, size=(RESAMPLES + 1, n))
         bits[0] = 0
-    return np.where(bits, -1.0, 1.0)
+    return np.where(bits, -1.0, 1.0)  # a bit of 1 flips the sign
 
 
 def _count_tail(draws: Values, observed: float) -> float:
-    """Return the share of draws that are at least the observed value, which is one of them."""
+    """Return the p-value of a randomisation test: the share of draws >= the observed value.
+
+    Args:
+        draws: the statistic under the null hypothesis, (draws,), the observed value among them.
+        observed: the observed value; if it is infinite, nothing is proven.
+    """
     if not math.isfinite(observed):
         return 1.0
-    close = 1e-9 * abs(observed)  # the same sum in another order
+    close = 1e-9 * abs(observed)  # rounding error of the same sum in another order
     return float((draws >= observed - close).mean())
 
 
 def _widen(limits: Limits, tails: Sequence[float], level: float) -> Limits:
-    """Let limits contain 0 unless the exact test of its side rejects 0, too."""
+    """Return limits that exclude 0 only if the exact test rejects "no change" as well.
+
+    Args:
+        limits: approximate limits of a change for the worse.
+        tails: the p-values of the exact test of "no worse" and of "no better".
+        level: one-sided error probability of each limit.
+    """
     low, high = limits
     if tails[0] > level:
         low = min(low, 0.0)
@@ -165,41 +184,48 @@ def judge_by_bootstrap(
     """
     n = old.size
     estimate = float(change(old[None], new[None])[0])
-    if np.array_equal(old, new):
+    if np.array_equal(old, new):  # surely no change: both limits are 0
         return Evidence(
             estimate, n, lambda margin: float(margin >= 0), lambda _: (0.0, 0.0), least
         )
-    if n < least:
+    if n < least:  # nothing is proven: the p-value is 1, and there are no finite limits
         return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
     generator = np.random.default_rng(0)
-    rows = max(1, _CHUNK // n)
-    pieces = list[Values]()
+    rows = max(1, _CHUNK // n)  # draws at a time
+    resampled = list[Values]()
     exchanged = [np.array([estimate])]
     for start in range(0, RESAMPLES, rows):
         size = min(rows, RESAMPLES - start), n
         index = generator.integers(n, size=size, dtype=np.int32)
-        pieces.append(change(old[index], new[index]))
+        resampled.append(change(old[index], new[index]))
         swap = generator.integers(2, size=size) > 0
         exchanged.append(change(np.where(swap, new, old), np.where(swap, old, new)))
-    draws = np.sort(round_changes(np.concatenate(pieces)))
+    draws = np.sort(round_changes(np.concatenate(resampled)))
     nulls = np.concatenate(exchanged)
-    if np.isnan(draws).any():  # infinite in some draws, before and after
+    if np.isnan(draws).any():  # a statistic is infinite before and after, so their change is NaN
         return Evidence(estimate, n, lambda _: 1.0, lambda _: _UNKNOWN, least)
-    tails = [_count_tail(way * nulls, way * estimate) for way in (1, -1)]
+    # The p-values of "no worse" and of "no better" by exchanges.
+    tails = [_count_tail(sign * nulls, sign * estimate) for sign in (1, -1)]
 
-    def p(margin: float) -> float:
+    def compute_p(margin: float) -> float:
+        # p-value of "the change is at most the margin", by the percentile bootstrap: the share of
+        # resampled changes (`draws`) at or below the margin, with the observed one.
         by_draws = (1 + int((draws <= margin).sum())) / (RESAMPLES + 1)
+        # "No worse" (margin 0) must also be rejected by the exact test, which exchanges the old
+        # and new values of samples at random: its p-value is tails[0].
         if margin == 0:
             return max(by_draws, tails[0])
         return by_draws
 
-    def limits(level: float) -> Limits:
+    def compute_limits(level: float) -> Limits:
+        # Limits of the percentile bootstrap: the k-th smallest and k-th largest of the resampled
+        # changes (`draws`), widened to contain 0 where the exact test does not reject it.
         k = int(level * (RESAMPLES + 1) + 1e-9)
-        if not k:
+        if not k:  # too few draws for this level
             return _UNKNOWN
         return _widen((float(draws[k - 1]), float(draws[-k])), tails, level)
 
-    return Evidence(estimate, n, p, limits, least)
+    return Evidence(estimate, n, compute_p, compute_limits, least)
 
 
 def judge_share(worse: int, better: int, samples: int) -> Evidence:
@@ -217,30 +243,36 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         better: pairs that got better.
         samples: number of pairs.
     """
-    up = (worse + 1) / (samples + 2)
-    down = (better + 1) / (samples + 2)
-    centre = up - down
-    error = math.sqrt((up + down - centre**2) / (samples + 2))
-    flips = worse + better
-    tails = [sum_binomial(better, flips), sum_binomial(worse, flips)]
+    share_worse = (worse + 1) / (samples + 2)
+    share_better = (better + 1) / (samples + 2)
+    centre = share_worse - share_better
+    error = math.sqrt((share_worse + share_better - centre**2) / (samples + 2))  # standard error
+    discordant = worse + better
+    # McNemar's one-sided p-values of "no worse" and of "no better".
+    tails = [sum_binomial(better, discordant), sum_binomial(worse, discordant)]
 
-    def p(margin: float) -> float:
-        if samples < FEWEST:
+    def compute_p(margin: float) -> float:
+        # p-value of "the share fell by at most the margin": the normal tail of Bonett and Price's
+        # estimate `centre` with its standard error `error`.
+        if samples < FEWEST:  # too few to prove anything
             return 1.0
         # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
         by_limits = math.erfc((centre - margin) / error / math.sqrt(2)) / 2
+        # "No worse" (margin 0) must also be rejected by McNemar's exact test: tails[0].
         if margin == 0:
             return max(by_limits, tails[0])
         return by_limits
 
-    def limits(level: float) -> Limits:
+    def compute_limits(level: float) -> Limits:
+        # Bonett and Price's limits, widened to contain 0 where McNemar's test does not reject it.
         half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels
         # Two shares differ by at most 1.
         ends = max(-1.0, centre - half), min(1.0, centre + half)
         return _widen(ends, tails, level)
 
     both_sides = min(1.0, 2 * min(tails))
-    return Evidence((worse - better) / samples, samples, p, limits, mcnemar=both_sides)
+    estimate = (worse - better) / samples
+    return Evidence(estimate, samples, compute_p, compute_limits, mcnemar=both_sides)
 
 
 class Proportion(Frozen):
@@ -311,27 +343,35 @@ class Movement(Frozen):
 def correct_by_holm(p_values: Mapping[Name, float]) -> dict[Name, tuple[float, int]]:
     """Adjust p-values by Holm's step-down procedure.
 
+    The smallest of k p-values is multiplied by k, the next by k - 1, and so on; none becomes
+    smaller than the one before it. Rejecting at most alpha then errs with probability <= alpha,
+    over all hypotheses.
+
+    Args:
+        p_values: the p-value of each hypothesis, of any test.
+
     Returns:
-        The adjusted p-value of each hypothesis, and by how many hypotheses its own was multiplied.
+        The adjusted p-value of each hypothesis, and the number by which its own was multiplied.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
     found = dict[Name, tuple[float, int]]()
-    running = 0.0
+    largest = 0.0  # of the adjusted p-values so far
     for step, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        left = len(p_values) - step
-        running = max(running, min(1.0, p_values[name] * left))
-        found[name] = running, left
+        remaining = len(p_values) - step
+        largest = max(largest, min(1.0, p_values[name] * remaining))
+        found[name] = largest, remaining
     return found
 
 
 def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) -> Values:
-    """Adjust the sign tests of many rows on the same samples, by flipping all signs of a sample.
+    """Return the p-values of the sign tests of many rows on the same samples, corrected jointly.
 
-    The statistic of a row is its number of changes for the worse. Its adjusted p-value is the
-    share of draws in which a row that is not yet rejected reaches that number (step-down). Rows
-    that move together count as one; independent rows are corrected as by Holm. Rows that hardly
-    move, by the median size of their changes, are left out: sizes do not depend on the signs.
-    Exact if old and new values of a sample, over all rows, are exchangeable.
+    A draw flips the signs of all changes of some samples, in all rows (heads) at once. The
+    statistic of a row is its number of changes for the worse. Its p-value is the share of draws in
+    which this row, or one with a smaller observed number, reaches the observed number (step-down).
+    Rows that move together count as one; independent rows are corrected as by Holm. Rows that
+    hardly move, by the median size of their changes, are left out: sizes do not depend on the
+    signs. Exact if old and new values of a sample, over all rows, are exchangeable.
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), section 2.6.
 
     Args:
@@ -341,21 +381,23 @@ def correct_jointly(changes: Values, quiet: float, *, both_sides: bool = False) 
     """
     rows, n = changes.shape
     adjusted = np.ones(rows)
-    if n < FEWEST:
+    if n < FEWEST:  # too few to prove anything
         return adjusted
     rounded = round_changes(changes)
-    signs = np.sign(rounded)
+    signs = np.sign(rounded)  # (rows, samples)
     # Flipped signs sum to (positive - negative), so (sum + nonzero) / 2 are positive.
-    sums = flip_signs(n) @ signs.T
+    sums = flip_signs(n) @ signs.T  # (draws, rows); the first draw is the observed one
     if both_sides:
         sums = np.abs(sums)
     counts = (sums + np.abs(signs).sum(1)) / 2
     sizes = [find_middle(line) for line in np.sort(np.abs(rounded))]
     moving = np.flatnonzero(np.array(sizes) > quiet)
+    # The indices of the rows that move, those with most changes for the worse first.
     ranked = moving[np.argsort(-counts[0, moving], kind="stable")]
     counts = counts[:, ranked]
     # The largest count over each row and all after it, in every draw.
     largest = np.maximum.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
     shares = (largest >= counts[0]).mean(0)
+    # No p-value may be smaller than that of a row with more changes for the worse.
     adjusted[ranked] = np.maximum.accumulate(shares)
     return adjusted

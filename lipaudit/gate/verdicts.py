@@ -149,7 +149,7 @@ class Verdict(Frozen):
             words = f"{words}, {stat},"
         where = self.name
         trial = TrialKey.parse(self.name)
-        if trial is not None:
+        if trial is not None:  # an attack in a ball: the ball is enough
             where = trial.ball
         if self.group:
             where = f"{where}, group {self.group}".removeprefix(", ")
@@ -175,7 +175,7 @@ class Verdict(Frozen):
         """Return what is proven of a regression: `proven: at least 1.9 points lower`."""
         if self.low is None or self.high is None:
             return ""
-        # A rule may demand an improvement, of which there is too little.
+        # A rule that demands an improvement is broken by one that is too small.
         if self.change_status in ("improved", "inconclusive"):
             return f"proven: less than {self.rule} asks"
         if self.change_status != "regressed":
@@ -207,7 +207,7 @@ class Verdict(Frozen):
             if limits != NO_LIMITS:
                 limits = f"limits {limits}"
             change += f", {limits}, n = {self.samples}"
-            # Beside a verdict that leaves open whether there is a change at all.
+            # `pass` and the like leave open whether the figure changed at all: this says it.
             if self.change_status in {"regressed", "improved"} - {self.status}:
                 change += f"; the change alone: {self.change_status}"
         elif self.status in ("pass", "improved", "regressed"):
@@ -222,6 +222,7 @@ class Verdict(Frozen):
             limits = (
                 f"{format_change(self.low, self.unit)} to {format_change(self.high, self.unit)}"
             )
+            # The lowest relative change is -1, that is -100%: such limits say nothing.
             if self.high == math.inf and self.low in (-1.0, -math.inf):
                 limits = NO_LIMITS
         return {
@@ -314,7 +315,7 @@ class Judgement(Frozen):
 
     @property
     def summary(self) -> str:
-        """Return the outcome with the counts, and with the samples that would settle it."""
+        """Return the outcome with the counts, and how many samples would settle an open one."""
         needed = [v.samples_needed for v in self.verdicts if v.samples_needed]
         text = f"{self.outcome}: {self.counts}"
         if self.outcome == "not proven" and needed:

@@ -20,8 +20,9 @@ INK = "#010203"
 CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
-MOST_NAMED, LETTERS = 40, 14
-"""Largest number of token labels at the axes of an attention map, and characters per label."""
+# Largest number of token labels at the axes of an attention map, and characters per label.
+MOST_NAMED = 40
+LETTERS = 14
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 

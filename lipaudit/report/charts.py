@@ -20,10 +20,12 @@ from lipaudit.report.plots import Tip
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 4.9, 3.3
-"""Size of a chart in inches, if it does not depend on the data."""
-PIXELS, POINTS = 96, 72
-"""Pixels of a page, and points of an SVG file, in an inch."""
+# Size of a chart in inches, if it does not depend on the data.
+WIDTH = 4.9
+HEIGHT = 3.3
+# Pixels of a page, and points of an SVG file, in an inch.
+PIXELS = 96
+POINTS = 72
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),

@@ -70,8 +70,12 @@ def render_html(page: blocks.Document) -> bytes:
 # half of a window of 1280 pixels has 594. The class f0 appears where all columns are asked for.
 APPEARS = {"": 300, "f1": 440, "f2": 590, "f3": 890, "f4": 1190}
 HALF = APPEARS["f2"]
-# Pixels of a letter, a digit and a bold letter in a wide font, and of the padding beside a column.
-LETTER, DIGIT, BOLD, PADDING = 6.6, 8.2, 8.8, 18
+# Pixels of a letter, a digit and a bold letter in a wide font.
+LETTER = 6.6
+DIGIT = 8.2
+BOLD = 8.8
+# Pixels of the padding beside a column.
+PADDING = 18
 # Longer texts of a table are broken into lines.
 LONGEST = 32
 

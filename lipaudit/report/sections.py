@@ -164,8 +164,9 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     for name in display.histograms:
         yield from count_samples(measured, name)
     if display.columns and "" in measured and first.rows:
-        # Folded, with every column that is not empty.
-        rows, columns = first.rows, first.columns.items()
+        # A second table, folded, with every column that is not empty.
+        rows = first.rows
+        columns = first.columns.items()
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
         if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
             return  # the table above has everything

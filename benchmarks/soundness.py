@@ -161,7 +161,7 @@ class Watch(TorchFunctionMode):
 
 def attacked(case: Case, start: Form, f: Layer, label: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield points e of the ball and the outputs there: corners, random points, paths of PGD."""
-    n, linf = start.symbols.n, start.symbols.norm == "linf"
+    n, linf = start.symbols.inputs, start.symbols.norm == "linf"
     random = Draw(n).generator
     if case.words:
         e, texts = case.replace_words()

@@ -10,7 +10,7 @@ from lipaudit.wings.certificates.form import Form
 
 def draw_symbols(x: Form, count: int, generator: torch.Generator) -> Tensor:
     """Return e (count, n) in the unit ball: every second on its sphere or at a corner."""
-    e = torch.randn(count, x.symbols.n, generator=generator, dtype=torch.float64)
+    e = torch.randn(count, x.symbols.inputs, generator=generator, dtype=torch.float64)
     if x.symbols.norm == "linf":
         e = e.sign()
         e[::2] *= torch.rand(e[::2].shape, generator=generator, dtype=torch.float64)
@@ -22,7 +22,7 @@ def draw_symbols(x: Form, count: int, generator: torch.Generator) -> Tensor:
 
 def inputs_at(x: Form, e: Tensor) -> Tensor:
     """Return the inputs (count, *shape) of a ball at its symbols e (count, n)."""
-    moved = torch.einsum("bn,n...->b...", e, x.generators[: x.symbols.n].double())
+    moved = torch.einsum("bn,n...->b...", e, x.generators[: x.symbols.inputs].double())
     return x.centre + moved.flatten(0, 1)
 
 
@@ -34,10 +34,10 @@ def excess(form: Form, e: Tensor, truth: Tensor) -> float:
     """
     symbols = form.symbols
     g = form.generators.double()
-    value = torch.einsum("bn,n...->b...", e[:, : len(g)], g[: symbols.n])
+    value = torch.einsum("bn,n...->b...", e[:, : len(g)], g[: symbols.inputs])
     if symbols.order == 2:
         i, j = symbols.pairs
-        q = g[symbols.n : symbols.first_error]
+        q = g[symbols.inputs : symbols.first_error]
         value = value + torch.einsum("bn,n...->b...", e[:, i] * e[:, j], q)
     errors = g[symbols.first_error :].abs().sum(0)
     off = (truth - form.centre - value.view(truth.shape)).abs()

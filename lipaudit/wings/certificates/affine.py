@@ -36,29 +36,32 @@ def linear_map(
     *weights: Tensor,
     roundings: int,
     constant: Tensor | None = None,
-    bound: Linear | None = None,
-    within: Literal["entries", "rows", "all"] = "all",
+    absolute_op: Linear | None = None,
+    mixes: Literal["entries", "rows", "all"] = "all",
 ) -> Form:
-    """Return op(x, *weights) + constant; op is linear in x and in the weights.
+    """Return the form op(x, *weights) + constant; op is linear in x and in the weights.
 
-    y = W x + b of x = c + sum g_i e_i +- s is (W c + b) + sum (W g_i) e_i +- |W| s.
+    A form is x = c + sum g_i e_i +- s: a centre, coefficients of unknowns e_i, and slack s, the
+    radius of its error. Then W x + b = (W c + b) + sum (W g_i) e_i +- |W| s.
 
     Args:
-        x: the form; its slack is in symbols already if the map mixes its entries.
-        op: takes a stack (symbols, *shape).
+        x: the form; if the map mixes entries, call `symbolize_slack` before: it is tighter.
+        op: takes a stack (symbols, *shape) and the weights.
         weights: weights as stored, or with a number of roundings.
         roundings: roundings of an entry of the result: terms of its sum, and those of its weights.
         constant: constant to add, as stored.
-        bound: op with |W| in place of W, if weights do not hold the signs.
-        within: the entries that op mixes: none, rows of the last axis, or all.
+        absolute_op: op with |W| in place of W. By default op is called with |weights|, which is
+            the same unless op has signs of its own, such as t - mean(t).
+        mixes: the entries that op mixes: none, rows of the last axis, or all.
     """
-    if within == "rows":
+    # Blocks store error coefficients sparsely: op may only mix entries that share their symbols.
+    if mixes == "rows":
         x = x.split_by_row()
-    elif within == "all":
+    elif mixes == "all":
         x = x.make_dense()
     symbols = x.symbols
-    if bound is None:
-        bound = op
+    if absolute_op is None:
+        absolute_op = op
     # W c, in float64 with the weights as stored.
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     centre = op(x.centre[None], *exact)[0]
@@ -68,12 +71,13 @@ def linear_map(
     # |W| s, where s also covers the rounding of W c and W g_i.
     sizes = [weight.abs() for weight in exact]
     error = x.bound_input_error(roundings)
-    slack = round_up(bound(error[None], *sizes)[0], roundings)
-    slack = slack + x.count * roundings * tiny(symbols.dtype)
+    slack = round_up(absolute_op(error[None], *sizes)[0], roundings)
+    slack = slack + x.symbol_count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
-        # s covers the rounding of W c, but not that of W c + b.
-        size = constant.abs() + bound(x.centre.abs()[None], *sizes)[0]
+        # s covers the rounding of W c, but not that of the sum W c + b. An infinite constant (a
+        # mask) is added exactly.
+        size = constant.abs() + absolute_op(x.centre.abs()[None], *sizes)[0]
         rounding = gamma(4, DOUBLE) * size
         slack = round_up(slack + rounding.nan_to_num(posinf=0.0))
         centre = centre + constant
@@ -81,9 +85,10 @@ def linear_map(
 
 
 def same(x: Form, *targets: Any, **options: Any) -> Form:
-    """Return a copy for a cast to floating point: the real value does not change.
+    """Return a copy of a form for a cast to floating point: forms stand for real numbers.
 
-    Some casts copy and some do not, so a write to either form makes the other stale.
+    Some of torch's casts copy and some do not. So a later write to either form makes the other
+    stale: its use is then refused.
     """
     require_real(*targets, *options.values())
     return x.copy()
@@ -114,7 +119,11 @@ def neg(x: Form) -> Form:
 
 
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
-    """Return x + alpha y: of two forms, or of a form and a constant."""
+    """Return x + alpha y: of two forms, or of a form and a constant.
+
+    A form is centre + coefficients . symbols +- slack: a constant changes only the centre, and the
+    slack covers the rounding of that sum.
+    """
     if alpha != 1:
         if not isinstance(y, Form):
             y = as_constant(y, x).to(DOUBLE)
@@ -128,6 +137,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
         form = y
         constant = as_constant(x, y)
     constant = constant.to(DOUBLE)
+    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
     quotient = form.pending_quotient
     if quotient and broadcast_shapes(form.shape, constant.shape) == form.shape:
         total = add(quotient.constant, constant)
@@ -138,9 +148,9 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     if alpha != 1:  # the product with alpha was rounded, too
         size = size + constant.abs()
     rounding = gamma(1, DOUBLE) * size
-    slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))
+    slack = round_up(form.slack + rounding.nan_to_num(posinf=0.0))  # a mask of -inf is exact
     result = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
-    result.radii = form.radii
+    result.radii = form.radii  # cached: the coefficients are the same
     return result
 
 
@@ -149,12 +159,11 @@ def _add_forms(x: Form, y: Form) -> Form:
     x = broadcast(x, y.shape)
     y = broadcast(y, x.shape)
     align_blocks(x, y)
-    centre = x.centre + y.centre
-    slack = round_up(x.slack + y.slack)
     dense = add_stacks(x.dense, y.dense)
     blocks = join_blocks(x.blocks, y.blocks, torch.add)
-    total = Form(centre, dense, slack, x.symbols, blocks=blocks)
-    # The sums of centres and of coefficients are rounded once.
+    slack = round_up(x.slack + y.slack)
+    total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
+    # The sums of centres and of coefficients were rounded once: no map is applied, hence 0 more.
     total.slack = total.bound_input_error(0)
     return total
 
@@ -180,9 +189,10 @@ def add_stacks(x: Tensor, y: Tensor) -> Tensor:
 
 
 def align_blocks(x: Form, y: Form) -> None:
-    """Store the errors that both forms have alike, in place: in equal layers, or dense.
+    """Store the errors that both forms have in the same way, in place.
 
-    Only then can coefficients of the same symbol be added.
+    Blocks store error coefficients sparsely. Coefficients of the same symbol can only be added if
+    both forms have them in a block with the same layers, or both have them dense.
     """
     x_blocks = {block.key: block for block in x.blocks}
     for block in y.blocks:
@@ -190,8 +200,8 @@ def align_blocks(x: Form, y: Form) -> None:
         if shared is not None and not block.has_layers_of(shared):
             x.make_dense()
             break
-    # A block of one form that is dense in the other. Making one form dense may add to the errors
-    # that are dense: hence twice.
+    # A block of one form may be dense in the other: then both become dense. Making one form dense
+    # adds its blocks to `dense_keys`, which may concern the other form: hence twice.
     for _ in range(2):
         for form in (x, y):
             if any(block.key in form.symbols.dense_keys for block in form.blocks):
@@ -199,19 +209,20 @@ def align_blocks(x: Form, y: Form) -> None:
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """Return the broadcast shape; torch's own function loads a computer algebra system."""
+    """Return the broadcast shape; not by torch's function, which imports sympy."""
     return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
 
 
 def broadcast(x: Form, other: Sequence[int]) -> Form:
-    """Return the form in the common shape; slack of repeated entries becomes symbols."""
+    """Return the form broadcast to the common shape; slack of repeated entries becomes symbols."""
     shape = broadcast_shapes(x.shape, other)
     if x.shape == shape:
         return x
     if x.centre.numel() < shape.numel():
-        # One error acts on all copies: as slack each copy would have its own.
+        # All copies have the same error. A symbol keeps that; as slack, the errors of copies would
+        # be independent.
         x = x.symbolize_slack()
-    x.quadratic_range  # noqa: B018 - computed and cached once, before it is repeated
+    x.quadratic_range  # noqa: B018 - cached now: after the expansion it would be computed per copy
     return cast("Form", rearrange(x, lambda t: t.expand(shape)))
 
 
@@ -227,17 +238,18 @@ def expand(x: Any, *shape: Any) -> Any:
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry; `roundings` is how often weights were rounded."""
     weight = as_constant(weight, x)
+    # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
     quotient = x.pending_quotient
     if quotient and broadcast_shapes(x.shape, weight.shape) == x.shape:
         numerator = scale(quotient.numerator, weight, roundings=roundings)
         constant = scale(quotient.constant, weight, roundings=roundings)
         return Form.from_quotient(replace(quotient, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
-    return linear_map(x, torch.mul, weight, roundings=roundings + 1, within="entries")
+    return linear_map(x, torch.mul, weight, roundings=roundings + 1, mixes="entries")
 
 
 def as_constant(value: Any, x: Form) -> Tensor:
-    """Return numbers of a program as a tensor that holds them exactly."""
+    """Return a number or a constant tensor of a model as a tensor that holds it exactly."""
     if not isinstance(value, Tensor):
         return torch.as_tensor(value, dtype=DOUBLE, device=x.device)
     if value.is_complex():
@@ -248,28 +260,32 @@ def as_constant(value: Any, x: Form) -> Tensor:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Return weights times the last axis plus bias; a pending quotient stays pending."""
+    """Return input @ weight^T + bias.
+
+    A normalisation may be a pending quotient, numerator / root + constant, which is multiplied out
+    later. Then the weights act on its numerator and constant: its bounds are tighter that way.
+    """
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         return t @ w.mT
 
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
-    # With one root per row weights act on the numerator alone: W (n / root) = (W n) / root.
+    # W (n / root) = (W n) / root needs one root for the whole row.
     if quotient is None or not is_row(quotient.inverse) or not is_row(quotient.square):
         x = input.symbolize_slack()
-        return linear_map(x, op, weight, roundings=roundings, constant=bias, within="rows")
-    # One entry per row of the inverse suffices.
+        return linear_map(x, op, weight, roundings=roundings, constant=bias, mixes="rows")
+    # The row has another width from here on: one entry of the root per row is broadcast to it.
     inverse = cast("Form", quotient.inverse[..., :1])
     square = cast("Form", quotient.square[..., :1])
     x = quotient.numerator.symbolize_slack()
     constant = linear(quotient.constant, weight, bias)
-    numerator = linear_map(x, op, weight, roundings=roundings, within="rows")
+    numerator = linear_map(x, op, weight, roundings=roundings, mixes="rows")
     return Form.from_quotient(Quotient(numerator, inverse, square, constant))
 
 
 def is_row(x: Form) -> bool:
-    """Return whether each row of the last axis is one number that is repeated without memory."""
+    """Return whether each row of the last axis is one entry: alone, or expanded (stride 0)."""
     if x.shape[-1] == 1:
         return True
     tensors = [x.centre, x.dense, x.slack]
@@ -287,7 +303,7 @@ def convolve(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Form:
-    """Return a convolution over one or two axes, with options as in torch."""
+    """Return the convolution of a form over one or two axes, with options as in torch."""
     if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
     if weight.ndim == 3:  # over one axis: as one over two, the first of size one
@@ -301,7 +317,7 @@ def convolve(
     dilations = as_pair(dilation)
     pads = (0, 0)
     x: Any = input
-    if padding == "same":
+    if padding == "same":  # as many windows as pixels; an odd one is added behind, as in torch
         rows = dilations[0] * (weight.shape[-2] - 1)
         columns = dilations[1] * (weight.shape[-1] - 1)
         x = F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
@@ -329,7 +345,15 @@ def _multiply_patches(
 ) -> Tensor:
     """Return a convolution as products of patches and kernels.
 
-    One sum of products for each entry: the library's own algorithms may round differently.
+    Every entry is one sum of products, whose rounding has a known bound. Libraries may use other
+    algorithms (Winograd, FFT), for which that bound does not hold.
+
+    Args:
+        images: (images, channels, height, width), padded already.
+        w: (out channels, channels / groups, height, width).
+        strides: step between windows, per axis.
+        dilations: step between the pixels of a window, per axis.
+        groups: number of groups of channels.
     """
     height, width = w.shape[-2:]
     patches = images.unfold(2, dilations[0] * (height - 1) + 1, strides[0])
@@ -337,20 +361,20 @@ def _multiply_patches(
     patches = patches[..., :: dilations[0], :: dilations[1]]
     patches = torch.unflatten(patches, 1, (groups, -1))
     kernels = torch.unflatten(w, 0, (groups, -1))
-    # r images, g groups, c input and o output channels, h x w places, i x j entries of a kernel.
+    # r images, g groups, c input and o output channels, h x w positions, i x j kernel entries.
     out = torch.einsum("rgchwij,gocij->rgohw", patches, kernels)
     return out.flatten(1, 2)
 
 
 def as_pair(value: Any) -> tuple[int, int]:
-    """Return an option of two axes as one number per axis."""
+    """Return an option of windows (int, or a sequence of one or two) as a number per axis."""
     if isinstance(value, int):
         return value, value
     return value[0], value[-1]
 
 
 def read_axes(dim: Any, ndim: int) -> list[int]:
-    """Return the axes that an option names, counted from the first: without any, all."""
+    """Return the axes of torch's option `dim` as numbers >= 0; None or () means all axes."""
     if isinstance(dim, int):
         return [dim % ndim]
     return [axis % ndim for axis in dim or range(ndim)]
@@ -365,7 +389,7 @@ def reduce_axes(
     dtype: Any = None,
     mean: bool = False,
 ) -> Form:
-    """Return the sum or the mean over axes; numpy's name `axis` works, too."""
+    """Return the sum or the mean of a form over axes; numpy's name `axis` works, too."""
     require_real(dtype)
     axes = read_axes(axis if dim is None else dim, input.ndim)
     count = torch.Size(input.shape[axis] for axis in axes).numel()
@@ -383,7 +407,10 @@ def reduce_axes(
 
 
 def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
-    """Return the rule of a function that averages over windows of the last `axes` axes."""
+    """Return the rule of a torch function that averages over windows of the last `axes` axes.
+
+    A rule does to forms what the function does to tensors.
+    """
 
     def pool(input: Form, *args: Any, **kwargs: Any) -> Form:
         """Average over windows of a form; arguments as in torch."""
@@ -395,7 +422,7 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
             means = average(stack.flatten(0, 1), *args, **kwargs)
             return torch.unflatten(means, 0, stack.shape[:2])
 
-        # A window has no more entries than the axes; its sum is divided once.
+        # A window has at most as many entries as these axes; its sum is divided once.
         terms = input.shape[-axes:].numel()
         return linear_map(input.symbolize_slack(), pool_stack, roundings=terms + 2)
 
@@ -405,7 +432,7 @@ def make_pooling(average: Callable[..., Tensor], axes: int) -> Callable[..., For
 def variance(
     input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
 ) -> Form:
-    """Return the sum of squares around the mean, divided by n - correction."""
+    """Return the variance over axes: the sum of squares around the mean over n - correction."""
     if isinstance(dim, bool):  # x.var(unbiased) of all entries
         unbiased = dim
         dim = None
@@ -423,16 +450,22 @@ def variance(
 def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of a function of tensors, or of a method by name, that moves entries.
 
-    The function may also repeat entries and add zeros.
+    It may also repeat entries and add zeros. A rule does to forms what the function does to
+    tensors: it moves the centre, the slack, and every row of coefficients in the same way.
     """
     if not isinstance(function, str):
+        # A function may mix axes in ways that sparse coefficients do not follow: dense ones do.
         return lambda x, *args, **kwargs: rearrange(
             x.make_dense(), lambda t: function(t, *args, **kwargs)
         )
     method = getattr(Tensor, function)
 
     def move(x: Form, *args: Any, **kwargs: Any) -> Any:
-        """Apply the method to a form; to the four parts of a pending quotient, which stays so."""
+        """Apply the method to a form.
+
+        A pending quotient (numerator / root + constant, not multiplied out yet) stays pending: the
+        method is applied to each of its forms.
+        """
         quotient = x.pending_quotient
         if quotient is None:
             return rearrange(x, lambda t: method(t, *args, **kwargs))
@@ -449,7 +482,10 @@ def make_rearrangement(function: str | Callable[..., Any]) -> Callable[..., Any]
 
 
 def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
-    """Return the form with rearranged entries, or a tuple where `move` has several results."""
+    """Return the form with its entries rearranged by `move`, which acts on tensors (*shape).
+
+    The result is a tuple if `move` returns several tensors, such as chunk.
+    """
     stacks = move_stack(move, x.dense)
     if isinstance(stacks, Tensor):
         (form,) = _rearrange_all(x, lambda t: (move(t),), (stacks,))
@@ -460,10 +496,14 @@ def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
 def _rearrange_all(
     x: Form, move: Callable[[Tensor], Sequence[Tensor]], stacks: Sequence[Tensor]
 ) -> list[Form]:
-    """Return a form for each result of `move`; `stacks` are its results on the coefficients."""
+    """Return a form for each result of `move`, which rearranges entries of tensors (*shape).
+
+    `stacks` are its results on the coefficients, one (symbols, *new shape) for each.
+    """
     centres = move(x.centre)
     slacks = move(x.slack)
-    # Cached radii and ranges move with the entries: computing them anew takes all coefficients.
+    # Radii and ranges belong to entries, so they are moved, too: it is cheaper than to compute
+    # them again from all coefficients.
     linear = move(x.radii.linear)
     quadratic = move(x.radii.quadratic)
     errors = move(x.radii.errors)
@@ -482,23 +522,29 @@ def _rearrange_all(
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Concatenate forms and constants; an empty one counts as absent, as in torch."""
+    """Concatenate forms and constants along an axis, like torch.cat.
+
+    A form has a centre (*shape), coefficients (symbols, *shape) and a slack (*shape): each of the
+    three is concatenated. As in torch, tensors of shape (0,) are ignored.
+    """
     tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
     first_form = next(tensor for tensor in tensors if isinstance(tensor, Form))
     forms = []
     for tensor in tensors:
         if not isinstance(tensor, Form):
-            tensor = lift(tensor, first_form)
+            tensor = lift_constant(tensor, first_form)
         forms.append(tensor)
     rows = max(len(form.generators) for form in forms)
     stacks = []
     for form in forms:
-        # Zeros for symbols that are younger than the form.
+        # A form has no rows for symbols that were created after it: they get zeros. F.pad takes
+        # pairs for the last axis first: (0, 0) for all but axis 0, the symbols.
         missing = rows - len(form.generators)
         stacks.append(F.pad(form.generators, (*[0, 0] * form.ndim, 0, missing)))
     axis = dim % first_form.ndim
     centre = torch.cat([form.centre for form in forms], axis)
     slack = torch.cat([form.slack for form in forms], axis)
+    # Coefficients have the axis of symbols in front.
     return Form(centre, torch.cat(stacks, axis + 1), slack, first_form.symbols)
 
 
@@ -508,7 +554,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """Put a constant into the entries where a mask holds: no symbol or slack moves them."""
+    """Put a constant into the entries where a mask is True; their coefficients and slack are 0."""
     mask = mask.bool()
     unchanged = ~mask
     input = broadcast(input, mask.shape)
@@ -517,36 +563,40 @@ def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     return Form(centre, dense, input.slack * unchanged, input.symbols, blocks=blocks)
 
 
-MOVES = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
+MOVE_METHODS = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 """Tensor methods that rearrange entries."""
 
 
-def lift(value: Any, like: Form) -> Form:
-    """Return a constant as a form of the same symbols as `like`, with coefficients of zero."""
+def lift_constant(value: Any, like: Form) -> Form:
+    """Return a constant as a form with the symbols of `like` and coefficients of zero."""
     centre = as_constant(value, like).to(DOUBLE)
     rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
     return Form(centre, rows, torch.zeros_like(centre), like.symbols)
 
 
-def lift_first(like: Any, *constants: Any) -> tuple[Any, ...]:
-    """Return constants that are multiplied with each other, the first as a form.
+def lift_first_constant(like: Any, *constants: Any) -> tuple[Any, ...]:
+    """Return factors of a product; if all are constants, the first becomes a form.
 
-    Their product then has slack for its rounding. If one of them is a form, they are returned as
-    they are.
+    The product of two constants is rounded, too. As a form it has slack for that.
+
+    Args:
+        like: what the product is combined with later; if it is no form, nothing is changed.
+        constants: the factors; if one of them is a form, nothing is changed.
     """
     if not isinstance(like, Form) or any(isinstance(value, Form) for value in constants):
         return constants
-    return (lift(constants[0], like), *constants[1:])
+    return (lift_constant(constants[0], like), *constants[1:])
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
     """Return entries of `input` where the condition (a constant) holds, else of `other`."""
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
-    condition = condition.bool()  # of uint8, too, as in old causal masks
+    condition = condition.bool()  # old causal masks are uint8
     form = input if isinstance(input, Form) else other
 
     def zero_outside(value: Any, mask: Tensor) -> Any:
+        """Return the value where the mask is True, else 0."""
         if isinstance(value, Form):
             return masked_fill(value, ~mask, 0.0)
         return torch.where(mask, as_constant(value, form), 0.0)
@@ -555,17 +605,21 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
 
 
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
-    """Add entries at the ends of axes: constants, or copies."""
+    """Add entries at the ends of axes, like F.pad: constants, or copies of entries."""
     pad = tuple(pad)
     if mode != "constant":
         return make_rearrangement(F.pad)(input, pad, mode)
+    # New entries are constants: their coefficients and slack are 0.
     centre = F.pad(input.centre, pad, value=float(value or 0.0))
     generators = F.pad(input.generators, pad)
     return Form(centre, generators, F.pad(input.slack, pad), input.symbols)
 
 
 def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
-    """Return patches as columns (F.unfold, called by keyword), or windows of an axis."""
+    """Return patches as columns (F.unfold), or windows of an axis (Tensor.unfold).
+
+    Both arrive under one name. F.unfold is called with the keyword `stride`, the method without.
+    """
     rule = make_rearrangement(F.unfold if "stride" in kwargs else "unfold")
     return rule(input, *args, **kwargs)
 

@@ -23,9 +23,9 @@ channel. For their mean k = sum_j p_j v_j what scales a whole row of P, such as 
 logarithm, acts on nothing at all; what an entry is off by acts on v_j - k. (The median of the v_j,
 weighted by the errors of the entries, knows nothing of the row.)
 
-What a weight is off by moves all channels of a value alike (`_share_products`). A symbol for each
-channel forgets that, and weights behind attention mix many channels: their sizes add up. The
-largest products get a symbol, as many as there is room for, the others are slack.
+The error of an attention weight moves all channels of a value alike (`_add_product_symbols`). A
+symbol for each channel forgets that, and weights behind attention mix many channels: their sizes
+add up. The largest products get a symbol, as many as there is room for, the others are slack.
 """
 
 from __future__ import annotations
@@ -53,21 +53,25 @@ from lipaudit.wings.certificates.symbols import (
 )
 from lipaudit.wings.certificates.vector_lengths import bound_lengths
 
-_WORTH = 0.02
+_WORTHWHILE_SHARE = 0.02
 """Share of a product that its remainder must have to be bounded by polarisation, which takes as
 long as the product itself."""
 
-_ROOM = 2**24
+_MOST_COEFFICIENTS = 2**24
 """Largest number of coefficients of new symbols in a tensor of the values of an attention."""
 
-_STILL = 1e-15
+_SMALLEST_RADIUS = 1e-15
 """Radius below which an entry counts as one that moves by this much."""
 
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
 def matmul(x: Any, y: Any) -> Form:
-    """Return x @ y."""
+    """Return x @ y, where one or both factors are forms.
+
+    If x is a softmax (it has `weights`, ranges of attention weights whose rows sum to one), the
+    product with the values y is bounded more tightly.
+    """
     if x.ndim == 1:
         row: Any = matmul(x[None], y)
         return row.squeeze(-1 if y.ndim == 1 else -2)
@@ -80,6 +84,7 @@ def matmul(x: Any, y: Any) -> Form:
     roundings = x.shape[-1] + 1
     if not isinstance(y, Form):
         return affine.linear_map(x.symbolize_slack(), torch.matmul, y, roundings=roundings)
+    # Symbols, unlike slack, keep their signs in a sum, so errors can cancel.
     if not isinstance(x, Form):
         y = y.symbolize_slack()
         return affine.linear_map(y, lambda t, w: w @ t, x, roundings=roundings)
@@ -94,7 +99,8 @@ def matmul(x: Any, y: Any) -> Form:
         product = _average_values(x, y)
     if product is None:
         product = _multiply_forms(x, y, torch.matmul)
-    # Not product.centre, which the remainder may have shifted.
+    # Rows of x sum to one, so a constant can be taken from y and added again: the mean value of
+    # each row, x.centre @ y.centre. (product.centre may include the shift of a remainder.)
     return _shift_values(product, x, x.centre @ y.centre)
 
 
@@ -110,7 +116,7 @@ def mul(x: Any, y: Any) -> Form:
 
 
 def div(x: Any, y: Any) -> Form:
-    """Return x / y, by the reciprocal of a y that stays positive."""
+    """Return x / y; a form y must be positive on the whole ball."""
     if isinstance(y, Form):
         return mul(x, relax(y, RECIPROCAL, positive=True))
     constant = affine.as_constant(y, x).to(DOUBLE)
@@ -119,13 +125,15 @@ def div(x: Any, y: Any) -> Form:
 
 
 def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
-    """Return f(x, y) of two forms, f being torch.matmul or torch.mul.
+    """Return the form f(x, y) of two forms, f being torch.matmul or torch.mul.
 
-    x y = c_x c_y + dx c_y + c_x dy + dx dy around shifted centres c. dx dy, at order 2 without
-    the product of the linear parts, is shift + shared symbols +- remainder.
+    With x = c_x + dx and y = c_y + dy around shifted centres c, x y = c_x c_y + dx c_y + c_x dy +
+    dx dy. The second and third term are linear in the symbols. Of dx dy, order 2 keeps the product
+    of the parts that are linear in the input as coefficients. The rest of dx dy is bounded: by new
+    symbols if that pays (attention weights times values), else by an interval shift +- remainder.
     """
     symbols = x.symbols
-    n = symbols.n
+    n = symbols.inputs
     is_matmul = f is torch.matmul
     if is_matmul:
         dense, blocks = _multiply_matrices(x, y)
@@ -137,20 +145,21 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     y_size = y.shifted_centre.abs()
     radius = f(x_radius, y_size + y_radius) + f(x_size, y_radius)
 
-    worthwhile = _WORTH * radius.sum()
-    keeps_product = shared = None
+    # Remainders below this are bounded in the simplest way.
+    worthwhile = _WORTHWHILE_SHARE * radius.sum()
+    is_product_kept = product_symbols = None
     if is_matmul and symbols.order == 2 and x.weights:
-        shared = _share_rest(x, y, worthwhile)
-    if shared is None:
-        shift, remainder, keeps_product = _bound_remainder(x, y, f, worthwhile)
+        product_symbols = _add_rest_symbols(x, y, worthwhile)
+    if product_symbols is None:
+        shift, remainder, is_product_kept = _bound_remainder(x, y, f, worthwhile)
     else:
-        block, remainder = shared
+        block, remainder = product_symbols
         shift = torch.zeros_like(remainder)
         blocks = [*blocks, block]
     if symbols.order == 2 and len(x.dense) and len(y.dense):  # constants may have no rows
         x_linear = x.dense[:n]
-        if keeps_product is not None:
-            x_linear = x_linear * keeps_product
+        if is_product_kept is not None:  # elsewhere the remainder covers this product, too
+            x_linear = x_linear * is_product_kept
         symbols.add_products(dense, x_linear, y.dense[:n], _multiply_stacks if is_matmul else f)
 
     terms = 1
@@ -161,19 +170,22 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     rounding = gamma((2 * terms + 8) * symbols.order, symbols.dtype) * radius
     slack = slack + (rounding + gamma(terms + 4, DOUBLE) * f(x_size, y_size))
     # Underflow: every product of every coefficient may lose the smallest normal number.
-    count = max(x.count, y.count, symbols.first_error)
+    count = max(x.symbol_count, y.symbol_count, symbols.first_error)
     sizes = 1 + x_size.sum() + y_size.sum()
     slack = slack + 8 * count * terms * tiny(symbols.dtype) * sizes
     slack = slack + gamma(4, DOUBLE) * shift.abs()
+    # The coefficients are around the shifted centres. At e = 0 the forms are at their centres,
+    # dx = -centre_shift: c_x c_y + dx c_y + c_x dy is then this.
     centre = f(x.centre, y.centre) - f(x.centre_shift, y.centre_shift)
     slack = round_up(slack, terms + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
 def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
-    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones and blocks.
+    """Return the coefficients of dx @ c_y + c_x @ dy: dense ones (symbols, *shape) and blocks.
 
-    The forms are x = c_x + dx and y = c_y + dy, around shifted centres.
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
+    coefficients sparsely: those of x stay blocks, because dx @ c_y works within rows of x.
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
@@ -191,7 +203,8 @@ def _multiply_matrices(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
 def _multiply_entries(x: Form, y: Form) -> tuple[Tensor, list[ErrorBlock]]:
     """Return the coefficients of dx c_y + c_x dy, entry by entry: dense ones and blocks.
 
-    The forms are x = c_x + dx and y = c_y + dy, around shifted centres.
+    The forms are x = c_x + dx and y = c_y + dy, around shifted centres. Blocks store error
+    coefficients sparsely; `align_blocks` stores errors of both forms in the same way.
     """
     x_centre = x.shifted_centre.to(x.symbols.dtype)
     y_centre = y.shifted_centre.to(x.symbols.dtype)
@@ -213,21 +226,22 @@ class Remainder(NamedTuple):
 
     Attributes:
         shift, radius: (*shape).
-        keeps_product: mask of the entries for which coefficients hold the product of the linear
-            parts; for the others the radius has it. None for all.
+        is_product_kept: at order 2, a mask of the entries for which coefficients hold the product
+            of the linear parts; for the others the radius covers it. None for all entries.
     """
 
     shift: Tensor
     radius: Tensor
-    keeps_product: Tensor | None
+    is_product_kept: Tensor | None
 
 
 def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remainder:
     """Bound f(dx, dy) of forms x = c_x + dx and y = c_y + dy, around shifted centres.
 
-    With dx = L_x + R_x and dy = L_y + R_y, L linear in the input: the sum of the bounds of L_x L_y
-    (only at order 1: at order 2 coefficients hold it), L_x R_y, R_x L_y and R_x R_y. If that sum
-    is above `worthwhile`, polarisation is tried, too.
+    f is torch.matmul or torch.mul. With dx = L_x + R_x and dy = L_y + R_y, L linear in the input,
+    the bound is the sum of those of L_x L_y (only at order 1: at order 2 coefficients hold it),
+    L_x R_y, R_x L_y and R_x R_y. If the sum over all entries is above `worthwhile`, a second bound
+    is tried: by polarisation, dx dy = ((dx + dy)^2 - (dx - dy)^2) / 4.
     """
     order = x.symbols.order
     is_matmul = f is torch.matmul
@@ -245,7 +259,7 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
             # |u . v| <= ||u|| ||v|| of the rows and columns that are multiplied.
             part = torch.minimum(part, x_lengths[i] * y_lengths[j])
         radius = radius + part
-    # Products of matrices at order 2 gain too little from more work, those of entries at order 1.
+    # Polarisation is for matmul at order 1 and for mul at order 2: elsewhere it gains too little.
     if not radius.sum() > worthwhile or is_matmul == (order == 2):
         return Remainder(zero, radius, None)
     if is_matmul:
@@ -260,21 +274,22 @@ def _bound_remainder(x: Form, y: Form, f: Bilinear, worthwhile: Tensor) -> Remai
 
 
 def _polarise_entries(x: Form, y: Form) -> tuple[Tensor, Tensor]:
-    """Return l, m >= 0: dx dy lies in [-l, m], entry by entry; for order 2.
+    """Return l, m >= 0, (*shape) each: dx dy lies in [-l, m], entry by entry; for order 2.
 
     The forms are x = c_x + dx and y = c_y + dy, around shifted centres. With u = s dx and
-    v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are forms, in which
-    symbols that both x and y have add up or cancel.
+    v = t dy for any s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t). u + v and u - v are
+    forms, in which symbols that both x and y have add up or cancel: their ranges are tighter than
+    the product of the radii.
     """
     # The reciprocals of the radii, so that u and v are of one size.
-    s = (x.radii.linear + x.rest_radius).clamp_min(_STILL).reciprocal()
-    t = (y.radii.linear + y.rest_radius).clamp_min(_STILL).reciprocal()
+    s = (x.radii.linear + x.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
+    t = (y.radii.linear + y.rest_radius).clamp_min(_SMALLEST_RADIUS).reciprocal()
     u = affine.scale(_subtract_centre(x), s)
     v = affine.scale(_subtract_centre(y), t)
-    of_sum = _bound_size(affine.add(u, v))
-    of_difference = _bound_size(affine.sub(u, v))
-    above = round_up(of_sum.square() / (4 * s * t))
-    below = round_up(of_difference.square() / (4 * s * t))
+    size_of_sum = _bound_size(affine.add(u, v))
+    size_of_difference = _bound_size(affine.sub(u, v))
+    above = round_up(size_of_sum.square() / (4 * s * t))
+    below = round_up(size_of_difference.square() / (4 * s * t))
     return below, above
 
 
@@ -293,17 +308,20 @@ def _bound_size(x: Form) -> Tensor:
 def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     """Return l, m >= 0, (*b, i, d): sum_j dx_ij dy_jd lies in [-l, m] on the ball; order 1.
 
-    With u = s dx and v = t dy: dx dy = ((u + v)^2 - (u - v)^2) / (4 s t), so that l is the sum
-    over j of max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m that of u + v.
+    x (*b, i, j) and y (*b, j, d) are c + dx and c + dy. With u = s dx and v = t dy for any
+    s, t > 0, dx dy = ((u + v)^2 - (u - v)^2) / (4 s t): l is the sum over j of
+    max |u_ij - v_jd|^2 / (4 s_ij t_jd), and m that of u + v. In u - v and u + v symbols that both
+    forms have cancel or add up.
     """
     symbols = x.symbols
-    n = symbols.n
+    n = symbols.inputs
     dtype = symbols.dtype
     rows = max(len(x.dense), len(y.dense))
-    # Any scales are valid: the reciprocals of the radii leave least.
-    s = (x.symbol_radius + x.slack).clamp_min(_STILL)
+    # Any scales are valid. The reciprocals of the radii, which make u and v of one size, give the
+    # tightest bounds.
+    s = (x.symbol_radius + x.slack).clamp_min(_SMALLEST_RADIUS)
     s = s.to(dtype).reciprocal()
-    t = (y.symbol_radius + y.slack).clamp_min(_STILL)
+    t = (y.symbol_radius + y.slack).clamp_min(_SMALLEST_RADIUS)
     t = t.to(dtype).reciprocal()
     # Coefficients of u and v, symbols last, in one batch of b and j.
     u = _scale_coefficients(x.dense, s, rows).transpose(-3, -2)
@@ -333,13 +351,20 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
 
 
 def _scale_coefficients(dense: Tensor, scale: Tensor, rows: int) -> Tensor:
-    """Return coefficients times scale, (*shape, rows), with zeros up to so many rows."""
+    """Return coefficients (symbols, *shape) times scale (*shape), as (*shape, rows).
+
+    `rows` is at least the number of symbols; the further ones are zero.
+    """
     scaled = dense.movedim(0, -1) * scale[..., None]
     return F.pad(scaled, (0, rows - len(dense)))
 
 
 def _bound_differences(symbols: Symbols, u: Tensor, v: Tensor) -> Tensor:
-    """Return max |(u_i - v_d) . e| over the inputs e of the ball, (b, i, d); u is (b, i, n)."""
+    """Return max |(u_i - v_d) . e| over the inputs e of the ball, (b, i, d).
+
+    u is (b, i, n) and v (b, d, n), coefficients of the n input symbols: the maximum is the dual
+    norm of u_i - v_d.
+    """
     if symbols.norm == "linf":
         return _one_norm_distance(u, v)
     if symbols.norm == "l2":
@@ -357,26 +382,29 @@ def _one_norm_distance(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _average_values(x: Form, y: Form) -> Form | None:
-    """Return x @ y for attention weights x and values y at order 1; None as `_share_products`.
+    """Return x @ y for attention weights x and values y at order 1, or None if it would not pay.
 
     The range of x is m -+ r, c is the centre of y: x y = m y + (x - m) c + (x - m) (y - c). With
     y_j - c_j = sum_s g_sj e_s and x_ij - m_ij = r_ij eta, eta in [-1, 1], the last term is the sum
-    of r_ij g_sj eta e_s: the products eta e_s become new symbols, which act on all channels.
+    of r_ij g_sj eta e_s. The products eta e_s are in [-1, 1]: they become new symbols, each for
+    all channels of a row. `_add_product_symbols` decides whether they pay.
     """
     keys = x.shape[-1]
     low, high = x.range()
     m = (low + high) / 2
     r = round_up(torch.maximum(high - m, m - low))
     radius = round_up(r @ (y.symbol_radius + y.slack), keys)
-    worthwhile = _WORTH * (m @ y.centre.abs()).sum()
-    shared = _share_products(x.symbols, [(r, y.make_dense().dense)], radius, worthwhile)
-    if shared is None:
+    worthwhile = _WORTHWHILE_SHARE * (m @ y.centre.abs()).sum()
+    product_symbols = _add_product_symbols(
+        x.symbols, [(r, y.make_dense().dense)], radius, worthwhile
+    )
+    if product_symbols is None:
         return None
-    block, slack = shared
+    block, slack = product_symbols
     # m y and (x - m) c.
     of_values = affine.linear_map(y, lambda t, w: w @ t, m, roundings=keys + 1)
     of_weights = affine.linear_map(
-        affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, within="rows"
+        affine.sub(x, m), torch.matmul, y.centre, roundings=keys + 1, mixes="rows"
     )
     total = affine.add(of_values, of_weights)
     blocks = (*total.blocks, block)
@@ -384,43 +412,47 @@ def _average_values(x: Form, y: Form) -> Form | None:
     return Form(total.centre, total.dense, slack, x.symbols, blocks=blocks)
 
 
-def _share_rest(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
-    """Return new symbols and slack that cover dx @ dy but L_x @ L_y, for weights x at order 2.
+def _add_rest_symbols(x: Form, y: Form, worthwhile: Tensor) -> tuple[ErrorBlock, Tensor] | None:
+    """Return new symbols and slack that cover dx @ dy without L_x @ L_y; order 2.
 
-    dx = L_x + R_x, L linear in the input: that is R_x @ L_y + (L_x + R_x) @ R_y. None where
-    `_share_products` is None.
+    x are attention weights and y values, x = c + dx and dx = L_x + R_x with L linear in the
+    input; likewise y. Covered is R_x @ L_y + (L_x + R_x) @ R_y: coefficients hold L_x @ L_y.
+    None if `_add_product_symbols` finds that new symbols would not pay.
     """
     symbols = x.symbols
     x_radius = round_up(x.radii.linear + x.rest_radius)
-    y_linear = y.dense[: symbols.n]
+    y_linear = y.dense[: symbols.inputs]
     y_errors = y.dense[symbols.first_error :]
     pairs = [(x.rest_radius, y_linear), (x_radius, y_errors)]
     radius = x.rest_radius @ y.radii.linear + x_radius @ y.rest_radius
-    return _share_products(symbols, pairs, round_up(radius, x.shape[-1]), worthwhile)
+    return _add_product_symbols(symbols, pairs, round_up(radius, x.shape[-1]), worthwhile)
 
 
-def _share_products(
+def _add_product_symbols(
     symbols: Symbols, pairs: Sequence[tuple[Tensor, Tensor]], radius: Tensor, worthwhile: Tensor
 ) -> tuple[ErrorBlock, Tensor] | None:
-    """Return symbols for the largest products r_ij g_sj, and slack for the others.
+    """Return new symbols for the largest products r_ij g_sj, and slack for all other products.
 
-    A symbol acts on all channels d of a row i: r_ij is the radius of an attention weight, and
-    g_sjd how symbol s moves the value of key j. None where there is room for few, where all are
-    less than `worthwhile` in sum, or where the pass is to add few symbols. Balls other than boxes
-    get none: their coordinates are not all at their largest at once, which such symbols forget.
+    r_ij is the radius of an attention weight, and g_sjd how symbol s moves channel d of the value
+    of key j. A new symbol acts on all channels of a row i alike; as slack, the errors of channels
+    would be independent and add up in the weights behind. Return None if symbols do not pay: few
+    fit, the sum of all products is below `worthwhile`, or the pass is to add few symbols. Balls
+    other than boxes get none: a symbol per product forgets that not all coordinates are largest
+    at once.
 
     Args:
-        symbols: of the pass.
-        pairs: one or two of radii r, (*b, i, j), and coefficients g, (symbols, *b, j, d).
-        radius: (*b, i, d), no less than the sum of all products, and of what else becomes slack.
-        worthwhile: of the sum of `radius`.
+        symbols: the symbols of the pass.
+        pairs: one or two pairs of radii r, (*b, i, j), and coefficients g, (symbols, *b, j, d).
+        radius: (*b, i, d), an upper bound of the sum of all products and of any other error.
+        worthwhile: the sum of `radius` from which symbols pay.
     """
     dtype = symbols.dtype
     queries, keys = pairs[0][0].shape[-2:]
     width = radius.shape[-1]
     heads = radius.shape[:-2].numel()
-    # Every row of every head gets so many symbols: few where there are many rows to mix later.
-    room = _ROOM // (heads * queries * heads * keys * width)
+    # A layer has a symbol for every row of every head, and each symbol may later have a
+    # coefficient in every entry of the values of an attention: heads x keys x width.
+    room = _MOST_COEFFICIENTS // (heads * queries * heads * keys * width)
     layers = min(room, keys * sum(len(coefficients) for _, coefficients in pairs))
     if symbols.norm != "linf" or layers <= width or not worthwhile < radius.sum() < math.inf:
         return None
@@ -435,8 +467,8 @@ def _share_products(
         stacks.append(stack.reshape(heads, len(coefficients), keys, width))
     products = _choose_products(radii, stacks, layers)
     block = symbols.add_row_errors(products.reshape(layers, *radius.shape))
-    of_block = block.coefficients.to(DOUBLE).abs().sum(0)
-    slack = (radius - of_block).clamp_min(0.0)
+    radius_of_block = block.coefficients.to(DOUBLE).abs().sum(0)
+    slack = (radius - radius_of_block).clamp_min(0.0)  # of the products without a symbol
     # The radii, and their products with the rows, were rounded: by a share of the whole radius.
     rounding = gamma(8, dtype) + gamma(layers + 8, DOUBLE)
     return block, slack + rounding * radius + 4 * layers * tiny(dtype)
@@ -446,8 +478,8 @@ def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> 
     """Return the `layers` largest products r_ij g_sj of each row, (layers, heads, queries, width).
 
     Args:
-        radii: one or two of r, (heads, queries, keys).
-        stacks: of each the g, (heads, symbols, keys, width).
+        radii: one or two r, the radii of attention weights, (heads, queries, keys).
+        stacks: for each the g, coefficients of the values, (heads, symbols, keys, width).
         layers: number of products.
     """
     sizes = []
@@ -471,34 +503,38 @@ def _choose_products(radii: list[Tensor], stacks: list[Tensor], layers: int) -> 
 
 
 def _multiply_stacks(x: Tensor, y: Tensor) -> Tensor:
-    """Return the products of the matrices of two stacks, one of which has one matrix."""
+    """Return the products of the matrices of two stacks (n, *b, i, k) and (n, *b, k, j).
+
+    One of the stacks has one matrix, n = 1, which is multiplied with all of the other.
+    """
     if len(y) == 1:
         return _stack_times(x, y[0])
     return _times_stack(x[0], y)
 
 
 def _stack_times(stack: Tensor, y: Tensor) -> Tensor:
-    """Return stack (symbols, *b, i, k) @ y (*b, k, j), as products of tall matrices: faster."""
+    """Return stack (symbols, *b, i, k) @ y (*b, k, j); faster with symbols and i as one axis."""
     tall = stack.movedim(0, -3)
     product = tall.flatten(-3, -2) @ y
     return torch.unflatten(product, -2, tall.shape[-3:-1]).movedim(-3, 0)
 
 
 def _times_stack(x: Tensor, stack: Tensor) -> Tensor:
-    """Return x (*b, i, k) @ stack (symbols, *b, k, j), as products with wide matrices: faster."""
+    """Return x (*b, i, k) @ stack (symbols, *b, k, j); faster with symbols and j as one axis."""
     wide = stack.movedim(0, -2)
     product = x @ wide.flatten(-2)
     return torch.unflatten(product, -1, wide.shape[-2:]).movedim(-2, 0)
 
 
 def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
-    """Add (1 - sum_k x_k) constant, which is zero for weights x: rows sum to one.
+    """Return P V as P (V - constant) + constant, which is the same: rows of P sum to one.
 
-    P V = P (V - constant) + constant: errors of P then act on V - constant, which is smaller.
+    Errors of P then act on V - constant, which is smaller than V. So (1 - sum_k P_k) constant is
+    added to the form of P V. It is zero for the true P, but not for its form, which has errors.
 
     Args:
-        product: P V; its coefficients are changed in place.
-        x: P, (*b, i, k).
+        product: the form of P V, (*b, i, d); its coefficients are changed in place.
+        x: the form of the attention weights P, (*b, i, k).
         constant: (*b, i, d), about the mean of V in each row.
     """
     dtype = product.symbols.dtype
@@ -519,12 +555,16 @@ def _shift_values(product: Form, x: Form, constant: Tensor) -> Form:
     size = size * constant + product.centre.abs()
     slack = product.slack + x.slack.sum(-1, keepdim=True) * constant
     slack = slack + gamma(keys + 4, dtype) * radius + gamma(keys + 8, DOUBLE) * size
-    slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + constant)
+    slack = slack + 2 * x.symbol_count * keys * tiny(dtype) * (1 + constant)
     return Form(centre, product.dense, round_up(slack, keys + 8), product.symbols, blocks=blocks)
 
 
 def einsum(equation: str, *operands: Any) -> Any:
-    """Return sums of products of two operands by names of axes, as one matmul."""
+    """Return torch.einsum of two operands, computed as one batched matmul.
+
+    Axes of the equation are in the batch, summed (contracted), rows, or columns. Equations with
+    "...", repeated axes, or without "->" are refused.
+    """
     if isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     inputs, arrow, result_axes = equation.replace(" ", "").partition("->")
@@ -533,7 +573,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     has_no_repeats = all(len(set(axes)) == len(axes) for axes in (x_axes, y_axes, result_axes))
     if not is_complete or not has_no_repeats or set(result_axes) - set(x_axes + y_axes):
         raise NoRuleError(f"einsum of {equation}")
-    # Axes that nothing else has are summed first: what is left is a batch of matrices.
+    # Axes that only one operand and not the result has are summed first. Then a matmul suffices.
     x, x_axes = _sum_out(operands[0], x_axes, y_axes + result_axes)
     y, y_axes = _sum_out(operands[1], y_axes, x_axes + result_axes)
     shared = [axis for axis in x_axes if axis in y_axes]
@@ -553,7 +593,7 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 
 def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
-    """Sum over the axes that `others` does not have; return the result and its axes."""
+    """Sum over the axes whose letters are not in `others`; return the result and its letters."""
     summed = [place for place, axis in enumerate(axes) if axis not in others]
     if not summed:
         return t, axes
@@ -561,7 +601,15 @@ def _sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
 
 
 def _fold_axes(t: Any, axes: str, batch: list[str], rows: list[str], columns: list[str]) -> Any:
-    """Return matrices (*batch, rows, columns), with one axis for all rows and all columns."""
+    """Return a tensor as matrices (*batch, rows, columns), for a matmul.
+
+    Args:
+        t: a tensor or form.
+        axes: the letters of its axes in an einsum equation.
+        batch: letters of the axes of the batch, which stay as they are.
+        rows: letters of the axes that become the rows, as one axis.
+        columns: letters of the axes that become the columns, as one axis.
+    """
     t = t.permute([axes.index(axis) for axis in (*batch, *rows, *columns)])
     first_column = len(batch) + len(rows)
     batch_shape = t.shape[: len(batch)]
@@ -572,8 +620,9 @@ def _fold_axes(t: Any, axes: str, batch: list[str], rows: list[str], columns: li
 def addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
-    """Return beta input + alpha mat1 @ mat2."""
-    mat1, mat2 = affine.lift_first(input, mat1, mat2)
+    """Return beta input + alpha mat1 @ mat2, at least one of which is a form."""
+    # If both matrices are constants, one becomes a form: its slack covers the product's rounding.
+    mat1, mat2 = affine.lift_first_constant(input, mat1, mat2)
     product: Any = mat1 @ mat2
     if alpha != 1:
         product = product * alpha

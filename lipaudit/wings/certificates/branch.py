@@ -62,11 +62,13 @@ class Nodes:
         return Nodes(self.which[index], self.state[index], self.y[:, index])
 
     def prove(self, problem: Problem, margins: Tensor) -> bool:
-        """Return whether the parts, at their multipliers, prove margins on the whole ball.
+        """Return whether the parts, at their multipliers, prove that margins are positive.
+
+        They do if, for each margin, the parts with a positive lower bound cover the ball.
 
         Args:
             problem: the problem in float64.
-            margins: indices of the margins.
+            margins: indices of the margins to prove.
         """
         nodes = self[torch.isin(self.which, margins)]
         proven = [nodes[:0]]
@@ -75,26 +77,30 @@ class Nodes:
             proven.append(batch[prove_bounds(problem, batch) > 0])
         parts = join_nodes(proven)
         for margin in margins.tolist():
-            states = parts.state[parts.which == margin]
-            if not _covers_ball(states):
+            if not _covers_ball(parts.state[parts.which == margin]):
                 return False
         return True
 
-    def floor(self) -> Tensor:
-        """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
-        # Where z <= 0 is known, h = 0 is an equation; where z >= 0 is known, z - h = 0 is one.
+    def find_smallest(self) -> Tensor:
+        """Return the smallest allowed multipliers: 0 for inequalities, -inf for equations.
+
+        Each ReLU h = relu(z) has two constraints. If z <= 0 is known, the first is the equation
+        h = 0. If z >= 0 is known, the second is z - h = 0. All others are inequalities <= 0.
+        """
         is_equation = torch.stack([self.state == -1, self.state == 1])
         return torch.zeros_like(self.y).masked_fill_(is_equation, -torch.inf)
 
-    def feasible(self) -> Tensor:
-        """Return the nearest allowed multipliers: those of inequalities are >= 0."""
-        return torch.maximum(self.y, self.floor())
+    def clip_multipliers(self) -> Tensor:
+        """Return the multipliers with those of inequalities raised to >= 0, as proofs need."""
+        return torch.maximum(self.y, self.find_smallest())
 
 
 def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
-    """Return whether parts with these signs of ReLUs cover the ball.
+    """Return whether parts with these signs of ReLUs cover the ball: every input is in a part.
 
-    They do if one is the whole ball, or if all split a ReLU and cover both sides.
+    A sign is 1 or -1 where the part is limited to it, and 0 where both signs are in the part. The
+    parts cover the ball if one has only zeros, or if all split the same ReLU and the parts on
+    each of its sides cover that side.
     """
     if (state == 0).all(1).any():
         return True
@@ -102,7 +108,7 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
     split = is_split.nonzero()[:, 0]
     if not len(state) or not len(split):
         return False
-    relu = split[0]
+    relu = split[0]  # any ReLU that all parts split
     signs = state[:, relu]
     is_other = torch.arange(state.shape[1], device=state.device) != relu
     others = state[:, is_other]
@@ -119,21 +125,26 @@ def join_nodes(groups: list[Nodes]) -> Nodes:
 
 
 def bound_nodes(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
-    """Return the lower bound of every node, up to rounding, and the coefficients (b, columns)."""
+    """Return a lower bound of the margin on every part, and the coefficients of the symbols.
+
+    The bounds (b,) hold up to rounding. The coefficients (b, columns) are those of the affine
+    function whose minimum is the bound.
+    """
     evaluation = _evaluate(
-        problem, nodes.which, nodes.feasible(), _find_effects(problem, nodes.state)
+        problem, nodes.which, nodes.clip_multipliers(), _find_effects(problem, nodes.state)
     )
     return evaluation.bounds, evaluation.coefficients
 
 
 def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
-    """Return lower bounds that rounding cannot raise above the true minimum (problem in float64).
+    """Return lower bounds of the margins on parts of the ball that hold despite rounding.
 
-    A sum of n terms is off by gamma_n of the sum of their absolute values: that is taken off.
+    The problem is in float64. A sum of n terms is off by at most gamma_n = n u / (1 - n u) times
+    the sum of their absolute values: that is subtracted.
     """
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     bounds, _ = bound_nodes(problem, nodes)
-    multipliers = nodes.feasible().abs().sum(0)
+    multipliers = nodes.clip_multipliers().abs().sum(0)
     size = problem.margin_magnitude[nodes.which] + multipliers @ problem.relu_magnitude
     # The longest sums are over ReLUs and over columns; the coefficients themselves are rounded.
     roundings = sum(problem.relus.slopes.shape) + 64
@@ -141,10 +152,16 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
 
 
 def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
-    """Return whole balls with the multipliers of one pass backwards, last layer first.
+    """Return the whole ball as a part for each margin, with multipliers from a pass backwards.
 
-    A positive coefficient of eps_k means that the lower side of the ReLU is used: a multiplier
-    cancels it, of the line h >= 0 or h >= z that has the smaller area below.
+    The output of ReLU k is h = a z + m (1 + eps_k). If eps_k has a positive coefficient, the
+    margin is smallest at eps_k = -1, the lower side of the ReLU. A multiplier of h >= 0 (if
+    a < 1/2) or of h >= z makes the coefficient 0. The last layer comes first, as a multiplier
+    changes the coefficients of earlier ReLUs.
+
+    Args:
+        problem: the problem.
+        which: indices of the margins.
     """
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
@@ -153,7 +170,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))
         of_errors = coefficients[:, problem.columns[layer]]
-        # Each multiplier adds -m to the coefficient of eps.
+        # Each unit of a multiplier adds -m to the coefficient of eps.
         multiplier = of_errors.clamp_min(0) / problem.offset[layer]
         is_flat = problem.slope[layer] < 0.5
         y[0, :, layer] = torch.where(is_flat, multiplier, 0.0)
@@ -164,15 +181,25 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
 def ascend(
     problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = float("inf")
 ) -> tuple[Float[Tensor, " b"], Nodes]:
-    """Raise the bounds by moving the multipliers; return the best bound and multipliers of each.
+    """Raise the lower bounds of parts by moving their multipliers.
 
-    Adam along the supergradient, back to what is allowed after every step, with a rate that falls
-    to a tenth. Ends early where all bounds are positive, or at a time of `time.monotonic`.
+    A bound is a concave function of the multipliers. Adam follows its supergradient, clips the
+    multipliers to allowed values after every step, and lets its rate fall to a tenth.
+
+    Args:
+        problem: the problem.
+        nodes: the parts, with the multipliers to start from.
+        steps: number of steps; fewer if all bounds are positive.
+        rate: learning rate of the first step.
+        until: time (of `time.monotonic`) at which the search ends.
+
+    Returns:
+        The best bound of each part, and the parts with the multipliers of these bounds.
     """
     relus = problem.relus
     effects = _find_effects(problem, nodes.state)
-    floor = nodes.floor()
-    y = nodes.feasible()
+    floor = nodes.find_smallest()
+    y = nodes.clip_multipliers()
     best = y.new_full(y.shape[1:2], -torch.inf)
     best_y = y
     mean_gradient = torch.zeros_like(y)
@@ -184,14 +211,15 @@ def ascend(
         best_y = torch.where(is_better[:, None], y, best_y)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
-        # A supergradient: what the multipliers add at the symbols -e that attain the minimum.
-        e = _find_maximum(problem, coefficients)
+        # A supergradient: the values of the constraints at the symbols -e where the bound, which
+        # is a minimum, is attained. There 1 + eps is 1 - e, and z is at its end of +-spread.
+        e = _find_minimum(problem, coefficients)
         z = relus.centre - on_z.sign() * relus.spread - e @ relus.slopes.mT
         error = 1 - e[:, problem.columns]
         gradient = effects.on_z * z + effects.on_error * error
         mean_gradient.lerp_(gradient, 1 - _DECAY[0])
         mean_square.lerp_(gradient.square_(), 1 - _DECAY[1])
-        # Both means begin at zero: Adam divides by what they lack.
+        # Both means begin at zero: Adam corrects their bias.
         correction = 1 - _DECAY[0] ** (step + 1)
         square_correction = 1 - _DECAY[1] ** (step + 1)
         size = (mean_square / square_correction).sqrt_().add_(1e-8)
@@ -201,8 +229,12 @@ def ascend(
     return best, replace(nodes, y=best_y)
 
 
-def _find_maximum(problem: Problem, coefficients: Tensor) -> Tensor:
-    """Return e (b, columns): -e are the symbols at which coefficients . symbols is least."""
+def _find_minimum(problem: Problem, coefficients: Tensor) -> Tensor:
+    """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
+
+    Errors are in [-1, 1], so e is the sign of their coefficients. The input's symbols are in the
+    ball, a box or one of the other norms.
+    """
     symbols = problem.symbols
     e = coefficients.sign()
     of_inputs = coefficients[:, : problem.inputs]
@@ -210,7 +242,7 @@ def _find_maximum(problem: Problem, coefficients: Tensor) -> Tensor:
         size = torch.linalg.vector_norm(of_inputs, dim=1, keepdim=True)
         e[:, : problem.inputs] = of_inputs / size.clamp_min(tiny(coefficients.dtype))
     elif symbols.norm == "words":
-        # The words at which -coefficients are largest are those at which coefficients are least.
+        # The symbols that make -coefficients . symbols largest make coefficients . symbols least.
         least = symbols.find_best_words(-of_inputs.mT).mT
         e[:, : problem.inputs] = -least
     return e
@@ -229,16 +261,20 @@ class Effects(NamedTuple):
 
 
 def _find_effects(problem: Problem, state: Tensor) -> Effects:
-    """Return what a unit of each multiplier adds, where ReLUs have these signs.
+    """Return what a unit of each multiplier adds to the coefficients of z and of 1 + eps.
 
-    The output of a ReLU is h = a z + m (1 + eps). Its two multipliers are of constraints that are
-    <= 0 (or = 0): -h and z - h if the sign of z is unknown, -z and z - h for z >= 0, -h and z for
-    z <= 0.
+    The output of a ReLU is h = a z + m (1 + eps). Each ReLU has two constraints, expressions that
+    are <= 0 (or = 0), and a multiplier for each: -h and z - h if the sign of z is unknown, -z and
+    z - h for z >= 0, -h and z for z <= 0.
+
+    Args:
+        problem: has a and m of every ReLU.
+        state: (b, k), signs of the ReLUs: 0 unknown, 1 for z >= 0, -1 for z <= 0.
     """
     a = problem.slope
     first_on_z = torch.where(state == 1, -1.0, -a)
     second_on_z = torch.where(state == -1, 1.0, 1 - a)
-    # -z and z have no h, and so no eps.
+    # The constraints -z and z contain no h, and so no eps.
     has_h = torch.stack([state != 1, state != -1])
     return Effects(torch.stack([first_on_z, second_on_z]), has_h * -problem.offset)
 
@@ -260,8 +296,9 @@ class Evaluation(NamedTuple):
 def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> Evaluation:
     """Return lower bounds of the margins `which` (b,) by multipliers y (2, b, k).
 
-    margin + sum y constraint is no larger than the margin where the constraints (<= 0) hold. It is
-    affine in the symbols e, so its minimum is its constant less the dual norm of its coefficients.
+    For y >= 0, margin + sum y constraint is no larger than the margin where the constraints (<= 0)
+    hold. It is affine in the symbols e, so its minimum is its constant less the dual norm of its
+    coefficients (weak duality).
     """
     relus = problem.relus
     margins = problem.margins
@@ -274,7 +311,7 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
     constant = margins.centre[which] + on_z @ relus.centre + on_error.sum(1)
     spread = margins.spread[which] + on_z.abs() @ relus.spread
     bounds = constant - spread
-    # Symbols in [-1, 1] have the 1-norm; those of the input may have another dual norm.
+    # The dual norm: the 1-norm for symbols in [-1, 1], another one for the input of other balls.
     if problem.symbols.norm == "linf":
         bounds = bounds - torch.linalg.vector_norm(coefficients, 1, dim=1)
         return Evaluation(bounds, coefficients, on_z)
@@ -289,9 +326,9 @@ def _evaluate(problem: Problem, which: Tensor, y: Tensor, effects: Effects) -> E
 
 BATCH = 48
 """Number of parts of the ball that are split at a time."""
-FACES = 3
+FACE_ROUNDS = 3
 """Number of faces on which the multipliers of the whole ball are moved, one after the other."""
-GROUPS = 16
+MARGIN_GROUPS = 16
 """Largest number of groups of margins that have faces of their own: each group takes its steps."""
 ROOT_STEPS = 20
 STEPS = 10
@@ -300,7 +337,7 @@ LAST_STEPS = 400
 known."""
 RATE = 0.2
 """Learning rate, as a share of the multipliers that the search begins with."""
-SHARE = 0.02
+COLUMN_SHARE = 0.02
 """Share of the symbols that are searched over beside those in doubt (`restrict_to_face`)."""
 _LAST_RATE_FACTORS = (10.0, 3.0, 1.0, 0.3)
 """Factors of the learning rate that are tried in turn on parts in which every sign is known."""
@@ -316,9 +353,10 @@ class Decision:
             precision for open parts.
         nodes: number of examined parts.
         relus: number of ReLUs of unknown sign.
-        limit: the reason for the end of the search: none, "nodes", "seconds" or "signs" (all signs
-            are fixed).
-        leaves: if certified, the parts with their multipliers; `decide` takes them again.
+        limit: why the search ended without a proof: "nodes", "seconds" or "signs" (the signs of
+            all ReLUs are fixed); empty if certified.
+        leaves: if certified by branching, the parts with their multipliers: `decide` can prove
+            them again without a search.
     """
 
     certified: bool
@@ -336,13 +374,14 @@ def decide(
     seconds: float = float("inf"),
     leaves: Nodes | None = None,
 ) -> Decision:
-    """Try to prove that all margins (a form of one axis) are positive.
+    """Try to prove that all margins are positive on the ball, by branch and bound over ReLUs.
 
-    The search for multipliers runs in single precision. The claimed bound is evaluated in double
-    precision, minus its rounding error (`prove_bounds`).
+    If the ranges of the margins do not prove it, the ball is split by the signs of ReLUs. The
+    search for multipliers, which bound the margins on each part, runs in single precision. The
+    claimed bound is evaluated in double precision, minus its rounding error (`prove_bounds`).
 
     Args:
-        margins: the form.
+        margins: a form of one axis, logit of the label minus every other logit.
         nodes: largest number of parts of the ball; this limit gives equal verdicts on all
             machines.
         seconds: time limit, which depends on the machine and its load.
@@ -354,12 +393,14 @@ def decide(
     smallest = float(low.min())
     if smallest > 0:
         return Decision(certified=True, bound=smallest, nodes=0, relus=0)
+    # Without ReLUs of unknown sign there is nothing to split.
     if not margins.symbols.relu_calls or smallest == -float("inf"):
         return Decision(certified=False, bound=smallest, nodes=0, relus=0, limit="signs")
     problem = make_problem(margins)
     relus = len(problem.slope)
     if leaves is not None:
         open_margins = (low <= 0).nonzero()[:, 0]
+        # Parts with another number of ReLUs are of another model or ball.
         proven = leaves.state.shape[1] == relus and leaves.prove(problem, open_margins)
         limit = "" if proven else "nodes"
         return Decision(proven, smallest, len(leaves), relus, limit)
@@ -367,7 +408,9 @@ def decide(
 
 
 def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decision:
-    """Search multipliers, then split the ball, until all margins are proven or at a limit.
+    """Search multipliers on the whole ball, then split it, until all is proven or a limit ends it.
+
+    Multipliers of constraints on the ReLUs give a lower bound of a margin on each part.
 
     Args:
         problem: the problem in float64.
@@ -393,15 +436,20 @@ def _branch(problem: Problem, low: Tensor, nodes: int, deadline: float) -> Decis
 
 
 def _ascend_on_faces(problem: Problem, roots: Nodes, rate: float, deadline: float) -> Nodes:
-    """Return whole balls with better multipliers, searched on one face after the other."""
+    """Return whole balls with better multipliers, searched on faces of the box of symbols.
+
+    On a face most symbols are fixed at an end of [-1, 1] (`restrict_to_face`), so a step is cheap.
+    After some steps other symbols matter, and a new face is chosen.
+    """
     improved = []
-    # Few margins share a face: with all of them few symbols would keep their signs.
-    size = math.ceil(len(roots) / GROUPS)
+    # A face fixes symbols whose coefficients have one sign for all margins of the group. For many
+    # margins these are few, so groups are small.
+    size = math.ceil(len(roots) / MARGIN_GROUPS)
     for i in range(0, len(roots), size):
         group = roots[i : i + size]
-        for _ in range(FACES):
+        for _ in range(FACE_ROUNDS):
             _, coefficients = bound_nodes(problem, group)
-            face = restrict_to_face(problem, coefficients, SHARE)
+            face = restrict_to_face(problem, coefficients, COLUMN_SHARE)
             _, group = ascend(face, group, steps=ROOT_STEPS, rate=rate, until=deadline)
         improved.append(group)
     return join_nodes(improved)
@@ -432,7 +480,16 @@ class BranchAndBound:
     proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
-        """Return the reason for the end of the search, and the smallest bound of a part."""
+        """Split open parts until none is left or a limit ends the search.
+
+        Args:
+            roots: whole balls, one for each margin, with their multipliers.
+            bounds: lower bounds of the margins on them.
+
+        Returns:
+            Why the search ended: "" if all is proven, else "nodes", "seconds" or "signs"; and the
+            smallest bound of a part.
+        """
         self.nodes = len(roots)
         queue, queue_bounds = self._remove_proven(roots, bounds)
         while len(queue):
@@ -440,14 +497,15 @@ class BranchAndBound:
                 return "nodes", float(queue_bounds.min())
             if time.monotonic() > self.deadline:
                 return "seconds", float(queue_bounds.min())
-            # Worst first: so the least bound of all parts, which is reported, rises fastest. All
-            # of a batch are of one margin: then one face suffices.
+            # The parts with the smallest bounds first: so the smallest bound, which is reported,
+            # rises fastest. All of a batch are of one margin, so that they share a face.
             order = queue_bounds.argsort()
             margins = queue.which[order]
             is_first_margin = margins == margins[0]
             of_margin = order[is_first_margin]
             batch = queue[of_margin[:BATCH]]
             later = torch.cat([of_margin[BATCH:], order[~is_first_margin]])
+            # A part in which all signs are known cannot be split: it gets more steps.
             has_all_signs = (batch.state != 0).all(1)
             if self._stays_open(batch[has_all_signs]):
                 return "signs", float(queue_bounds.min())
@@ -461,7 +519,10 @@ class BranchAndBound:
         return "", self.smallest
 
     def _stays_open(self, parts: Nodes) -> bool:
-        """Return whether a part in which every sign is known is unproven after many steps."""
+        """Return whether one of the parts, in which all signs are known, cannot be proven.
+
+        They cannot be split further. Their multipliers get many steps, at several learning rates.
+        """
         for factor in _LAST_RATE_FACTORS:
             if not len(parts):
                 return False
@@ -472,8 +533,9 @@ class BranchAndBound:
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
         """Split every part at the most promising ReLU; return the open halves with bounds.
 
-        A ReLU promises what the coefficient of eps costs, and what its multipliers use. Trials of
-        the best few with some steps cost more than they save.
+        The score of a ReLU h = a z + m (1 + eps) is the loss that the coefficient of eps causes in
+        the bound, plus m times its multipliers. The ReLU with the highest score is split: z >= 0
+        in one half, z <= 0 in the other. To try the best few ReLUs costs more than it saves.
         """
         _, coefficients = bound_nodes(self.rough, batch)
         used = batch.y.clamp_min(0).sum(0) * self.rough.offset
@@ -488,12 +550,20 @@ class BranchAndBound:
     def _bound_parts(
         self, coefficients: Tensor, parts: Nodes, steps: int, rate: float
     ) -> tuple[Nodes, Tensor]:
-        """Take steps on the face of these coefficients; return the open parts with bounds."""
+        """Raise the bounds of parts by some steps; return the parts still open, with bounds.
+
+        Args:
+            coefficients: those of the symbols, which choose the face of the box to search on.
+            parts: the parts, with the multipliers to start from.
+            steps: number of steps.
+            rate: learning rate.
+        """
         self.nodes += len(parts)
-        face = restrict_to_face(self.rough, coefficients, SHARE)
+        face = restrict_to_face(self.rough, coefficients, COLUMN_SHARE)
         bounds, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         bounds = bounds.to(self.exact.slope)
-        # Only what may be proven is evaluated in float64, on the whole box.
+        # The search is in single precision on a face. Only parts that look proven are evaluated in
+        # float64 on the whole box, which is the proof.
         hopeful = (bounds > 0).nonzero()[:, 0]
         bounds[hopeful] = prove_bounds(self.exact, parts[hopeful])
         return self._remove_proven(parts, bounds)

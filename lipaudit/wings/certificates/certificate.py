@@ -42,13 +42,13 @@ from lipaudit.wings.certificates.symbols import Norm
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded", "broken", "tokens"]
 
 # Number of forms of the widest tensor held at once during a pass.
-TENSORS = 4
+TENSORS_AT_ONCE = 4
 # Largest number of input pairs for which auto chooses order 2.
 MOST_PAIRS = 10_000
 # Number of texts that are embedded at a time.
-MOVES = 64
+TEXTS_PER_PASS = 64
 # Largest number of parts by the signs of ReLUs before a box of pixels is bisected.
-SIGNS = 256
+NODES_PER_BOX = 256
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
         decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
+    # `limit` is why the search ended: "nodes", "seconds" or "signs" (all ReLUs have been split).
     why: Why = "" if decision.certified else decision.limit  # type: ignore[assignment]
-    if why == "signs" and not decision.relus:  # a model without ReLU has no signs to decide
+    if why == "signs" and not decision.relus:  # there was no ReLU to split: the bounds are loose
         why = "bound"
     leaves = decision.leaves
     return Certificate(decision.certified, why, decision.bound, decision.nodes, leaves=leaves)
@@ -163,9 +164,13 @@ def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) 
 def _prove_words(
     net: Net, sample: Batch, label: int, k: int, proof: Proof, texts: Texts
 ) -> Certificate:
-    """Try to prove the label for all replacements of k words by near ones, in one pass."""
+    """Try to prove the label for all replacements of at most k words by near ones, in one pass.
+
+    Texts with a single replaced word are run first: one that gets another class breaks the sample.
+    Their embeddings then span a hull that holds all combinations of k replacements.
+    """
     substitutes = list_substitutes(texts.reader, texts.drafts[0], k)
-    if substitutes is None:
+    if substitutes is None:  # replacements change how the text is tokenized
         return Certificate(certified=False, why="tokens")
     # The sample, then the texts with one word replaced.
     variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
@@ -175,10 +180,11 @@ def _prove_words(
     x = net.point(sample)
     moves = []
     margin = math.inf
-    for batch in variants.split(MOVES):
+    for batch in variants.split(TEXTS_PER_PASS):
         z = net.point(batch)
         logits = net.output(batch)
-        # The proof sees embeddings only: they must tell all that the model reads of the words.
+        # The proof covers embeddings. So the model must get the same logits from embeddings alone,
+        # with the token ids of the original text.
         logits_of_embeddings = net.forward(
             z, sample.rows(torch.zeros(len(batch), dtype=torch.long))
         )
@@ -192,17 +198,21 @@ def _prove_words(
         moves.append(z.to(torch.float64) - x)
     if margin < 0:
         return Certificate(certified=False, why="broken", bound=margin)
-    if not margin > 0:  # 0, or no number
+    if not margin > 0:  # 0 or NaN
         return Certificate(certified=False, why="bound", bound=margin)
-    if not substitutes:
+    if not substitutes:  # no word has a near one: the text itself is all there is to prove
         return Certificate(certified=True, bound=margin)
-    counts = Counter(word for word, _ in substitutes)  # the words come in order
+    counts = Counter(word for word, _ in substitutes)  # replacements of each word, in order
     start = hull(x, torch.cat(moves)[1:, None], [*counts.values()], k, dtype=net.dtype)
     return _prove_form(net, sample, label, start, proof)
 
 
 def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> Certificate:
-    """Try to prove the label for any values in any k patches, one choice of places at a time."""
+    """Try to prove the label for any pixel values in any k patches of an image.
+
+    Every choice of k places on the grid of patches is a box of inputs, which is proven on its own.
+    The result is certified if all are; `places` is the share of the proven ones.
+    """
     assert proof.patch is not None
     x = net.point(sample)
     lowest, highest = net.box or (0.0, 1.0)
@@ -214,7 +224,7 @@ def _prove_places(net: Net, sample: Batch, label: int, k: int, proof: Proof) -> 
         high = torch.where(inside, highest, x)
         certificate = _prove_box(net, sample, label, low, high, proof)
         certificates.append(certificate)
-        if certificate.why in ("broken", "seconds"):
+        if certificate.why in ("broken", "seconds"):  # later choices cannot change the verdict
             break
     failed = [certificate for certificate in certificates if not certificate.certified]
     why: Why = ""
@@ -234,13 +244,14 @@ def _prove_box(
 ) -> Certificate:
     """Try to prove the label for a box of inputs, which is bisected where its bounds are loose.
 
-    A part is cut in the pixel that moves the smallest margin most: half its width times the
-    gradient at the centre. The mean gradient is added, as a wide pixel may be flat at the centre.
+    Every part gets one pass and a few splits of ReLUs; if that fails, it is cut in two. It is cut
+    in the pixel that moves the smallest margin most: half its width times the gradient at the
+    centre. The mean gradient is added, as a wide pixel may be flat at the centre.
     """
     parts = [(low, high)]
     nodes = 0
     smallest = math.inf
-    limited = replace(proof, nodes=min(proof.nodes, SIGNS))
+    limited = replace(proof, nodes=min(proof.nodes, NODES_PER_BOX))
     labels = torch.tensor([label], device=low.device)
     while parts:
         if proof.seconds <= 0:
@@ -250,7 +261,7 @@ def _prove_box(
         low, high = parts.pop()
         centre = (low + high) / 2
         nodes += 1
-        # In double precision: a difference that was rounded down would miss an end.
+        # In double precision: a radius that was rounded down would not reach the ends of the box.
         middle = centre.to(torch.float64)
         radius = torch.maximum(middle - low.to(torch.float64), high.to(torch.float64) - middle)
         start = ball(centre, radius, order=proof.order, moving=radius > 0, dtype=net.dtype)
@@ -262,7 +273,7 @@ def _prove_box(
             z = centre.clone().requires_grad_()
             margin = worst_margins(net.forward(z, sample), labels)
         gradient = pull((z, margin), torch.ones_like(margin)).abs()
-        if float(margin.detach()) < 0:
+        if float(margin.detach()) < 0:  # the centre gets another class
             return Certificate(False, "broken", float(margin.detach()), nodes)
         pixel = (radius * (gradient + gradient.mean())).flatten().argmax()
         cut = centre.view(-1)[pixel]
@@ -275,9 +286,10 @@ def _prove_box(
 
 
 def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) -> int:
-    """Return the order of forms: the given one, or for auto 2 if there are few inputs.
+    """Return the order of the proof: the given one, or for auto 2 if there are few inputs.
 
-    `inputs` may state how many entries of the sample change at once.
+    Order 1 uses affine functions of the input. Order 2 adds products of each pair of inputs, which
+    is tighter and slower. `inputs` may state how many entries of the sample change at once.
     """
     if order != "auto":
         return int(order)
@@ -287,7 +299,7 @@ def choose_order(net: Net, sample: Batch, order: str = "auto", inputs: int = 0) 
 
 
 def _count_inputs(net: Net, sample: Batch) -> int:
-    """Count the entries of a sample that may change."""
+    """Count the entries of a sample that may change: pixels, or entries of token embeddings."""
     free = net.free(sample)
     point = net.point(sample)
     if free is None:
@@ -296,16 +308,17 @@ def _count_inputs(net: Net, sample: Batch) -> int:
 
 
 def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
-    """Refuse a pass that does not fit into the memory of its device.
+    """Refuse a proof whose pass through the model does not fit into the memory of its device.
 
-    A tensor has a row for every symbol that is older, and several tensors exist at once. There is
-    one row per input (at order 2 also per pair of inputs), and at most one per number that an
-    innermost module returns. `inputs` may state how many entries change at once.
+    Every tensor is stored with a row of coefficients for each symbol that exists so far, and
+    several tensors exist at once. Symbols are the inputs (at order 2 also pairs of them), and at
+    most one error for each number that an innermost module returns. `inputs` may state how many
+    entries change at once.
 
     Raises:
         InputError: the message states the memory needed.
     """
-    numbers: list[int] = []  # that each innermost module returns
+    numbers: list[int] = []  # of entries that each innermost module returns
 
     def count(_name: str, _args: object, out: object) -> None:
         if isinstance(out, Tensor):
@@ -322,7 +335,7 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
     for number in numbers:
         rows += number
         largest = max(largest, rows * number)
-    needed = TENSORS * torch.finfo(net.dtype).bits // 8 * largest
+    needed = TENSORS_AT_ONCE * torch.finfo(net.dtype).bits // 8 * largest
     if net.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -342,8 +355,8 @@ def require_room(net: Net, sample: Batch, order: int, inputs: int = 0) -> None:
 def require_rules(net: Net, sample: Batch) -> None:
     """Refuse a model with an operation that has no rule, at the cost of a few forwards.
 
-    The trial ball has radius 0 in one entry, and rounding errors stay in the slack, so no symbols
-    are added.
+    A model runs on a trial ball of radius 0 in one entry. With an infinite `slack_share` rounding
+    errors never become symbols, so the pass is as cheap as possible.
 
     Raises:
         NoRuleError: the message names the operation and its module.
@@ -365,13 +378,13 @@ def require_rules(net: Net, sample: Batch) -> None:
 
 
 # First radius of the adversarial search, as a share of the input range.
-START = 2.0**-8
+ATTACK_SHARE = 2.0**-8
 # First radius of the certificate search, as a share of the adversarial radius.
-SHARE = 2.0**-3
+PROOF_SHARE = 2.0**-3
 # Number of halvings of the way between a sample and an adversarial example.
 HALVINGS = 8
 # A search stops below this share of the largest possible radius.
-LEAST = 2.0**-12
+SMALLEST_SHARE = 2.0**-12
 
 
 class Bracket:
@@ -410,6 +423,7 @@ class Bracket:
         seed: int,
         texts: Texts | None = None,
     ) -> None:
+        """Run the model on the sample without an attack, and begin without known radii."""
         self.net = net
         self.sample = sample
         self.proof = proof
@@ -451,11 +465,17 @@ class Bracket:
             yield
 
     def search(self, tol: float) -> None:
-        """Search the smallest adversarial radius, then the largest certified one."""
+        """Search the smallest adversarial radius, then the largest certified one.
+
+        Args:
+            tol: relative width between the known limits of a radius at which its search ends.
+        """
         if not self.correct:
             return
-        most = self._find_largest_radius()
+        largest = self._find_largest_radius()
 
+        # The largest radius known to withstand attacks or to be proven, and the smallest that is
+        # known not to.
         def read_attacks() -> tuple[float, float]:
             return self.unbroken_radius, self.adversarial_radius
 
@@ -463,9 +483,11 @@ class Bracket:
             unproven = [eps for eps, each in self.certificates.items() if not each.certified]
             return max(self.certified_radius, 0.0), min([self.adversarial_radius, *unproven])
 
-        _search_radius(self._attack_closely, read_attacks, START * most, most, tol)
-        most = min(self.adversarial_radius, most)
-        _search_radius(self.prove, read_proofs, SHARE * most, most, tol)
+        _search_radius(
+            self._attack_and_approach, read_attacks, ATTACK_SHARE * largest, largest, tol
+        )
+        largest = min(self.adversarial_radius, largest)
+        _search_radius(self.prove, read_proofs, PROOF_SHARE * largest, largest, tol)
 
     def _find_largest_radius(self) -> float:
         """Return the largest radius to search: the size of the box, or else of the sample."""
@@ -478,15 +500,19 @@ class Bracket:
         size = x.abs().max() if is_linf else torch.linalg.vector_norm(x)
         return float(size)
 
-    def _attack_closely(self, eps: float) -> None:
-        """Attack one ball, and move an adversarial example towards the sample."""
+    def _attack_and_approach(self, eps: float) -> None:
+        """Attack one ball; then move the adversarial example, if there is one, near the sample.
+
+        On the line from the sample to the example, bisection finds the nearest point that is
+        misclassified. Its distance becomes the adversarial radius, so fewer balls are attacked.
+        """
         before = self.adversarial_radius
         self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
-        if self.adversarial_radius == before:
+        if self.adversarial_radius == before:  # no attack found a nearer example
             return
         x = self.net.point(self.sample)
         low = 0.0
-        high = 1.0  # share of the way to the example at which the sample is broken
+        high = 1.0  # share of the way to the example at which the class is wrong
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             with torch.no_grad():
@@ -499,7 +525,11 @@ class Bracket:
         self.adversarial_radius = min(self.adversarial_radius, float(moved))
 
     def attack(self, radius: Radius) -> None:
-        """Attack one ball until an attack succeeds."""
+        """Attack one ball until an attack succeeds, and record the radius that it proves.
+
+        A success lowers `adversarial_radius`; without one, `unbroken_radius` rises.
+        """
+        # The first outcome is that without an attack.
         _, *outcomes = self._run_attacks(self.trials([radius]))
         for outcome in outcomes:
             self.notes += outcome.notes
@@ -512,7 +542,7 @@ class Bracket:
         self.unbroken_radius = max(self.unbroken_radius, float(radius))
 
     def prove(self, eps: float) -> None:
-        """Try to certify one ball."""
+        """Try to certify one ball, and record the certificate, its time and the radius."""
         began = time.perf_counter()
         certificate = certify_ball(
             self.net, self.sample, self.label_to_prove, eps, self.proof, self.texts
@@ -521,11 +551,14 @@ class Bracket:
         self.seconds[eps] = time.perf_counter() - began
         if certificate.certified:
             self.certified_radius = max(self.certified_radius, eps)
-        elif certificate.why == "broken":
+        elif certificate.why == "broken":  # the proof itself found a misclassified input
             self.adversarial_radius = min(self.adversarial_radius, eps)
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
-        """Run attacks, first the sample without attack; each sample has its own random stream."""
+        """Yield the outcome without an attack, then that of each attack on the sample.
+
+        Attacks draw from the random stream of `seed`, which is the sample's own.
+        """
         y = torch.tensor([self.label_to_prove], device=self.sample.x.device)
         point = self.net.point(self.sample)
         free = self.net.free(self.sample)
@@ -540,7 +573,7 @@ def _search_radius(
     examine: Callable[[float], None],
     read_limits: Callable[[], tuple[float, float]],
     first: float,
-    most: float,
+    largest: float,
     tol: float,
 ) -> None:
     """Search the radius up to which a property holds: doubling or halving, then bisection.
@@ -550,13 +583,14 @@ def _search_radius(
         read_limits: returns the largest radius at which the property is known to hold, or 0, and
             the smallest radius at which it is known not to hold.
         first: the first radius to examine.
-        most: the largest radius to examine.
+        largest: the largest radius to examine.
         tol: relative width at which the search ends.
     """
     low, high = read_limits()
-    while low < most and high > max(low * (1 + tol), LEAST * most):
+    # Double the radius as long as it holds, halve it as long as it never held, then bisect.
+    while low < largest and high > max(low * (1 + tol), SMALLEST_SHARE * largest):
         if low:
-            examine(min(2 * low, math.sqrt(low * high), most))
+            examine(min(2 * low, math.sqrt(low * high), largest))
         else:
             examine(min(first, high / 2))
         low, high = read_limits()

@@ -38,7 +38,7 @@ from lipaudit.wings.certificates.exports import (
     encode_text,
     export_balls,
 )
-from lipaudit.wings.certificates.options import MOST, CertifyOptions, plan_certificates
+from lipaudit.wings.certificates.options import AUDIT_SECONDS, CertifyOptions, plan_certificates
 
 if TYPE_CHECKING:
     from lipaudit.attacks.text import Reader
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _proven_column = partial(Column, better="higher", domain="ball", status="certified")
 _found_column = partial(Column, better="higher", domain="ball", status="empirical")
 # Seconds of trial passes before the first sample of a run with several patches.
-TRIAL = 1.0
+TRIAL_SECONDS = 1.0
 # Differs from machine to machine, so no gate reads it.
 SECONDS = seconds_column("Wall time of the proofs.")
 
@@ -317,7 +317,7 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
         return False
     patches = counts[-1]
     began = time.monotonic()
-    brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL)
+    brief = replace(bracket.proof, nodes=1, deadline=began + TRIAL_SECONDS)
     certificate = certify_ball(net, bracket.sample, bracket.label_to_prove, patches, brief)
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     limit = "at most"
@@ -541,12 +541,11 @@ def _write_notes(
         f"{parts[0].facts['dtype']} adds rounding errors that they do not cover"
     )
     yield Note.info("real-arithmetic", text)
-    samples = len(arrays["label"])
     unlabelled = int((arrays["label"] < 0).sum())
     if unlabelled:
         text = (
-            f"{unlabelled} of {samples} samples have no label: the predicted class is attacked "
-            "and certified"
+            f"{unlabelled} of {len(arrays['label'])} samples have no label: the predicted class "
+            "is attacked and certified"
         )
         yield Note.info("own-predictions", text)
     ended = int((arrays["why"] == "seconds").sum())
@@ -571,7 +570,8 @@ CERTIFY = Measure(
     check=check,
     place=44,
     audit=AuditRole(
-        switch=f"Also compute certificates, at the radii --eps: up to {MOST:g} s a sample.",
+        switch="Also compute certificates, at the radii --eps: up to "
+        f"{AUDIT_SECONDS:g} s a sample.",
         uses=("eps", "attack", "norm"),
         samples={"quick": 4, "full": 32},
         plan=plan_certificates,

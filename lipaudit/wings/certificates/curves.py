@@ -2,9 +2,9 @@
 
 On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
 the shifted centre of the form, about which the rest R of x - c = L + R reaches least. d is
-evaluated at `NODES` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|, and
-d leaves its chord by at most h^2 s / 8: so all d lie between the least and the largest at the
-nodes, widened by that.
+evaluated at `GRID_POINTS` points. Between two of them, h apart, d'' is at most s = sup |f'' - 2b|,
+and d leaves its chord by at most h^2 s / 8: so all d lie between the least and the largest at
+these points, widened by that.
 
 Order 1: b = 0 and a is the slope of the chord, best for a function that bends one way. Order 2:
 with w = (u - l) / 2, the best b for powers up to the fourth is the second difference (f(u) - 2
@@ -65,7 +65,7 @@ from lipaudit.wings.certificates.symbols import (
     tiny,
 )
 
-NODES = 65
+GRID_POINTS = 65
 
 Function = Callable[[Tensor], Tensor]
 
@@ -85,10 +85,11 @@ class SmoothFunction:
     third: Callable[[Tensor, Tensor], Tensor]
     offset: Function = torch.zeros_like
 
-    def slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f' and f'' by autograd: they only choose the parabola; rounding is allowed for.
+    def find_slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f'(x) and f''(x), (*shape) each, by autograd.
 
-        A pass over forms may run without gradients, or in inference mode.
+        They only choose the parabola next to f, so their rounding does not matter. Gradients are
+        switched on here: the model may run without them, or in inference mode.
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
             x = x.clone().requires_grad_()
@@ -101,54 +102,60 @@ def relax(
     z: Form,
     f: SmoothFunction,
     *,
-    within: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
+    known_range: tuple[float, float] | tuple[Tensor, Tensor] = (-math.inf, math.inf),
     positive: bool = False,
 ) -> Form:
-    """Return f(z), entry by entry: a parabola in z plus a bounded difference d.
+    """Return a form of f(z), entry by entry: a parabola in z plus a bounded difference d.
+
+    A form is centre + coefficients . symbols +- slack. Order 1 has no squares of symbols: there
+    the parabola is a line. The range of the difference goes into centre and slack.
 
     Args:
-        z: the argument.
+        z: the argument, a form.
         f: the function.
-        within: known bounds of the argument, beside its form.
+        known_range: known bounds of the argument, beside its form.
         positive: f is only defined for numbers > 0.
 
     Raises:
-        UnboundedError: the range of z is not finite, or leaves the domain of f.
+        UnboundedError: the range of z is not finite, or not in the domain of f.
     """
     low, high = z.range()
-    low = low.clamp(*within)
-    high = high.clamp(*within)
+    low = low.clamp(*known_range)
+    high = high.clamp(*known_range)
     if not (torch.isfinite(low) & torch.isfinite(high)).all():
         raise UnboundedError
     if positive and not (low > 0).all():
         raise UnboundedError
-    slope, bend = f.slopes((low + high) / 2)
+    slope, bend = f.find_slopes((low + high) / 2)
     parabola = _choose_parabola(z, f, low, high, slope, bend)
     if not (torch.isfinite(parabola.a) & torch.isfinite(parabola.b)).all():
         raise UnboundedError
-    least, largest = _bound_at_nodes(z.shifted_centre, f, low, high, parabola)
-    widening = _bound_between_nodes(f, low, high, bend, parabola)
+    least, largest = _bound_at_points(z.shifted_centre, f, low, high, parabola)
+    widening = _bound_between_points(f, low, high, bend, parabola)
     least = least - widening
     largest = largest + widening
+    # The difference is in [least, largest] = offset +- radius.
     offset = (least + largest) / 2
     radius = round_up(torch.maximum(largest - offset, offset - least))
     return _apply_parabola(z, parabola, offset, radius)
 
 
-def _bound_between_nodes(
+def _bound_between_points(
     f: SmoothFunction, low: Tensor, high: Tensor, bend: Tensor, parabola: Parabola
 ) -> Tensor:
-    """Return how far d = f - parabola leaves its chord between nodes h apart: h^2 / 8 sup |d''|.
+    """Return how far d = f - parabola leaves its chord between grid points: h^2 / 8 sup |d''|.
 
-    |d''| = |f'' - 2 b| is at most sup |f''| + 2 |b|, and at most |f''(m) - 2 b| at the middle m,
-    where f'' is `bend`, plus sup |f'''| times the distance from m.
+    d is evaluated at points h apart on [low, high] (`_bound_at_points`); this covers all points in
+    between. d'' = f'' - 2 b is bounded in two ways: by sup |f''| + 2 |b|, and by its value at the
+    middle m of the range, where f'' is `bend`, plus sup |f'''| times the distance from m.
     """
     bend_bound = f.second(low, high)
+    # f''(m) by autograd is rounded: 2^-30 covers that. 0.51 is half the width, rounded up.
     at_middle = (bend - 2 * parabola.b).abs() * (1 + 2.0**-30) + 2.0**-30 * bend_bound
     nearby = at_middle + f.third(low, high) * (high - low) * 0.51
     bend_bound = torch.minimum(bend_bound + 2 * parabola.b.abs(), nearby)
     rounding = gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs())
-    h = round_up((high - low) / (NODES - 1) + rounding)
+    h = round_up((high - low) / (GRID_POINTS - 1) + rounding)
     return round_up(h.square() / 8 * bend_bound)
 
 
@@ -162,11 +169,21 @@ class Parabola(NamedTuple):
 def _choose_parabola(
     z: Form, f: SmoothFunction, low: Tensor, high: Tensor, slope: Tensor, bend: Tensor
 ) -> Parabola:
-    """Return the parabola that is close to f on [low, high]; slope and bend are f', f'' at m.
+    """Return the parabola a (z - c) + b (z - c)^2 that is close to f on [low, high].
 
-    Order 1: a is the slope of the chord. Order 2: b = (f(u) - 2 f(m) + f(l)) / 2 w^2 and
-    a = f'(m) + 3/4 (chord - f'(m)), with m the middle and w half the width. Both are rounded
-    to the precision of the coefficients that they multiply.
+    Any a and b are valid, because the difference from f is bounded afterwards. m is the middle
+    of the range, w half its width, and chord the slope between its ends.
+    Order 1: a = chord and b = 0. Order 2: b = (f(u) - 2 f(m) + f(l)) / 2 w^2 and
+    a = f'(m) + 3/4 (chord - f'(m)). Both are rounded to the dtype of the coefficients that they
+    multiply, so that the difference is taken from the parabola that is really used.
+
+    Args:
+        z: the argument, with the shifted centre c.
+        f: the function.
+        low: l, the lower end of the range of z.
+        high: u, its upper end.
+        slope: f'(m).
+        bend: f''(m).
     """
     dtype = z.symbols.dtype
     c = z.shifted_centre
@@ -195,14 +212,17 @@ def _round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).to(DOUBLE)
 
 
-def _bound_at_nodes(
+def _bound_at_points(
     c: Tensor, f: SmoothFunction, low: Tensor, high: Tensor, parabola: Parabola
 ) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest f(x) - a (x - c) - b (x - c)^2 at nodes, outwards."""
+    """Return bounds of the least and largest f(x) - a (x - c) - b (x - c)^2 at grid points.
+
+    The points are spread evenly on [low, high]; the bounds include the rounding of each value.
+    """
     least = torch.full_like(low, torch.inf)
     largest = torch.full_like(low, -torch.inf)
-    # One node at a time: 65 tensors at once would leave the cache.
-    for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
+    # One grid point at a time: 65 tensors at once would not fit into the cache.
+    for share in torch.linspace(0, 1, GRID_POINTS, dtype=DOUBLE).tolist():
         x = high
         if share < 1:
             x = torch.lerp(low, high, share).clamp(low, high)
@@ -219,23 +239,26 @@ def _bound_at_nodes(
 
 
 def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor) -> Form:
-    """Return a (z - c) + b (z - c)^2 + offset +- radius, c being the shifted centre of z."""
+    """Return the form a (z - c) + b (z - c)^2 + offset +- radius.
+
+    c is the shifted centre of z: the centre plus the middle of the range of its quadratic part.
+    """
     a, b = parabola
     symbols = z.symbols
     dtype = symbols.dtype
     slope = a.abs()
     dense, blocks = z.map_coefficients(lambda t: t * a.to(dtype))
     slack = slope * z.slack + gamma(2, dtype) * slope * z.symbol_radius
-    slack = radius + slack + z.count * tiny(dtype)
+    slack = radius + slack + z.symbol_count * tiny(dtype)
     if symbols.order == 2:
         # z - c = L + R, L linear in the input: b L^2 becomes coefficients.
-        symbols.add_squares(dense, z.dense[: symbols.n], b.to(dtype))
-        # b (2 L R + R^2) lies in b [-first, first + second].
+        symbols.add_squares(dense, z.dense[: symbols.inputs], b.to(dtype))
+        # What is left of the square, b (2 L R + R^2), lies in b [-first, first + second].
         first, second = bound_square_rest(z.radii.linear, z.rest_radius)
         shift = a * z.centre_shift  # coefficients are around the centre of z, not around c
         offset = offset + b * second / 2 - shift
         slack = slack + b.abs() * (first + second / 2)
-        # What rounding and underflow take from all of these.
+        # Rounding and underflow of all of these.
         slack = slack + gamma(8, DOUBLE) * (offset.abs() + shift.abs())
         slack = slack + gamma(8, dtype) * b.abs() * z.radii.linear.square()
         slack = slack + gamma(1, dtype) * slope * z.radii.quadratic
@@ -244,10 +267,11 @@ def _apply_parabola(z: Form, parabola: Parabola, offset: Tensor, radius: Tensor)
 
 
 def is_worth_squaring(z: Form) -> Tensor:
-    """Return a mask of entries for which the square of the linear part is kept as coefficients.
+    """Return a mask of entries for which L^2 is worth keeping as coefficients, at order 2.
 
-    With z - c = L + R, the error of (z - c)^2 is then 2 |L| |R| + R^2 / 2 in place of
-    (|L| + |R|)^2 / 2, which is larger where |L| > 2 |R|.
+    z = c + L + R, with L linear in the input. The error radius of (z - c)^2 is then
+    2 |L| |R| + R^2 / 2. Without coefficients it is (|L| + |R|)^2 / 2, which is larger if
+    |L| > 2 |R|.
     """
     return z.radii.linear > 2 * z.rest_radius
 
@@ -258,7 +282,10 @@ def bound_square_rest(linear: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a bound of a derivative that is the same on every range."""
+    """Return a function of a range (low, high) that is `value` on every range.
+
+    It bounds a derivative, as `second` or `third` of a `SmoothFunction`.
+    """
     return lambda low, high: torch.full_like(low, value)
 
 
@@ -280,7 +307,10 @@ EXP = SmoothFunction(
 
 
 def _make_power(value: Function, p: float, factor: float) -> SmoothFunction:
-    """Return a function of x > 0, such as x^p with p < 1, whose |f''| is factor x^(p - 2)."""
+    """Return a `SmoothFunction` on x > 0 with |f''| = factor x^(p - 2), such as x^p with p < 1.
+
+    For the logarithm p = 0 and factor = 1.
+    """
     return SmoothFunction(
         value,
         # Both derivatives are largest at the lower end of the range.
@@ -306,7 +336,11 @@ def silu(input: Form, inplace: bool = False) -> Form:
 
 
 def square(input: Form) -> Form:
-    """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2; the last is kept at order 2, else bounded."""
+    """Return x^2 = c^2 + 2 c (x - c) + (x - c)^2 as a form; c is the shifted centre.
+
+    At order 2 (x - c)^2 becomes coefficients; at order 1 it is bounded by [0, reach^2], where
+    reach >= |x - c|.
+    """
     symbols = input.symbols
     c = input.shifted_centre
     a = _round_to(2 * c, symbols.dtype)
@@ -319,14 +353,17 @@ def square(input: Form) -> Form:
         b = torch.zeros_like(c)
         offset = c.square() + reach.square() / 2
         radius = round_up(reach.square() / 2)
-    # a is 2 c up to its rounding, which acts on x - c.
+    # a is 2 c rounded: the difference is multiplied by x - c.
     rounding = (2 * c - a).abs() * (reach + input.centre_shift.abs())
     rounding = rounding + gamma(4, DOUBLE) * (offset.abs() + c.square())
     return _apply_parabola(input, Parabola(a, b), offset, round_up(radius + rounding))
 
 
 def make_unary(f: SmoothFunction, *, positive: bool = False) -> Callable[[Form], Form]:
-    """Return the rule of a smooth function, which may need numbers > 0."""
+    """Return the rule of a smooth function: it takes and returns a form.
+
+    With `positive` f is only defined for numbers > 0.
+    """
     return lambda input: relax(input, f, positive=positive)
 
 
@@ -344,7 +381,7 @@ COS = SmoothFunction(torch.cos, _constant(1.0), _constant(1.0))
 
 
 def make_monomial(n: int) -> SmoothFunction:
-    """Return x^n for n > 2."""
+    """Return the function x^n, n > 2, with bounds of its second and third derivative."""
 
     def make_bound(k: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a bound of the k-th derivative, n (n - 1) ... (n - k + 1) x^(n - k)."""
@@ -360,7 +397,7 @@ def make_monomial(n: int) -> SmoothFunction:
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
-    """Raise to a power: whole powers of any number, some others of positive numbers."""
+    """Return input ** exponent: any whole exponent >= 1; of positive inputs also 1/2, -1/2, -1."""
     if not isinstance(input, Form) or not isinstance(exponent, int | float):
         raise NoRuleError("pow with an exponent for every entry")
     if exponent == 1:
@@ -379,7 +416,7 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
     """Return log(1 + e^(beta x)) / beta; like torch, x where beta x is above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
-    # Above the threshold log(1 + e^z) is z to within e^-threshold.
+    # Above the threshold torch returns z, which is log(1 + e^z) to within e^-threshold.
     error = round_up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
     _, high = z.range()
     result.slack = round_up(result.slack + error * (high > threshold))
@@ -389,9 +426,10 @@ def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) ->
 
 
 def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
-    """Return x where x > 0, else alpha (e^x - 1); its slope jumps at 0 unless alpha is 1."""
+    """Return x where x > 0, else alpha (e^x - 1)."""
     if alpha == 1:
         return relax(input, ELU)
+    # The slope jumps at 0, so this is no smooth function: relu(x) + alpha (exp(min(x, 0)) - 1).
     below = relax(cast("Form", input.clamp(None, 0.0)), EXP)
     return add(F.relu(input), scale(add(below, -1.0), alpha))
 
@@ -403,10 +441,11 @@ def glu(input: Form, dim: int = -1) -> Form:
 
 
 def relu(input: Form, inplace: bool = False) -> Form:
-    """Return h = a z + m (1 + eps) for max(z, 0), with a symbol eps where z may have both signs.
+    """Return max(z, 0) as the form h = a z + m (1 + eps) of z = input.
 
-    On l < 0 < u, a = u / (u - l) and 2 m = max(-a l, (1 - a) u): relu(z) lies between a z and
-    a z + 2 m. Elsewhere a is 0 or 1 and m = 0.
+    If z has both signs on the ball, l < 0 < u, max(z, 0) lies between a z and a z + 2 m, with
+    a = u / (u - l) and 2 m = max(-a l, (1 - a) u); eps in [-1, 1] is a new symbol. Otherwise a is
+    0 or 1 and m = 0. The ReLUs of both signs are recorded for branch and bound (`branch`).
     """
     symbols = input.symbols
     dtype = symbols.dtype
@@ -421,10 +460,10 @@ def relu(input: Form, inplace: bool = False) -> Form:
     is_mixed = m > 0
     slope = a.to(dtype)
     dense, blocks = input.map_coefficients(lambda t: t * slope)
-    if is_mixed.any():  # an empty block of errors would share its key with the next one
+    if is_mixed.any():  # a block without symbols would get the key of the next block
         errors = symbols.add_errors(m)
         blocks = [*blocks, errors]
-        # For branching: what the ReLU's input is in symbols.
+        # Branch and bound needs z as a function of the symbols.
         call = ReluCall(
             centre=input.centre[is_mixed],
             generators=input.select_entries(is_mixed),
@@ -476,7 +515,7 @@ def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
 
 
 def hardsigmoid(input: Form, inplace: bool = False) -> Form:
-    """(x + 3) / 6 held to [0, 1]."""
+    """Return (x + 3) / 6 clamped to [0, 1]."""
     return scale(clamp(add(input, 3.0), 0.0, 6.0), 1 / 6, roundings=2)
 
 
@@ -486,14 +525,14 @@ def hardswish(input: Form, inplace: bool = False) -> Form:
 
 
 def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the largest value over axes."""
+    """Return the largest value of a form over axes, by default over all."""
     axes = read_axes(dim, input.ndim)
     others = [axis for axis in range(input.ndim) if axis not in axes]
     if axes:
         rows: Any = input.permute(*others, *axes).flatten(len(others))
     else:
         rows = input[..., None]
-    result: Any = largest(rows)
+    result: Any = find_largest(rows)
     if not keepdim:
         return cast("Form", result)
     shape = list(input.shape)
@@ -514,28 +553,35 @@ Extreme = namedtuple("Extreme", ("values", "indices"))
 def make_extreme(
     of_two: Callable[..., Form], over_axes: Callable[..., Form]
 ) -> Callable[..., Any]:
-    """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
+    """Return the rule of torch.max or torch.min, which do three things by their arguments.
+
+    Args:
+        of_two: the rule for two tensors, entry by entry.
+        over_axes: the rule for all entries, or for an axis.
+    """
 
     def find_extreme(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-        """As torch.max(input, dim): dim may be another tensor, an axis, or absent."""
+        """Return torch.max(input, dim), or min; dim may be a second tensor, an axis, or None."""
         if isinstance(dim, Tensor):
             return of_two(input, dim)
         if dim is None:
             return over_axes(input)
+        # The indices may differ between inputs of the ball: a model that uses them fails.
         return Extreme(over_axes(input, dim, keepdim), None)
 
     return find_extreme
 
 
-def largest(x: Form) -> Form:
-    """Return the largest value over the last axis, as x_i + [0, h].
+def find_largest(x: Form) -> Form:
+    """Return the form of the largest value over the last axis, as x_i + [0, h].
 
-    i is the largest entry at the centre, and h the largest x_j - x_i on the ball: 0 if i stays the
-    largest.
+    i is the entry that is largest at the centre of the ball, and h the largest x_j - x_i on the
+    ball: 0 if i is the largest everywhere.
     """
     top = x.centre.argmax(-1, keepdim=True)
     chosen = make_rearrangement("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
+    # Entry i itself, and masked entries (-inf), are not compared.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = make_rearrangement("select")(chosen, -1, 0)
@@ -554,7 +600,10 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Form:
-    """Return the largest value of every window; padding is never the largest."""
+    """Return the largest value of every window of a form, like F.max_pool2d.
+
+    Padding counts as -inf, so it is never the largest.
+    """
     if input.ndim != 4 or ceil_mode or return_indices:
         raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
     size = as_pair(kernel_size)
@@ -564,8 +613,8 @@ def max_pool2d(
         step = as_pair(stride)
     pad = as_pair(padding)
     gap = as_pair(dilation)
-    # The pixels of every window by number, from 1 on. Padding has the number 0: it is replaced by
-    # a pixel of the same window, which changes no maximum.
+    # Unfold the numbers of the pixels, from 1 on: that gives the pixels of every window. Padding
+    # has the number 0: it is replaced by a pixel of the same window, which changes no maximum.
     height, width = input.shape[-2:]
     numbers = torch.arange(1.0, height * width + 1, dtype=DOUBLE, device=input.device)
     numbers = numbers.view(1, 1, height, width)
@@ -573,5 +622,5 @@ def max_pool2d(
     another = windows.amax(-1, keepdim=True)
     pixels = torch.where(windows > 0, windows, another) - 1
     flat: Any = input.flatten(2)
-    pooled: Any = largest(flat[..., pixels])
+    pooled: Any = find_largest(flat[..., pixels])
     return pooled.unflatten(-1, F.max_pool2d(numbers, size, step, pad, gap).shape[-2:])

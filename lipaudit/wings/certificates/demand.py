@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lipaudit.errors import of_machine
-from lipaudit.wings.certificates.affine import MOVES, rearrange
+from lipaudit.wings.certificates.affine import MOVE_METHODS, rearrange
 from lipaudit.wings.certificates.form import Form, list_forms
 from lipaudit.wings.certificates.symbols import Symbols
 
@@ -39,7 +39,7 @@ arguments."""
 ROW_WISE = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *ROW_MIXING))
 """Calls where a row of the result depends only on that row of the first argument."""
 
-REARRANGING = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
+REARRANGING = frozenset((*MOVE_METHODS, "view", "getitem", "expand", "expand_as", "T", "mT"))
 """Calls that only rearrange entries of their first argument."""
 
 
@@ -78,6 +78,7 @@ class TrialRun:
     """Runs every call of a model on numbers, and records it."""
 
     def __init__(self, like: Symbols) -> None:
+        """Make symbols, with the rules and dtype of `like`, whose forms record calls."""
         # A pass without inputs that move: only the calls of the model matter.
         dtype = like.model_dtype
         self.symbols = Symbols(
@@ -88,9 +89,10 @@ class TrialRun:
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
-        """Return a form with numbers and a node, on which the model runs in a trial.
+        """Return a form for the trial run: its centre holds plain numbers, its node marks reads.
 
-        Its coefficients and slack are never read.
+        The node is a mask of the entries that later calls read; at first none. Coefficients and
+        slack are never used in a trial.
         """
         centre = centre.to(self.symbols.model_dtype)
         no_rows = centre.new_empty(0, *centre.shape)
@@ -100,13 +102,18 @@ class TrialRun:
         return form
 
     def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call on the centres of its forms, and record it with their nodes."""
+        """Run a function of torch on numbers, and record the call.
+
+        `Symbols.intercept` is set to this method, so it is called in place of each rule. Forms
+        among the arguments hold numbers as centres; the record has their nodes instead.
+        """
         numbers, options = tree_map_only(Form, lambda form: form.centre, (args, kwargs))
         result = func(*numbers, **options)
         if result is None:  # a write into the first argument
             result = numbers[0]
         elif isinstance(result, Iterator):
             result = list(result)
+        # zeros_like, new_zeros and so on return constants, which are no forms.
         is_constant = name.endswith("_like") or name.startswith("new_")
         if not is_constant:
             result = tree_map_only(Tensor, self.start, result)
@@ -119,15 +126,24 @@ class TrialRun:
 
 
 class Plan:
-    """The part of every call of a pass to compute: its name, and where it is cut."""
+    """The calls of a model in order: each one's name, and the one index of an axis to compute."""
 
     def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
         self.cuts = iter(cuts)
 
     def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
-        """Apply a rule; if later calls read one place of an axis only, to that place alone.
+        """Compute the next call of the model by its rule, but only the entries that are read.
 
-        Such a place is the class token. The result is repeated along the axis, without memory.
+        Set as `Symbols.intercept`, so it is called in place of every rule. A trial run found out
+        whether later calls read only one index of an axis, such as the class token: `cut` is that
+        axis and index, or None. Then the arguments are narrowed to that index, and the result is
+        repeated along the axis, without memory.
+
+        Args:
+            name: name of the torch function.
+            rule: what the function does to forms.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Raises:
             DeviationError: the model calls other functions than in the trial run.
@@ -138,7 +154,9 @@ class Plan:
         if cut is None:
             return rule(*args, **kwargs)
         axis, _ = cut
-        along_axis = 1  # number of leading arguments that have the axis
+        # Number of leading arguments that have the axis: the first, as in a linear layer or a
+        # softmax, whose weights stay whole; all of them in elementwise calls.
+        along_axis = 1
         if name in ELEMENTWISE:
             along_axis = len(args)
         size = max(_get_size(value, axis) for value in args[:along_axis])
@@ -151,27 +169,29 @@ class Plan:
 
 
 def _narrow(value: Tensor, cut: Cut) -> Tensor:
-    """Return the only place that is used; of a form, the same part for all readers.
+    """Return the one index of an axis (`cut`) of a tensor or form, as a slice of size 1.
 
-    So they share its symbols, too.
+    All calls that read the same slice of a form get the same object. So an error symbol that one
+    call adds to it is the same for all of them.
     """
-    axis, place = cut
+    axis, index = cut
     if not isinstance(value, Form):
-        return value.narrow(axis, place, 1)
+        return value.narrow(axis, index, 1)
+    # A cache of slices, stored on the form.
     parts: dict[Cut, Form] = value.__dict__.setdefault("parts", {})
     if cut not in parts:
-        part = cast("Form", value.narrow(axis, place, 1))
+        part = cast("Form", value.narrow(axis, index, 1))
         if value.weights and axis != -1:
             low, high = value.weights
-            part.weights = (low.narrow(axis, place, 1), high.narrow(axis, place, 1))
+            part.weights = (low.narrow(axis, index, 1), high.narrow(axis, index, 1))
         parts[cut] = part
     return parts[cut]
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on numbers, and return the part of every call that its results need.
+    """Run the model on numbers, and return which entries of every call its results need.
 
-    None if the run fails, or if its result contains no form.
+    Return None if the run fails, or if its result does not depend on the input: all is computed.
     """
     trial = TrialRun(x.symbols)
     try:
@@ -179,9 +199,12 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
         results = list_forms(model(start))
         for form in results:
             form.node.read[...] = True
-        # From the results backwards: a call is read where later ones read its results.
+        # From the results backwards: the entries that later calls read of a result are known when
+        # the call is reached.
         cuts = [(call.name, _mark_read(call)) for call in reversed(trial.calls)]
-    except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
+    except (RuntimeError, TypeError, ValueError) as error:
+        # A failure, such as mismatched dtypes, only means that nothing is left out. Failures of
+        # the machine, such as no memory, are raised.
         if of_machine(error):
             raise
         return None
@@ -191,7 +214,10 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
 
 
 def _mark_read(call: Call) -> Cut | None:
-    """Mark the entries that a call reads; return the axis along which one place suffices."""
+    """Mark the entries of a recorded call's arguments that are needed for the read results.
+
+    Return the axis and the index if only one index along an axis needs to be computed, else None.
+    """
     if call.name in REARRANGING and isinstance(call.args[0], Node):
         _mark_rearranged(call, call.args[0])
         return None
@@ -199,17 +225,18 @@ def _mark_read(call: Call) -> Cut | None:
     if cut is None:
         _mark_all((call.args, call.kwargs))
         return None
-    along_axis = 1  # number of leading arguments that have the axis
+    # Number of leading arguments that have the axis: in elementwise calls all, else the first.
+    along_axis = 1
     if call.name in ELEMENTWISE:
         along_axis = len(call.args)
-    axis, place = cut
+    axis, index = cut
     for node in call.args[:along_axis]:
         if isinstance(node, Node) and node.read.ndim >= -axis:
             # An argument of size 1 along the axis is broadcast: all of it is read.
-            read_place = place
+            read_index = index
             if node.read.shape[axis] == 1:
-                read_place = 0
-            node.read.narrow(axis, read_place, 1)[...] = True
+                read_index = 0
+            node.read.narrow(axis, read_index, 1)[...] = True
         else:
             _mark_all(node)
     _mark_all((call.args[along_axis:], call.kwargs))
@@ -217,9 +244,9 @@ def _mark_read(call: Call) -> Cut | None:
 
 
 def _mark_rearranged(call: Call, node: Node) -> None:
-    """Mark the entries of a call's first argument that end up where its results are read.
+    """Mark the entries of a rearranging call's first argument that its read results consist of.
 
-    The call runs on the indices of the entries.
+    The call runs on the indices 0, 1, ... of the entries: the result says where each one went.
     """
     indices = torch.arange(node.read.numel(), device=node.read.device)
     indices = indices.view(node.read.shape)
@@ -233,13 +260,17 @@ def _mark_rearranged(call: Call, node: Node) -> None:
 
 
 def _mark_all(values: Any) -> None:
-    """Mark all entries of the nodes among some values as read."""
+    """Mark all entries of some arguments of a call as read."""
     for node in _list_nodes(values):
         node.read[...] = True
 
 
 def _find_cut(call: Call) -> Cut | None:
-    """Return the axis along which only one place of a row-wise call is read, and the place."""
+    """Return the axis along which only one index of a call's result is read, and that index.
+
+    None if there is none, or if the call cannot be computed at one index alone: it must be
+    elementwise or row-wise, with one result.
+    """
     if (
         call.name not in ELEMENTWISE | ROW_WISE
         or len(call.results) != 1
@@ -253,17 +284,20 @@ def _find_cut(call: Call) -> Cut | None:
         return None
     for axis in _list_axes(call, read):
         if read.ndim > 1:
-            by_place = read.movedim(axis, 0).flatten(1)
+            by_index = read.movedim(axis, 0).flatten(1)
         else:
-            by_place = read[:, None]
-        places = by_place.any(1).nonzero()[:, 0]
-        if len(places) == 1 and read.shape[axis] > 1:
-            return axis, int(places)
+            by_index = read[:, None]
+        read_indices = by_index.any(1).nonzero()[:, 0]
+        if len(read_indices) == 1 and read.shape[axis] > 1:
+            return axis, int(read_indices)
     return None
 
 
 def _list_axes(call: Call, read: Tensor) -> list[int]:
-    """Return the axes along which the results of a call are independent, counted from the last."""
+    """Return the axes along which each index of the result can be computed alone, as -1, -2, ...
+
+    That depends on the function: a softmax, for example, mixes its own axis.
+    """
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ELEMENTWISE:
         return axes
@@ -278,44 +312,51 @@ def _list_axes(call: Call, read: Tensor) -> list[int]:
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention":
+        # A mask has rows of its own, which would have to be narrowed, too.
         has_mask = len(call.args) > 3 or call.kwargs.get("attn_mask") is not None
         if has_mask or call.kwargs.get("is_causal"):
             return []
-    if call.name in ROW_MIXING and read.ndim > 1:
+    if call.name in ROW_MIXING and read.ndim > 1:  # axes of the batch are in all arguments
         return [-2]
-    return axes[1:]
+    return axes[1:]  # row-wise: the last axis is mixed
 
 
 def _read_argument(call: Call, name: str) -> Any:
-    """Return an argument by name, or the second of those by position."""
+    """Return an argument by its keyword, else the second positional argument."""
     if name in call.kwargs:
         return call.kwargs[name]
     return call.args[1]
 
 
 def _get_size(value: Any, axis: int) -> int:
-    """Return the size of a tensor along an axis; 0 without one."""
+    """Return the size of a tensor along an axis; 0 if it has no such axis or is no tensor."""
     if not isinstance(value, Tensor) or value.ndim < -axis:
         return 0
     return value.shape[axis]
 
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
-    """Repeat a form of one place along its axis, and mark the other places as not computed."""
+    """Repeat a form of one index of an axis to `size`, and mark the other indices as not computed.
+
+    Args:
+        form: the form, of size 1 along the axis.
+        cut: the axis, and the index that was computed.
+        size: the size that the model expects.
+    """
     quotient = form.pending_quotient
     if quotient:
         parts = quotient.move(lambda part: _repeat_form(part, cut, size))
         result = Form.from_quotient(parts)
         result.__dict__["parts"] = {cut: form}
         return result
-    axis, place = cut
+    axis, index = cut
     shape = list(form.shape)
     shape[axis] = size
     wide: Form = rearrange(form, lambda t: t.expand(shape))
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
     wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
-    wide.slack.narrow(axis, place, 1).copy_(form.slack)
-    # Later calls that read the place alone take the form itself (`_narrow`).
+    wide.slack.narrow(axis, index, 1).copy_(form.slack)
+    # Later calls that read only this index take the form itself (`_narrow`).
     wide.__dict__["parts"] = {cut: form}
     if form.weights:
         low, high = form.weights

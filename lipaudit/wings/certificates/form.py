@@ -63,7 +63,8 @@ def find_name(function: Callable[..., Any]) -> str:
         return str(function.__self__.__name__)  # type: ignore[attr-defined]
     if name == "__set__":
         return f"assignment to {function.__self__.__name__}"  # type: ignore[attr-defined]
-    # Not of __float__: float(x) reads the number of a tensor, x.float() casts it.
+    # x.__add__ is named "add". __float__ keeps its underscores: float(x) reads the number of a
+    # tensor and has no rule, but x.float() is a cast and has one.
     if name.startswith("__") and name != "__float__":
         return name[2:-2]
     return name
@@ -78,6 +79,7 @@ class NoRuleError(InputError):
     """
 
     def __init__(self, operation: str, module: str = "") -> None:
+        """Write the message; `module` is empty as long as the path is unknown."""
         where = ""
         if module:
             where = f" (in {module})"
@@ -116,7 +118,7 @@ class Quotient:
     constant: Form
 
     def move(self, move: Callable[[Form], Form]) -> Quotient:
-        """Return the quotient with rearranged entries."""
+        """Return the quotient with `move`, a rearrangement of entries, applied to its forms."""
         return Quotient(*(move(each) for each in vars(self).values()))
 
 
@@ -129,10 +131,12 @@ class Memory:
 class Form(Tensor):
     """A tensor x(e) = centre + sum of coefficients times symbols + an error within +- slack.
 
-    For a model it is a tensor with shape, device and dtype, without numbers: functions of torch,
-    methods and operators use the rules of its symbols. A write replaces its content; earlier views
-    are then refused, not wrong. The first axis is the batch of the model; a form represents one
-    sample.
+    Symbols are the unknowns: the coordinates of the input in the unit ball, at order 2 also their
+    products, and errors of operations in [-1, 1]. So one form holds a tensor of the model for all
+    inputs of the ball. For a model it is a tensor with shape, device and dtype, without numbers:
+    functions of torch, methods and operators use the rules of its symbols. A write replaces its
+    content; earlier views are then refused, not wrong. The first axis is the batch of the model; a
+    form represents one sample.
 
     Args:
         centre: (*shape), float64.
@@ -140,22 +144,26 @@ class Form(Tensor):
         slack: (*shape), float64, >= 0: errors of rounding and operations since the last symbols.
         symbols: the symbols of the rows.
         blocks: coefficients beside the dense ones, of errors that act in one row each.
-        weights: of entries that are >= 0 and sum to one along the last axis, whatever the input:
-            the ends of a range that they stay in, beside what the coefficients say.
+        weights: for attention weights only, which are >= 0 and sum to one along the last axis for
+            every input: the ends of a range of each entry, often tighter than `range`.
     """
 
     memory: Memory
-    seen: int
+    seen_writes: int
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
     ) -> Form:
+        """Return a tensor without numbers, which has the shape and device of `centre`.
+
+        `__init__` then stores the other arguments.
+        """
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.model_dtype, device=centre.device
         )
         shell.memory = Memory()
-        shell.seen = 0
+        shell.seen_writes = 0
         return shell
 
     def __init__(
@@ -168,6 +176,7 @@ class Form(Tensor):
         blocks: Sequence[ErrorBlock] = (),
         weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        """Store centre (*shape), coefficients (symbols, *shape) and slack (*shape), the error."""
         self.centre = centre
         self.dense = dense
         self.slack = slack
@@ -178,7 +187,10 @@ class Form(Tensor):
 
     @classmethod
     def from_quotient(cls, quotient: Quotient) -> Form:
-        """Return a form for a quotient, which is multiplied out on first use of its numbers."""
+        """Return a form for a quotient, which is multiplied out on first use of its numbers.
+
+        Until then centre, dense, blocks and slack are not set: `__getattr__` computes them.
+        """
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
         form.symbols = like.symbols
@@ -188,15 +200,17 @@ class Form(Tensor):
 
     @property
     def pending_quotient(self) -> Quotient | None:
-        """Return the quotient that this form is, as long as it is not multiplied out."""
-        if "dense" in self.__dict__:
+        """Return the quotient of this form if it is not multiplied out yet, else None."""
+        if "dense" in self.__dict__:  # coefficients exist: it is multiplied out
             return None
         return self.quotient
 
     def __getattr__(self, name: str) -> Any:
         """Multiply out the pending quotient when its centre or coefficients are first read.
 
-        Python calls this for attributes that do not exist yet.
+        A normalisation stays numerator x inverse + constant until its numbers are needed, because
+        weights that follow make tighter bounds on the quotient. Python calls this method for
+        attributes that do not exist yet.
         """
         quotient: Quotient | None = self.__dict__.get("quotient")
         if name not in PARTS or quotient is None:
@@ -208,35 +222,43 @@ class Form(Tensor):
         return self.__dict__[name]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Form({tuple(self.shape)}, {self.count} rows)"
+        return f"Form({tuple(self.shape)}, {self.symbol_count} rows)"
 
     @property
-    def count(self) -> int:
-        """Return the number of symbols that it may depend on: those with smaller numbers."""
+    def symbol_count(self) -> int:
+        """Return n if the form depends on the symbols 0 .. n - 1 at most, in order of creation."""
         return max(len(self.dense), *(block.end for block in self.blocks), 0)
 
     @property
     def generators(self) -> Tensor:
-        """Return all coefficients as a dense stack (symbols, *shape); blocks become part of it."""
+        """Return all coefficients as a dense stack (symbols, *shape).
+
+        Blocks, which store error coefficients sparsely, become rows of the stack and are dropped.
+        """
         if self.blocks:
-            stack = self.dense.new_empty(self.count, *self.shape)
+            stack = self.dense.new_empty(self.symbol_count, *self.shape)
             stack[: len(self.dense)] = self.dense
             # new_empty and two writes: zeroing all rows first would touch memory twice.
             stack[len(self.dense) :] = 0
             for block in self.blocks:
                 block.add_to(stack)
+                # Another form with this block must become dense, too, before both are added.
                 self.symbols.dense_keys.add(block.key)
             self.dense = stack
             self.blocks = ()
         return self.dense
 
     def make_dense(self) -> Form:
-        """Turn the blocks into dense rows, in place."""
+        """Turn the blocks (sparse error coefficients) into dense rows, in place."""
         self.generators  # noqa: B018 - reading it does so
         return self
 
     def split_by_row(self) -> Form:
-        """Let every block act in rows of the last axis, in place, or make all dense."""
+        """Rewrite the blocks so that each symbol acts in one row of the last axis, in place.
+
+        Blocks are sparse error coefficients. An operation within rows can then be applied to them
+        as to dense ones. If a block cannot be rewritten, all coefficients become dense.
+        """
         blocks = []
         for block in self.blocks:
             by_row = block.split_by_row()
@@ -255,7 +277,7 @@ class Form(Tensor):
 
     def select_entries(self, mask: Tensor) -> Tensor:
         """Return the coefficients (symbols, entries) where a mask (*shape) holds."""
-        stack = self.dense.new_zeros(self.count, int(mask.sum()))
+        stack = self.dense.new_zeros(self.symbol_count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
         for block in self.blocks:
             block.select_entries(mask).add_to(stack)
@@ -263,7 +285,7 @@ class Form(Tensor):
 
     @cached_property
     def radii(self) -> PartRadii:
-        """Return how far each part (linear, quadratic, errors) can move the entries."""
+        """Return how far each part (linear, quadratic, errors) moves the entries at most."""
         return self.symbols.bound_parts(self.dense, self.blocks)
 
     @property
@@ -273,19 +295,26 @@ class Form(Tensor):
 
     @cached_property
     def quadratic_range(self) -> tuple[Tensor, Tensor]:
-        """Return the range of the quadratic part."""
+        """Return the least and the largest value of the quadratic part; zeros at order 1."""
         return self.symbols.quadratic_range(self.dense)
 
     @property
     def nonlinear_radius(self) -> Tensor:
-        """Return how far all but the linear part moves the entries, with slack; float64."""
+        """Return how far the entries move at most without their linear part, (*shape); float64.
+
+        A form is centre + linear part + quadratic part + errors +- slack. The first two parts are
+        in the coordinates of the input; this is a bound of the sum of the last three.
+        """
         low, high = self.quadratic_range
         quadratic = torch.maximum(-low, high)
         return round_up(quadratic + self.radii.errors + self.slack)
 
     @property
     def shifted_centre(self) -> Tensor:
-        """Return the centre plus the middle of the quadratic part's range (0 at order 1)."""
+        """Return the centre plus the middle of the quadratic part's range, which is 0 at order 1.
+
+        Around this point the quadratic part reaches equally far both ways, so bounds are tighter.
+        """
         low, high = self.quadratic_range
         return self.centre + (low + high) / 2
 
@@ -296,19 +325,23 @@ class Form(Tensor):
 
     @property
     def rest_radius(self) -> Tensor:
-        """Return how far all but the linear part moves the entries from the shifted centre."""
+        """Return how far the entries move from the shifted centre without their linear part.
+
+        A bound of quadratic part + errors +- slack, (*shape). The shifted centre is the centre
+        plus the middle of the quadratic part's range.
+        """
         low, high = self.quadratic_range
         shift = self.centre_shift
         quadratic = torch.maximum(high - shift, shift - low)
         return round_up(quadratic + self.radii.errors + self.slack)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """Return the ends of a range that holds every value, (*shape) each, float64."""
+        """Return the ends of a range of every entry on the ball, (*shape) each, float64."""
         # The linear and the quadratic part share symbols, but their ranges add up to a valid one.
         symbols = self.symbols
         radii = self.radii
         if symbols.norm == "words":  # symbols are in [0, 1], so the two ends differ
-            linear = self.dense[: symbols.n]
+            linear = self.dense[: symbols.inputs]
             low = -symbols.maximise_over_words(-linear)
             high = symbols.maximise_over_words(linear)
             radius = round_up(radii.errors + self.slack)
@@ -322,47 +355,57 @@ class Form(Tensor):
         high = self.centre + radius + high + rounding
         if self.weights is None:
             return low, high
+        # Attention weights have a second range, which is often tighter: both hold.
         low_weight, high_weight = self.weights
         return torch.maximum(low, low_weight), torch.minimum(high, high_weight)
 
     @property
-    def stale(self) -> bool:
-        """Return whether another view of its memory was written to since this one was made."""
-        return self.seen != self.memory.writes
+    def is_stale(self) -> bool:
+        """Return whether the memory was written to through another view since this one was made.
+
+        In torch the write would have changed this view, too; here it did not, so it is refused.
+        """
+        return self.seen_writes != self.memory.writes
 
     def copy(self) -> Form:
-        """Return a copy in separate memory."""
+        """Return a copy in separate memory: a write to one does not make the other stale."""
+        # __new__ sets a new memory, which takes precedence in the union below.
         form = self.__new__(Form, self, self, self, self.symbols)
         form.__dict__ = self.__dict__ | form.__dict__
         return form
 
-    def hold(self, result: Form) -> None:
+    def take_content_of(self, result: Form) -> None:
         """Take over the content of a result that is written into this form."""
         memory = self.memory
         # Cached radii and ranges belong to the old content: they go with it.
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
         self.memory = memory
-        self.seen = memory.writes
+        self.seen_writes = memory.writes
 
     def bound_input_error(self, roundings: int) -> Tensor:
-        """Return s >= 0 such that |W| s is the slack of the form W x.
+        """Return s >= 0 such that |W| s bounds the error of the computed form W x.
 
-        s is the slack of x, and the rounding of W times the coefficients and the centre, if each
-        entry of W x takes so many roundings.
+        W is any linear map. s is the slack of x plus the rounding errors of W times its
+        coefficients and its centre, as if they were errors of the entries of x.
+
+        Args:
+            roundings: number of roundings of an entry of W x, such as the terms of its sum.
         """
         dtype = self.symbols.dtype
         of_symbols = gamma(roundings + 1, dtype) * self.symbol_radius
+        # An infinite centre is that of a masked score: it has no rounding error.
         of_centre = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
         # A device may take tiny coefficients for zero.
-        underflow = self.count * tiny(dtype)
+        underflow = self.symbol_count * tiny(dtype)
         return round_up(self.slack + of_symbols + of_centre + underflow)
 
     def symbolize_slack(self) -> Form:
-        """Turn slack into error symbols, in place, where it is a share of the entry's radius.
+        """Turn slack into error symbols, in place, where it is a large share of the radius.
 
-        Slack that is mixed by weights adds up in absolute value, symbols keep their signs. Where
-        slack is small against the largest radius of the row, it stays: symbols cost time.
+        Both are an unknown error of one entry. Where weights mix entries, slack adds up in
+        absolute value, but a symbol keeps its sign, so it can cancel later. Where slack is small
+        against the largest radius of its row, it stays slack: symbols cost time.
         """
         largest = self.symbol_radius + self.slack
         if self.ndim:
@@ -392,9 +435,9 @@ class Form(Tensor):
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = list_forms((args, kwargs))
-        # Forms of two passes, or a view of what was overwritten, have no common meaning.
+        # Numbers of symbols mean something else in another pass; a stale view has old content.
         first = forms[0]
-        if any(form.stale or form.symbols is not first.symbols for form in forms):
+        if any(form.is_stale or form.symbols is not first.symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
         is_in_place = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
@@ -405,7 +448,7 @@ class Form(Tensor):
             # A later write to the result or to the argument makes the other one stale.
             for view in list_forms(result):
                 view.memory = first.memory
-                view.seen = first.seen
+                view.seen_writes = first.seen_writes
         return result
 
     @classmethod
@@ -422,7 +465,11 @@ def list_forms(values: Any) -> list[Form]:
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the rule's result for an operation, or the result of `symbols.intercept`."""
+    """Return the result of an operation on forms, by its rule.
+
+    If `symbols.intercept` is set, it is called in place of the rule: a trial run records every
+    call that way, and a later pass leaves out what no result reads (`demand`).
+    """
     rule = symbols.rules.get(name)
     if rule is None:
         raise NoRuleError(name)
@@ -433,7 +480,7 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
     if symbols.intercept is None:
         return rule(*args, **kwargs)
     intercept = symbols.intercept
-    symbols.intercept = None  # not for the calls that rules make
+    symbols.intercept = None  # rules call operations themselves: those are not intercepted
     try:
         return intercept(func, name, rule, args, kwargs)
     finally:
@@ -449,5 +496,5 @@ def _write_back(name: str, target: Any, result: Form) -> Form:
     if name in VIEWS:  # a view of another shape would need the memory to change its shape
         raise NoRuleError(f"{name} in place")
     target.memory.writes += 1
-    target.hold(result)
+    target.take_content_of(result)
     return target

@@ -43,10 +43,10 @@ from lipaudit.wings.certificates.form import Form, NoRuleError, UnboundedError
 from lipaudit.wings.certificates.symbols import DOUBLE, LIBRARY_ULPS, gamma, round_up
 from lipaudit.wings.certificates.vector_lengths import Lengths, bound_lengths
 
-_NEGLIGIBLE = 1000.0
-_UNDERFLOW = 1e-300
-"""A weight that is masked may still be as much as this, and exp below it may become 0."""
-_WIDE = 1.0
+_MASKED_GAP = 1000.0
+_MASKED_WEIGHT = 1e-300
+"""Upper bound of a masked weight, e^-1000, and of what exp loses where it underflows to 0."""
+_WIDE_RANGE = 1.0
 """Width of a logarithm's range from which differences of scores are looked at: exp bends there."""
 _MOST_KEYS = 32
 """Largest number of keys whose differences are looked at: the time grows with their square."""
@@ -60,20 +60,24 @@ def softmax(
 
 
 def _softmax_rows(rows: Form) -> Form:
-    """Return exp(log softmax) over the last axis, with the range of each weight."""
-    log_p, hidden = _log_softmax(rows)
-    low, high = _bound_logarithms(log_p, hidden)
-    p = curves.relax(log_p, curves.EXP, within=(low, high))
-    if hidden.any():
-        p = affine.masked_fill(p, hidden, 0.0)
-        p.slack = p.slack + _UNDERFLOW * hidden
+    """Return exp(log softmax) over the last axis, with the range of each weight.
+
+    A form is centre + coefficients . symbols +- slack. A later product with values uses the
+    ranges: weights of a row sum to one.
+    """
+    log_p, is_masked = _log_softmax(rows)
+    low, high = _bound_logarithms(log_p, is_masked)
+    p = curves.relax(log_p, curves.EXP, known_range=(low, high))
+    if is_masked.any():  # keys with a weight below e^-1000: the constant 0 and some slack
+        p = affine.masked_fill(p, is_masked, 0.0)
+        p.slack = p.slack + _MASKED_WEIGHT * is_masked
     # exp is within LIBRARY_ULPS units in the last place, which is twice as many roundings; the
     # product and the sum below are rounded once each.
     error = gamma(2 * LIBRARY_ULPS + 2, DOUBLE)
-    low_weight = low.exp() * (1 - error) - _UNDERFLOW
-    low_weight = low_weight.clamp_min(0.0).masked_fill(hidden, 0.0)
-    high_weight = high.exp() * (1 + error) + _UNDERFLOW
-    high_weight = high_weight.clamp_max(1.0).masked_fill(hidden, _UNDERFLOW)
+    low_weight = low.exp() * (1 - error) - _MASKED_WEIGHT
+    low_weight = low_weight.clamp_min(0.0).masked_fill(is_masked, 0.0)
+    high_weight = high.exp() * (1 + error) + _MASKED_WEIGHT
+    high_weight = high_weight.clamp_max(1.0).masked_fill(is_masked, _MASKED_WEIGHT)
     p.weights = (low_weight, high_weight)
     return p
 
@@ -81,22 +85,23 @@ def _softmax_rows(rows: Form) -> Form:
 def log_softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """Return the logarithm of the softmax over an axis."""
+    """Return the form of the logarithm of the softmax over an axis."""
 
     def take_rows(rows: Form) -> Form:
         """Return log softmax over the last axis."""
-        log_p, hidden = _log_softmax(rows)
-        if not hidden.any():
+        log_p, is_masked = _log_softmax(rows)
+        if not is_masked.any():
             return log_p
-        # Of a key with a negligible weight, too, the logarithm is finite unless a mask hides it.
-        log_of_hidden = affine.sub(rows, _log_sum(rows, log_p))
-        return affine.where(hidden, log_of_hidden, log_p)
+        # `_log_softmax` returns no logarithm of keys with a weight below e^-1000. It is their
+        # score minus LSE, which is finite unless the score is -inf.
+        log_of_masked = affine.sub(rows, _log_sum(rows, log_p))
+        return affine.where(is_masked, log_of_masked, log_p)
 
     return _apply_along(input, dim, take_rows)
 
 
 def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) -> Form:
-    """Return log sum_j e^(s_j) over an axis."""
+    """Return the form of log sum_j e^(s_j) over one axis of the scores s."""
     if isinstance(dim, tuple) and len(dim) == 1:
         dim = dim[0]
     if not isinstance(dim, int):
@@ -105,26 +110,34 @@ def logsumexp(input: Form, dim: int | tuple[int, ...], keepdim: bool = False) ->
     return cast("Form", result if keepdim else result.squeeze(dim))
 
 
-def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends of log softmax(s)_j: those of its form, or of differences of scores.
+def _bound_logarithms(log_p: Form, is_masked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lower and upper bounds of the logarithm of each attention weight, (*shape) each.
 
-    1 / p_j = sum_k e^(s_k - s_j). In s_k - s_j symbols that both scores share count once, so the
-    sums of the ends of its terms may be tighter.
+    Two bounds are computed, and the tighter is returned for each entry: the range of the form
+    log_p, and the range of -log sum_k e^(s_k - s_j), which equals log p_j. In a difference of
+    scores s_k - s_j, symbols that both scores have cancel, so it may be tighter.
+
+    Args:
+        log_p: form of log softmax(s) over the last axis, the keys; differences of its entries are
+            those of the scores s.
+        is_masked: (*shape), keys whose weight is negligible: they count as 0 in the sum.
     """
     low, high = log_p.range()
-    high = high.clamp_max(0.0)
-    if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE).any():
+    high = high.clamp_max(0.0)  # a weight is at most 1
+    # The second bound takes a form per pair of keys: only for few keys and wide ranges.
+    if log_p.shape[-1] > _MOST_KEYS or not (high - low > _WIDE_RANGE).any():
         return low, high
-    # The ends of 1 / p_j; the logarithms of p differ like the scores.
+    # Bounds of 1 / p_j = sum_k e^(s_k - s_j), where s_k - s_j = log p_k - log p_j.
     low_sum = torch.zeros_like(low)
     high_sum = torch.zeros_like(high)
     for k in range(log_p.shape[-1]):
         key = cast("Form", log_p[..., k : k + 1])
         below, above = affine.sub(key, log_p).range()
-        key_hidden = hidden[..., k : k + 1]
-        low_sum = low_sum + below.exp().masked_fill(key_hidden, 0.0)
-        high_sum = high_sum + above.exp().masked_fill(key_hidden, 0.0)
-    # A sum that overflows is no less than the largest number: that of a key far below the others.
+        key_is_masked = is_masked[..., k : k + 1]
+        low_sum = low_sum + below.exp().masked_fill(key_is_masked, 0.0)
+        high_sum = high_sum + above.exp().masked_fill(key_is_masked, 0.0)
+    # The lower bound of a sum may overflow, for a key far below the others. The largest number is
+    # then a valid lower bound, too.
     low_sum = low_sum.clamp_max(torch.finfo(DOUBLE).max)
     # The roundings of exp, of the sum, and of the logarithm.
     error = gamma(2 * LIBRARY_ULPS + log_p.shape[-1] + 2, DOUBLE)
@@ -132,13 +145,18 @@ def _bound_logarithms(log_p: Form, hidden: Tensor) -> tuple[Tensor, Tensor]:
     high_sum = (high_sum * (1 + error)).log()
     low_sum = low_sum - error * low_sum.abs()
     high_sum = high_sum + error * high_sum.abs()
+    # log p_j = -log(1 / p_j), so the ends change places.
     return torch.maximum(low, -high_sum), torch.minimum(high, -low_sum)
 
 
 def _log_sum(rows: Form, log_p: Form) -> Form:
-    """Return log sum_j e^(s_j) = s_j - log softmax(s)_j, which is the same for every j.
+    """Return log sum_j e^(s_j) over the last axis, which stays with size 1.
 
-    Taken for the j that is largest at the centre.
+    It is s_j - log softmax(s)_j for any j: here the j whose score is largest at the centre.
+
+    Args:
+        rows: the form of the scores s.
+        log_p: the form of log softmax(s).
     """
     top = rows.centre.argmax(-1, keepdim=True)
     gather = affine.make_rearrangement("gather")
@@ -147,7 +165,7 @@ def _log_sum(rows: Form, log_p: Form) -> Form:
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:
-    """Apply a rule of the last axis along another axis."""
+    """Apply a rule for the last axis, such as a softmax of rows, along the axis `dim`."""
     if dim is None:
         raise NoRuleError("softmax without an axis")
     if dim % input.ndim == input.ndim - 1:
@@ -176,35 +194,41 @@ class Deviation(NamedTuple):
 
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
-    """Return log softmax(s) = log softmax(c) + d - rho, and which keys have a negligible weight.
+    """Return the form of log softmax(s) over the last axis, and a mask of negligible keys.
 
-    s = c + ds are the scores, d is ds around its mean, and rho = log sum_j p_j e^(d_j).
+    The scores are s = c + ds, with a centre c. With p = softmax(c), the deviation
+    d_j = ds_j - sum_k p_k ds_k and rho = log sum_j p_j e^(d_j), one number per row:
+    log softmax(s) = log softmax(c) + d - rho. Keys with a weight below e^-1000 get the constant 0
+    and are marked in the mask.
     """
-    s, hidden = _hide_keys(input.symbolize_slack())
+    s, is_masked = _mask_negligible_keys(input.symbolize_slack())
     p = s.centre.softmax(-1)
-    # Rounding of p, and of the logarithm: a shift, exp, a sum, a quotient or a logarithm.
+    # The relative rounding error of softmax and log softmax in float64: a shift, exp, a sum, and
+    # a quotient or a logarithm.
     error = gamma(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
     r = round_up(d.radii.linear + d.nonlinear_radius)
+    # In exact arithmetic sum_j p_j d_j = 0. This bounds what rounding makes of it.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
     deviation = Deviation(d, p, r, bound_lengths(d, -1, p.sqrt()), mean_error)
     rho = _bound_log_mean(deviation)
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
-    log_p = s.centre.log_softmax(-1).masked_fill(hidden, 0.0)
-    size = 1 + log_p.abs() + s.centre.masked_fill(hidden, 0.0).abs()
+    log_p = s.centre.log_softmax(-1).masked_fill(is_masked, 0.0)
+    size = 1 + log_p.abs() + s.centre.masked_fill(is_masked, 0.0).abs()
     slack = round_up(d.slack + error * size)
     shifted = Form(log_p, d.dense, slack, s.symbols, blocks=d.blocks)
-    return affine.add(shifted, affine.neg(rho)), hidden
+    return affine.add(shifted, affine.neg(rho)), is_masked
 
 
 def _bound_log_mean(deviation: Deviation) -> Form:
-    """Return rho = log sum_j p_j e^(d_j), one form per row.
+    """Return the form of rho = log sum_j p_j e^(d_j), one per row, which is near 0.
 
-    With q = sum p d^2, sum p e^d = 1 + y for y = sum p d + q / 2 + C, where |sum p d| <= t is
-    rounding. Here `second` bounds q and `third` bounds |C|; then `top` = t + second / 2 + third
-    bounds y.
+    d_j are the deviations of a row of scores from their mean, weighted by p. By Taylor,
+    sum p e^d = 1 + y with y = sum p d + q / 2 + C: sum p d is only rounding, q = sum p d^2, and C
+    holds the terms from the third order on. Below, `second` bounds q, `third` bounds |C|, and
+    `top` bounds y.
     """
     d, p, r, lengths, mean_error = deviation
     keys = p.shape[-1]
@@ -212,42 +236,48 @@ def _bound_log_mean(deviation: Deviation) -> Form:
     squares = p * r.square()
     second = torch.minimum(_sum_row(squares), squared_length)
     second = round_up(second, 4 * LIBRARY_ULPS + keys)
-    # C by the largest deviation of each key, or by the largest of all and the length.
+    # Two bounds of C: by each key's largest deviation r_j, or by the largest of all of them and
+    # the length of the vector sqrt(p) d. The smaller one is taken.
     third_by_key = _sum_row(_bound_excess(r) * squares)
     third_by_length = _bound_excess(r.amax(-1, keepdim=True)) * squared_length
     third = torch.minimum(third_by_key, third_by_length)
     third = round_up(third / 2, 8 * LIBRARY_ULPS + keys)
     top = round_up(mean_error + second / 2 + third)
-    rho = _bound_log_mean_affine(deviation, top)
+    rho = _bound_log_mean_order1(deviation, top)
     if d.symbols.order == 1:
         return rho
     # At order 2 rho = q / 2 +- error may be closer: in each row the smaller slack is taken.
     error = third + 2 * mean_error + top.square() / 2
-    quadratic = _bound_log_mean_quadratic(deviation, error)
+    quadratic = _bound_log_mean_order2(deviation, error)
     is_better = rho.slack < quadratic.slack
     centre = torch.where(is_better, rho.centre, quadratic.centre)
     slack = torch.minimum(rho.slack, quadratic.slack)
     return Form(centre, quadratic.dense * ~is_better, slack, d.symbols)
 
 
-def _hide_keys(s: Form) -> tuple[Form, Tensor]:
-    """Return scores without keys whose weight is less than e^-1000, and a mask of these keys.
+def _mask_negligible_keys(s: Form) -> tuple[Form, Tensor]:
+    """Return scores in which keys with a weight below e^-1000 are -inf, and a mask of these keys.
 
-    They are removed with their coefficients and slack: e^-1000 is more than the library tells
-    from zero.
+    Such a weight is 0 in float64. As a constant -inf the key has no coefficients and no slack, so
+    the errors of its score do not matter.
     """
+    # The radius of a score of -inf, from a mask of the model, may be NaN or inf: it counts as 0.
     radius = (s.symbol_radius + s.slack).nan_to_num(nan=0.0, posinf=torch.inf)
     radius = radius.masked_fill(s.centre == -torch.inf, 0.0)
     # The largest score of a row is at least this.
     largest = (s.centre - radius).amax(-1, keepdim=True)
-    hidden = s.centre + radius < largest - _NEGLIGIBLE
-    if hidden.any():
-        s = affine.masked_fill(s, hidden, -torch.inf)
-    return s, hidden
+    is_masked = s.centre + radius < largest - _MASKED_GAP
+    if is_masked.any():
+        s = affine.masked_fill(s, is_masked, -torch.inf)
+    return s, is_masked
 
 
 def _subtract_mean(s: Form, p: Tensor) -> Form:
-    """Return d = ds - w . ds, a form of centre zero; w are the weights p, rounded."""
+    """Return the deviations d = ds - sum_k w_k ds_k over the last axis, a form of centre zero.
+
+    The scores are s = c + ds with centre c; w are the weights p, rounded to the coefficients'
+    dtype.
+    """
     centred = Form(torch.zeros_like(p), s.dense, s.slack, s.symbols, blocks=s.blocks)
     centred.radii = s.radii
     return affine.linear_map(
@@ -255,15 +285,17 @@ def _subtract_mean(s: Form, p: Tensor) -> Form:
         lambda t, w: t - _sum_row(t * w),
         p.to(s.symbols.dtype),
         roundings=p.shape[-1] + 2,
-        bound=lambda t, w: t + _sum_row(t * w),
-        within="rows",
+        # The map with the absolute values of its entries: it bounds how slack grows.
+        absolute_op=lambda t, w: t + _sum_row(t * w),
+        mixes="rows",
     )
 
 
 def _bound_excess(r: Tensor) -> Tensor:
-    """Return no less than g(r) - 1, where g(r) = 2 (e^r - 1 - r) / r^2 = 1 + r / 3 + r^2 / 12 ...
+    """Return an upper bound of g(r) - 1 for r >= 0, where g(r) = 2 (e^r - 1 - r) / r^2.
 
-    Below 0.01, where the formula cancels, that is at most r / 3 (1 + r).
+    It bounds how far e^d is from 1 + d + d^2 / 2 on [-r, r], as a share of d^2 / 2. g(r) is
+    1 + r / 3 + r^2 / 12 ...: below 0.01, where the formula cancels, r / 3 (1 + r) bounds g(r) - 1.
     """
     wide = r.clamp_min(0.01)
     g = 2 * (torch.expm1(wide) - wide) / wide.square()
@@ -272,11 +304,12 @@ def _bound_excess(r: Tensor) -> Tensor:
     return torch.where(r < 0.01, of_small, of_wide)
 
 
-def _bound_log_mean_affine(deviation: Deviation, top: Tensor) -> Form:
-    """Return rho in [-t, high], a centre and slack: high is the least of three bounds.
+def _bound_log_mean_order1(deviation: Deviation, top: Tensor) -> Form:
+    """Return rho = log sum_j p_j e^(d_j) as a constant +- slack, one per row.
 
-    They are `top`, that of Hoeffding, t + max(r)^2 / 2, and that by chords of exp, t + log A +
-    sum |M_j / A - p_j| r_j with A = sum p cosh r and M_j = p_j sinh(r_j) / r_j.
+    |d_j| <= r_j and |sum p d| <= t, `mean_error`. Then rho >= -t (Jensen). The upper end is the
+    least of three bounds: `top`; Hoeffding's, t + max(r)^2 / 2; and the one by chords of exp,
+    t + log A + sum |M_j / A - p_j| r_j with A = sum p cosh r and M_j = p_j sinh(r_j) / r_j.
     """
     d, p, r, _, mean_error = deviation
     keys = p.shape[-1]
@@ -290,21 +323,23 @@ def _bound_log_mean_affine(deviation: Deviation, top: Tensor) -> Form:
     widest = r.amax(-1, keepdim=True)
     hoeffding = round_up(widest.square() / 2)
     high = torch.minimum(torch.minimum(by_chords, hoeffding), top)
-    no_rows = d.dense.new_zeros(0, *high.shape)
+    no_rows = d.dense.new_zeros(0, *high.shape)  # no coefficients
+    # [-t, high + t] is high / 2 +- (high / 2 + t).
     return Form(high / 2, no_rows, round_up(high / 2 + mean_error), d.symbols)
 
 
-def _bound_log_mean_quadratic(deviation: Deviation, error: Tensor) -> Form:
-    """Return rho = q / 2 +- error for q = sum p d^2, with squares of linear parts as coefficients.
+def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
+    """Return the form of rho = q / 2 +- error with q = sum p d^2, one per row; for order 2.
 
-    With d = L + R: q = sum p L^2 + sum p (2 L R + R^2); the latter is in [-first, first + second].
+    With d = L + R, L linear in the input, q = sum p L^2 + sum p (2 L R + R^2). The first sum
+    becomes coefficients of products of symbols; the second is in [-first, first + second].
     """
     d, p, _, lengths, _ = deviation
     symbols = d.symbols
-    n = symbols.n
+    n = symbols.inputs
     dtype = symbols.dtype
     keys = p.shape[-1]
-    # By entries, or by lengths of the vectors.
+    # Bounds by the radius of each entry, or by the lengths of sqrt(p) L and sqrt(p) R.
     first, second = curves.bound_square_rest(d.radii.linear, d.nonlinear_radius)
     first = _sum_row(p * first)
     second = _sum_row(p * second)
@@ -313,7 +348,7 @@ def _bound_log_mean_quadratic(deviation: Deviation, error: Tensor) -> Form:
     first = torch.where(is_less, first_by_length, first)
     second = torch.where(is_less, second_by_length, second)
     slack = first / 2 + second / 4 + error
-    # Products, sums and halves of the quadratic part, and p for the true softmax.
+    # Rounding of the quadratic part, and of p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius
     rounding = gamma(2 * keys + 4 * LIBRARY_ULPS, dtype) * _sum_row(p * radius.square())
     linear = d.dense[:n]
@@ -340,7 +375,10 @@ def scaled_dot_product_attention(
     scale: float | int | None = None,
     enable_gqa: bool = False,
 ) -> Form:
-    """Return softmax(scale q k^T + mask) v; for grouped queries, heads of k and v are repeated."""
+    """Return softmax(scale q k^T + mask) v, where at least one of q, k and v is a form.
+
+    With `enable_gqa` each head of k and v serves several heads of q: it is repeated.
+    """
     if dropout_p > 0:
         raise NoRuleError("scaled_dot_product_attention with dropout")
     if enable_gqa:
@@ -352,9 +390,11 @@ def scaled_dot_product_attention(
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
-    # Constant q and k: their product is rounded, so one of them becomes a form with slack.
-    query, key = affine.lift_first(value, query, key)
-    # Multiply the constant with the form first: a product of constants would be rounded.
+    # If only v depends on the input, the product of the constants q and k is rounded: as a form,
+    # q has slack for that.
+    query, key = affine.lift_first_constant(value, query, key)
+    # The scale is multiplied with a form, q or the scores: times a constant q it would be rounded
+    # without slack for it.
     is_query_form = isinstance(query, Form)
     if is_query_form:
         query = query * scale

@@ -28,9 +28,12 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Form:
-    """Return (x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
+    """Return LayerNorm of a form: (x - mean) / sqrt(var + eps) weight + bias.
+
+    A form is centre + coefficients . symbols +- slack, a tensor for all inputs of a ball.
+    """
     shape = _read_shape(input, normalized_shape)
-    if len(shape) > 1:
+    if len(shape) > 1:  # several last axes: flatten them to one, and back
         if weight is not None:
             weight = weight.flatten()
         if bias is not None:
@@ -38,12 +41,15 @@ def layer_norm(
         flat = cast("Form", input.flatten(-len(shape)))
         result: Any = layer_norm(flat, math.prod(shape), weight, bias, eps)
         return cast("Form", result.unflatten(-1, shape))
+    # x - mean(x) is linear. As errors of a row are mixed, slack becomes symbols, which can cancel.
     centred = affine.linear_map(
         input.symbolize_slack(),
         lambda t: t - _average_row(t),
+        # An entry of the result is a sum over the row, divided, and one difference.
         roundings=shape[0] + 2,
-        bound=lambda t: t + _average_row(t),
-        within="rows",
+        # The same map with the absolute values of its entries: it bounds how slack grows.
+        absolute_op=lambda t: t + _average_row(t),
+        mixes="rows",
     )
     return _apply_affine(_divide_by_root(centred, eps), weight, bias)
 
@@ -51,17 +57,17 @@ def layer_norm(
 def rms_norm(
     input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Form:
-    """Return x / sqrt(mean x^2 + eps) weight."""
+    """Return RMSNorm of a form, x / sqrt(mean x^2 + eps) weight."""
     if len(_read_shape(input, normalized_shape)) > 1:
         raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
-    if eps is None:
+    if eps is None:  # as in torch
         dtype = input.dtype if weight is None else weight.dtype
         eps = torch.finfo(dtype).eps
     return _apply_affine(_divide_by_root(input.symbolize_slack(), eps), weight, None)
 
 
 def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
-    """Return the shape of the last axes that a normalisation names; refuse another one."""
+    """Return `normalized_shape` as a list; refuse it if it is not the shape of the last axes."""
     if isinstance(normalized_shape, int):
         shape = [normalized_shape]
     else:
@@ -72,9 +78,13 @@ def _read_shape(x: Form, normalized_shape: Any) -> list[int]:
 
 
 def _divide_by_root(y: Form, eps: float) -> Form:
-    """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient."""
+    """Return y / sqrt(mean y^2 + eps) over the last axis, as a pending quotient.
+
+    It is stored as numerator y, inverse root, square and constant 0, and multiplied out when its
+    numbers are needed. Weights that follow act on the numerator: that gives tighter bounds.
+    """
     square = affine.add(_mean_square(y), eps)
-    inverse = curves.relax(square, curves.RSQRT, within=(eps, math.inf))
+    inverse = curves.relax(square, curves.RSQRT, known_range=(eps, math.inf))
     inverse = inverse.symbolize_slack()
     zero = torch.zeros_like(y.centre)
     constant = Form(zero, y.dense[:0], zero, y.symbols)
@@ -82,7 +92,11 @@ def _divide_by_root(y: Form, eps: float) -> Form:
 
 
 def _mean_square(y: Form) -> Form:
-    """Return mean(y^2) = mean(c^2) + 2 mean(c dy) + mean(dy^2) over the last axis, y = c + dy."""
+    """Return the form of mean(y^2) over the last axis, which stays with size 1.
+
+    With y = c + dy, it is mean(c^2) + 2 mean(c dy) + mean(dy^2): a constant, a part linear in the
+    symbols, and a part that is bounded (at order 2 partly kept as coefficients).
+    """
     symbols = y.symbols
     n = y.shape[-1]
     dtype = symbols.dtype
@@ -96,22 +110,22 @@ def _mean_square(y: Form) -> Form:
     y_size = y.centre.abs()
     shift, radius, keeps_squares = _bound_squares(y, y_radius)
     if symbols.order == 2:
-        linear = y.dense[: symbols.n] * keeps_squares
+        linear = y.dense[: symbols.inputs] * keeps_squares
         squares = torch.einsum("a...k,c...k->ac...", linear / n, linear)
-        dense[symbols.n : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
+        dense[symbols.inputs : symbols.first_error] += symbols.pack_quadratic(squares)[..., None]
     # Rounding: two sums of n products, their weights, and the sum of both.
     centre = _average_row(y.centre.square())
     radius_of_square = 2 * y_size * y_radius + y_radius.square()
     of_symbols = gamma(2 * n + 16, dtype) * _average_row(radius_of_square)
     of_centre = gamma(n + 8, DOUBLE) * (centre + shift)
-    underflow = 8 * n * y.count * tiny(dtype) * (1 + y_size.amax())
+    underflow = 8 * n * y.symbol_count * tiny(dtype) * (1 + y_size.amax())
     slack = _average_row(2 * y_size * y.slack) + radius
     slack = round_up(slack + of_symbols + of_centre + underflow, n + 16)
     return Form(centre + shift, dense, slack, symbols, blocks=blocks)
 
 
 class SquareBound(NamedTuple):
-    """mean(dy^2) of each row is that of the squares which coefficients keep, plus shift +- radius.
+    """A bound of mean(dy^2) in each row: squares kept as coefficients, plus shift +- radius.
 
     Attributes:
         shift, radius: (*rows, 1).
@@ -124,23 +138,26 @@ class SquareBound(NamedTuple):
 
 
 def _bound_squares(y: Form, reach: Tensor) -> SquareBound:
-    """Bound mean(dy^2) over the last axis in the way that leaves the smallest radius in each row.
+    """Bound mean(dy^2) over the last axis, in each row by the tightest of two or four bounds.
 
-    dy = L + R, |dy| <= reach, and lengths ||L|| <= l, ||R|| <= m. n mean(dy^2) lies in
-    [0, sum reach^2] and in [0, (l + m)^2]. At order 2 L^2 may be kept as coefficients: then
-    2 L R + R^2 is left, bounded by entries or by [-2 l m, 2 l m + m^2].
+    A row of y is c + dy, dy = L + R with L linear in the input, |dy| <= reach entry by entry, and
+    2-norms ||L|| <= l and ||R|| <= m. The sum of dy^2 is in [0, sum reach^2] and in
+    [0, (l + m)^2]. At order 2 L^2 may be kept as coefficients: then 2 L R + R^2 is bounded, entry
+    by entry, or for the row by [-2 l m, 2 l m + m^2].
     """
     n = y.shape[-1]
     linear, rest = bound_lengths(y, -1)
     none = torch.zeros_like(reach, dtype=torch.bool)
     by_entries = _average_row(reach.square()) / 2
     by_lengths = round_up((linear + rest).square() / n) / 2
+    # Half of an upper end is both shift and radius: [0, 2 h] is h +- h.
     choices = [
         SquareBound(by_entries, by_entries, none),
         SquareBound(by_lengths, by_lengths, none),
     ]
     if y.symbols.order == 2:
         keeps = curves.is_worth_squaring(y)
+        # (L + R)^2 - L^2 is in [-first, first + second].
         first, second = curves.bound_square_rest(y.radii.linear, y.nonlinear_radius)
         shift = torch.where(keeps, second, reach.square()) / 2
         radius = torch.where(keeps, first + second / 2, reach.square() / 2)
@@ -162,7 +179,7 @@ def _average_row(t: Tensor) -> Tensor:
 
 
 def _apply_affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
-    """Return x weight + bias, either of which may be absent."""
+    """Return x weight + bias, the end of a normalisation; either may be None."""
     if weight is not None:
         x = affine.scale(x, weight)
     if bias is not None:
@@ -180,7 +197,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Form:
-    """Return (x - mean) / sqrt(var + eps) weight + bias of every channel, axis 1."""
+    """Return BatchNorm of a form in eval mode, with running statistics per channel (axis 1).
+
+    It is (x - mean) / sqrt(var + eps) weight + bias, an affine map.
+    """
     if training or running_mean is None or running_var is None:
         raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
     gain = (running_var.to(DOUBLE) + eps).rsqrt()
@@ -188,7 +208,7 @@ def batch_norm(
         gain = gain * weight.detach().to(DOUBLE)
     shape = (-1, *[1] * (input.ndim - 2))
     centred = affine.sub(input, running_mean.view(shape))
-    # The gain takes a sum, a root of the library and a product, all in float64.
+    # Roundings of the gain, all in float64: a sum, the library's root and a product.
     scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY_ULPS + 2)
     if bias is None:
         return scaled
@@ -202,7 +222,10 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Form:
-    """Apply LayerNorm to groups of channels (axis 1) with all places; weights are per channel."""
+    """Return GroupNorm of a form: LayerNorm over each group of channels and all pixels.
+
+    Channels are axis 1; weight and bias have an entry per channel.
+    """
     groups: Any = input.reshape(input.shape[0], num_groups, -1)
     result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
     shape = (-1, *[1] * (input.ndim - 2))
@@ -216,7 +239,7 @@ def group_norm(
 def vector_norm(
     input: Form, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Form:
-    """Return the 2-norm over axes."""
+    """Return the 2-norm of a form over axes: the root of the sum of squares, which must be > 0."""
     if ord not in (2, "fro", None):
         raise NoRuleError(f"a norm of order {ord}")
     total = affine.reduce_axes(curves.square(input), dim, keepdim)
@@ -226,13 +249,16 @@ def vector_norm(
 def normalize(
     input: Form, p: float | int = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Form:
-    """Return x / ||x|| along an axis: an RMSNorm over sqrt(n), for norms of more than eps."""
+    """Return F.normalize of a form: x / ||x|| along an axis, which is RMSNorm(x) / sqrt(n).
+
+    Refused if ||x|| may be eps or less: there torch divides by eps.
+    """
     if p != 2 or out is not None:
         raise NoRuleError(f"normalize by a norm of order {p}")
     rows: Any = input.transpose(dim, -1)
     n = rows.shape[-1]
     smallest_square, _ = affine.reduce_axes(curves.square(rows), -1).range()
-    if not (smallest_square > eps**2).all():  # below it, torch divides by eps
+    if not (smallest_square > eps**2).all():
         raise UnboundedError
     unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]

@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 BallNorm = Literal["linf", "l2"]
 
 # Options of the smoothed classifier, of which a run without --smooth has no settings.
-OF_SMOOTHING = SmoothingOptions.options()
-_of_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), exclude=True)
+SMOOTHING_OPTIONS = SmoothingOptions.options()
+_repeat_smoothing = partial(repeat_option, SmoothingOptions, need=needs("smooth"), exclude=True)
 
 # Placeholder radii for planning attacks before the radius search: of a ball, and of what counts.
-SOME = parse_radius("1/255")
-ONE = parse_radius("1")
+PLACEHOLDER_RADIUS = parse_radius("1/255")
+ONE_CHANGE = parse_radius("1")
 # Default number of parts into which the values of one place of a patch are split.
-PARTS = 64
+PATCH_NODES = 64
 # Options that stand beside those that take the place of MODEL.
-OF_OTHERS = {
+OPTIONS_WITHOUT_MODEL = {
     "verify": ("verify", "proofs"),
     "instances": ("instances", "order", "attack", "nodes", "seconds"),
 }
 
 
 # Seconds per sample in an audit; a started ball is finished.
-MOST = 20.0
+AUDIT_SECONDS = 20.0
 
 
 class CertifyOptions(MeasureOptions):
@@ -87,10 +87,10 @@ class CertifyOptions(MeasureOptions):
         need=Need("--norm patch", lambda options: options.counted == "patch"),
         rare=True,
     )
-    smooth: float | None = _of_smoothing("smooth", need=None)
-    noise_samples: TwoCounts = _of_smoothing("noise_samples")
-    alpha: float = _of_smoothing("alpha")
-    denoiser: str | None = _of_smoothing("denoiser")
+    smooth: float | None = _repeat_smoothing("smooth", need=None)
+    noise_samples: TwoCounts = _repeat_smoothing("noise_samples")
+    alpha: float = _repeat_smoothing("alpha")
+    denoiser: str | None = _repeat_smoothing("denoiser")
     radius: bool = option(
         False,
         "Also search for the largest certified radius of every sample.",
@@ -121,7 +121,7 @@ class CertifyOptions(MeasureOptions):
         "Largest number of parts into which branch and bound may split a ball, or the values of "
         "each place of a patch.",
         ge=1,
-        usual=f"{NODES}, for patches {PARTS}, no limit with --seconds",
+        usual=f"{NODES}, for patches {PATCH_NODES}, no limit with --seconds",
         rare=True,
     )
     seconds: float | None = option(
@@ -165,10 +165,10 @@ class CertifyOptions(MeasureOptions):
         instead = "verify" if self.verify else "instances"
         if self.verify or self.instances:
             for known in self.options().values():
-                if self._differs(known) and known.name not in OF_OTHERS[instead]:
+                if self._differs(known) and known.name not in OPTIONS_WITHOUT_MODEL[instead]:
                     text = f"{known.flags[0]} has no meaning with --{instead}"
                     raise UsageError(text, "Leave one of the two out.")
-        self.trials(self.eps or (ONE if self.counted else SOME,))
+        self.trials(self.eps or (ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS,))
         return self
 
     @property
@@ -201,10 +201,12 @@ class CertifyOptions(MeasureOptions):
         for field, known in self.options().items():
             value = getattr(self, field)
             # --norm l2 only says what holds anyway.
-            if self._differs(known) and field not in OF_SMOOTHING and value != "l2":
+            if self._differs(known) and field not in SMOOTHING_OPTIONS and value != "l2":
                 text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
                 raise UsageError(text, "Leave one of the two out.")
-        return "smoothing", SmoothingOptions.parse({n: getattr(self, n) for n in OF_SMOOTHING})
+        return "smoothing", SmoothingOptions.parse(
+            {n: getattr(self, n) for n in SMOOTHING_OPTIONS}
+        )
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Fill in the norm and the radii that a kind of model usually gets, and check them.
@@ -215,7 +217,7 @@ class CertifyOptions(MeasureOptions):
         norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
         if self.counted:
-            eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE,)
+            eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE_CHANGE,)
         if not eps and not self.radius:
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
@@ -230,7 +232,7 @@ class CertifyOptions(MeasureOptions):
         if norm == "words":
             filled["order"] = "1"
         options = self.model_copy(update=filled)
-        require_suitable(options.trials(eps or (SOME,)), kind, changes, why)
+        require_suitable(options.trials(eps or (PLACEHOLDER_RADIUS,)), kind, changes, why)
         return options
 
     @property
@@ -246,7 +248,7 @@ class CertifyOptions(MeasureOptions):
         """Return the largest number of parts of a ball; None if --seconds is the only limit."""
         if self.nodes is not None or self.seconds is not None:
             return self.nodes
-        return PARTS if self.counted == "patch" else NODES
+        return PATCH_NODES if self.counted == "patch" else NODES
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
         """Return height and width of a patch; None for balls, or if unknown."""
@@ -298,6 +300,6 @@ def plan_certificates(request: AuditRequest) -> CertifyOptions:
         eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
         usual_eps=attacks.usual_eps,
         norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
-        seconds=MOST,
+        seconds=AUDIT_SECONDS,
         nodes=NODES,
     )

@@ -73,23 +73,26 @@ class Problem:
     symbols: Symbols
 
     @cached_property
-    def reach(self) -> Tensor:
-        """Return how much multipliers change each symbol's coefficient, up to a common factor."""
+    def column_norms(self) -> Tensor:
+        """Return the norm of each column of the ReLUs' rows, (columns,).
+
+        A change of the multipliers changes the coefficient of each symbol about in proportion.
+        """
         norms = torch.linalg.vector_norm(self.relus.slopes, dim=0)
         return norms.clamp_min(tiny(norms.dtype))
 
     @cached_property
     def margin_magnitude(self) -> Tensor:
-        """Return the sum of the absolute values in the row of each margin."""
+        """Return the sum of absolute values in each margin's row, which bounds its rounding."""
         return self.margins.magnitude
 
     @cached_property
     def relu_magnitude(self) -> Tensor:
-        """Return the sum of the absolute values that a multiplier of each ReLU adds."""
+        """Return the sum of the absolute values that a multiplier 1 of each ReLU adds to a row."""
         return self.relus.magnitude + 2 * self.offset
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """Return the problem in another precision, for the search only."""
+        """Return the problem in another precision, for the search: proofs need float64."""
         return replace(
             self,
             margins=SymbolRows(*(part.to(dtype) for part in self.margins)),
@@ -100,14 +103,16 @@ class Problem:
 
 
 def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
-    """Return the problem whose margins are a form of one axis, in float64.
+    """Return the problem of branch and bound over the signs of ReLUs, in float64.
 
-    ReLUs that no margin depends on, even through other ReLUs, are left out, such as those of
-    tokens that the last attention does not read.
+    A row is an affine function of the symbols: one per margin, and one per ReLU of unknown sign
+    for its input. Input symbols and those of ReLUs get a column, other symbols as long as there
+    is room. The rest becomes a radius per row. ReLUs that no margin depends on, even through other
+    ReLUs, are left out, such as those of tokens that the last attention does not read.
 
     Args:
-        margins: the form.
-        numbers: largest number of coefficients; further symbols become a radius per row.
+        margins: a form of one axis, logit of the label minus every other logit.
+        numbers: largest number of coefficients.
     """
     symbols = margins.symbols
     reading = _read_relus(margins)
@@ -116,8 +121,8 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     forms = [(margins.centre, margins.generators, margins.slack)]
     forms += [(call.centre, call.generators, call.slack) for call in calls]
     row_count = sum(len(centre) for centre, _, _ in forms)
-    always = torch.cat([torch.arange(symbols.n, device=margins.device), reading.symbols])
-    # A column costs one number for every row.
+    always = torch.cat([torch.arange(symbols.inputs, device=margins.device), reading.symbols])
+    # Number of further columns, each of which has a coefficient in every row.
     room = numbers // row_count - len(always)
     stacks = [generators for _, generators, _ in forms]
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
@@ -127,7 +132,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
         present = has_column[: len(generators)]
         missing = int(has_column.sum()) - int(present.sum())
         slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
-        # All without a column: the quadratic part, other errors, and slack.
+        # The radius of everything without a column: quadratic part, other errors, and slack.
         low, high = symbols.quadratic_range(generators)
         errors = symbols.bound_parts(generators * ~present[:, None]).errors
         spread = round_up(errors + torch.maximum(-low, high) + slack)
@@ -140,7 +145,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
         offset=torch.cat([call.offset for call in calls]),
         columns=column_of_symbol[reading.symbols],
         depth=reading.depths,
-        inputs=symbols.n,
+        inputs=symbols.inputs,
         symbols=symbols,
     )
 
@@ -160,14 +165,18 @@ class ReluReading(NamedTuple):
 
 
 def _read_relus(margins: Form) -> ReluReading:
-    """Return the ReLUs that margins depend on, directly or through other ReLUs."""
+    """Return the ReLUs of unknown sign that margins depend on, directly or through other ReLUs.
+
+    The output of such a ReLU has an error symbol. What depends on the output has a coefficient of
+    that symbol which is not 0.
+    """
     symbols = margins.symbols
     is_read = torch.zeros(symbols.count, dtype=torch.bool, device=margins.device)
     is_read[: len(margins.generators)] = (margins.generators != 0).any(1)
     calls = []
     numbers = []
     depths = []
-    # Backwards: a ReLU is read if something that is read depends on its error symbol.
+    # Backwards: `is_read` marks the symbols on which margins or ReLUs found so far depend.
     for depth, call in reversed(list(enumerate(symbols.relu_calls))):
         numbers_of_call = call.first + torch.arange(len(call.slope), device=margins.device)
         chosen = is_read[numbers_of_call]
@@ -190,20 +199,21 @@ def _read_relus(margins: Form) -> ReluReading:
 def _choose_columns(
     symbols: Symbols, stacks: Sequence[Tensor], always: Tensor, room: int
 ) -> Tensor:
-    """Return a mask of the symbols that get a column: `always`, and the largest other errors.
+    """Return a mask of the symbols that get a column of coefficients in a `Problem`.
 
-    Products of the input's symbols get none: they are bounded together.
+    Those of `always` get one, and the error symbols with the largest coefficients in all rows.
+    Products of input symbols (order 2) get none: the quadratic part is bounded as a whole.
 
     Args:
-        symbols: of the pass.
+        symbols: the symbols of the pass.
         stacks: coefficients (symbols, rows) of all rows.
-        always: numbers of symbols that get a column in any case.
+        always: numbers of symbols that get a column in any case: of the input and of ReLUs.
         room: largest number of other columns.
     """
     sizes = torch.zeros(symbols.count, dtype=DOUBLE, device=always.device)
     for stack in stacks:
         sizes[: len(stack)] += stack.abs().sum(1)
-    sizes[symbols.n : symbols.first_error] = 0
+    sizes[symbols.inputs : symbols.first_error] = 0
     sizes[always] = 0
     others = min(room, int((sizes > 0).sum()))
     has_column = torch.zeros(symbols.count, dtype=torch.bool, device=always.device)
@@ -215,23 +225,24 @@ def _choose_columns(
 def restrict_to_face(
     problem: Problem, coefficients: Float[Tensor, "b columns"], share: float, few: int = FEW
 ) -> Problem:
-    """Return the problem on a face of the box, where a search of multipliers takes fewer columns.
+    """Return the problem on a face of the box of symbols, where the search has fewer columns.
 
-    A symbol whose coefficient keeps its sign is at the same end of [-1, 1] at every minimum: it is
-    fixed there, and its column becomes part of the constants. The minimum on a face is no less
-    than that on the box, so what is claimed in the end is evaluated on the box.
+    A bound is the minimum over the symbols. A symbol whose coefficient keeps its sign is always at
+    the same end of [-1, 1] there: it is fixed, and its column becomes part of the constants. The
+    minimum on a face may be larger than on the box, so proofs are evaluated on the box.
 
     Args:
         problem: the problem on the box.
-        coefficients: of the symbols at the multipliers from which the search starts.
-        share: share of the columns that stay beside those whose sign differs between rows.
+        coefficients: of the symbols, at the multipliers of each part from which the search starts.
+        share: share of the columns that stay beside those whose sign differs between parts.
         few: smallest number of columns that stay beside those of ReLUs.
     """
     low = coefficients.amin(0)
     high = coefficients.amax(0)
-    # Distance of a coefficient from a change of sign, in units of what multipliers change.
-    distance = torch.maximum(low, -high) / problem.reach
-    # Symbols of an L2 ball and of ReLUs always stay.
+    # Distance of a coefficient from a change of sign, relative to how much multipliers change it;
+    # <= 0 if its sign differs between parts.
+    distance = torch.maximum(low, -high) / problem.column_norms
+    # Symbols of ReLUs always stay, and those of the input unless the ball is a box.
     inputs = 0 if problem.symbols.norm == "linf" else problem.inputs
     distance[:inputs] = -torch.inf
     distance[problem.columns] = -torch.inf
@@ -241,7 +252,7 @@ def restrict_to_face(
     count = min(count, len(distance))
     stays = torch.zeros_like(distance, dtype=torch.bool)
     stays[distance.topk(count, largest=False).indices] = True
-    # The symbols e are -end at the minimum, where fixed.
+    # A fixed symbol is at -end, where its coefficient times the symbol is smallest.
     end = torch.where(stays, 0.0, (low + high).sign())
     new_column = stays.cumsum(0) - 1
     return replace(

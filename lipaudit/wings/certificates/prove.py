@@ -81,7 +81,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
     # Entries elsewhere, and new tensors.
-    **{name: make_rearrangement(name) for name in affine.MOVES},
+    **{name: make_rearrangement(name) for name in affine.MOVE_METHODS},
     **{
         name: make_rearrangement(name)
         for name in ("gather", "take_along_dim", "repeat_interleave")
@@ -148,7 +148,10 @@ def ball(
     dtype: torch.dtype = DOUBLE,
     slack_share: float = SLACK_SHARE,
 ) -> Form:
-    """Return the form of all inputs within `eps` of x.
+    """Return the form of all inputs within `eps` of x, on which a model can run.
+
+    A form is centre + coefficients . symbols: here one symbol for each entry that may change, in
+    the unit ball of the norm, with the radius as its coefficient.
 
     Args:
         x: one input, or its token embeddings.
@@ -208,11 +211,14 @@ def hull(
     *,
     dtype: torch.dtype = DOUBLE,
 ) -> Form:
-    """Return the form of x plus at most one move of each of at most `max_words` groups.
+    """Return a form of the inputs in which at most `max_words` words are replaced by near ones.
+
+    A group is a word, and its moves are the changes of x by its replacements. The form also
+    covers convex combinations of the replacements of each word.
 
     Args:
-        x: one input.
-        moves: what may be added to it, float64.
+        x: one input, the embeddings of a text.
+        moves: what each replacement adds to x, float64.
         groups: number of moves in each group, in order; moves of two groups add up.
         max_words: number of groups that move at once.
         dtype: dtype of the coefficients; every dtype gives proven bounds.
@@ -229,14 +235,17 @@ def hull(
     )
     rows = moves.to(dtype)
     x = x.detach().to(DOUBLE)
-    # What the differences and the coefficients were rounded by, of `max_words` moves at once.
+    # Slack for the rounding of the differences and the coefficients, of `max_words` moves at once.
     rounding = (moves - rows.to(DOUBLE)).abs() + gamma(4, DOUBLE) * (moves.abs() + x.abs())
     return Form(x, rows, round_up(max_words * rounding.amax(0)), symbols)
 
 
 @torch.no_grad()
 def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
-    """Run a model on a form; refuse an operation without a rule, and name its module.
+    """Run a model on a form, that is, on all inputs of a ball at once; return its output forms.
+
+    A trial run on plain numbers finds which entries of each call the result needs, such as those
+    of the class token. The others are left out of the pass on forms.
 
     Args:
         model: the function to run.
@@ -248,7 +257,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     """
     root = model if module is None else module
     try:
-        # A trial on numbers finds out which tokens are read; others are left out of the pass.
+        # The plan of calls is used in place of the rules.
         with name_paths(root):
             x.symbols.intercept = plan(model, x)
         try:
@@ -261,7 +270,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
                 result = model(x)
     finally:
         x.symbols.intercept = None
-    if any(form.stale or form.symbols is not x.symbols for form in list_forms(result)):
+    if any(form.is_stale or form.symbols is not x.symbols for form in list_forms(result)):
         raise NoRuleError("a result that was changed in place elsewhere")
     return result
 
@@ -269,14 +278,16 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
 def bound_margins(
     model: Callable[[Any], Any], x: Form, label: int, *, module: nn.Module | None = None
 ) -> Form:
-    """Return the margins after a pass with few symbols or, if they stay open, after one with many.
+    """Return the form of the margins, logit of the label minus every other logit.
 
-    Where the first pass skipped no symbols, a second would be the same. Proofs that are stored
-    refer to the symbols of the last pass, so which passes are run depends on the ball alone.
+    The first pass adds few error symbols, which is fast. If it does not prove that all margins are
+    positive, a second pass adds many; if the first left out none, it would be the same.
+    Stored proofs refer to the symbols of the last pass, so the number of passes may depend on the
+    ball alone, not on time.
 
     Args:
         model: a classifier.
-        x: a form of its inputs.
+        x: the form of its inputs, a ball.
         label: the class to prove.
         module: as for `run`.
     """
@@ -290,7 +301,10 @@ def bound_margins(
 
 @contextmanager
 def name_paths(root: Any) -> Iterator[None]:
-    """Add the path of the module that runs to a `NoRuleError`."""
+    """Add the path of the innermost running module of `root` to a `NoRuleError` of the block.
+
+    Hooks before and after every forward keep a stack of the running modules.
+    """
     running: list[str] = []  # paths of modules, innermost last
     hooks = []
 
@@ -315,10 +329,11 @@ def name_paths(root: Any) -> Iterator[None]:
 
 
 def margins(logits: Form, label: int) -> Form:
-    """Return logit_label - logit_j for every other class j, (classes - 1,), or an equivalent.
+    """Return a form with the signs of logit_label - logit_j for every other class j.
 
-    Behind a normalisation the logits are n / root + constant. If all have one root and it is
-    tighter, the result is root (n / root + constant): it has the same signs, without the quotient.
+    Logits behind a normalisation are numerator / root + constant, root > 0. Multiplied by the
+    root, the margins are numerator + root constant, which has no quotient and so may be tighter.
+    That form is returned if it is, and if all logits have the same root; else the margins.
     """
     flat: Any = logits.reshape(-1)
     plain = _subtract_logits(flat, label)
@@ -331,7 +346,7 @@ def margins(logits: Form, label: int) -> Form:
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))
     times_root = add(_subtract_logits(parts.numerator, label), constant)
-    # Both forms have the signs of the margins; the one that proves the larger share is taken.
+    # Both forms have the signs of the margins: return the tighter one.
     if _find_proven_share(times_root) > _find_proven_share(plain):
         return times_root
     return plain
@@ -347,7 +362,10 @@ def _subtract_logits(logits: Form, label: int) -> Form:
 
 
 def _find_proven_share(margins: Form) -> float:
-    """Return the smallest ratio of a margin's proven minimum to its value at the centre."""
+    """Return the smallest ratio of a margin's proven minimum to its value at the centre.
+
+    The nearer to 1, the tighter are the bounds of the form, whatever its scale.
+    """
     low, _ = margins.range()
     shares = low / margins.centre.abs()
     return float(shares.nan_to_num(nan=-torch.inf).amin())

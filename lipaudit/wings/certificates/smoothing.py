@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 # Number of samples whose copies share passes; each has a Part of its own.
-CHUNK = 4
+SAMPLES_PER_PASS = 4
 
 
 class SmoothingOptions(MeasureOptions):
@@ -101,9 +101,11 @@ class SmoothingOptions(MeasureOptions):
 
 
 # What holds of the smoothed classifier holds of no other, and not for certain.
-WHERE = "the smoothed classifier in the ball, with probability 1 - alpha"
-READING = "Each certificate holds with probability 1 - alpha, not all at once; the model has none."
-CERTIFIED = replace(CERTIFIED_SHARE, domain=WHERE, reading=READING)
+SMOOTHED_DOMAIN = "the smoothed classifier in the ball, with probability 1 - alpha"
+SMOOTHED_READING = (
+    "Each certificate holds with probability 1 - alpha, not all at once; the model has none."
+)
+CERTIFIED = replace(CERTIFIED_SHARE, domain=SMOOTHED_DOMAIN, reading=SMOOTHED_READING)
 _share_column = partial(Column.share, status="empirical")
 
 SMOOTHING_TABLE = Layout(
@@ -143,7 +145,7 @@ SMOOTHING_TABLE = Layout(
             "smoothed radius",
             "L2 radius in which the smoothed classifier keeps its class; 0 if it abstains.",
             better="higher",
-            domain=WHERE,
+            domain=SMOOTHED_DOMAIN,
             status="certified",
         ),
         "certified": replace(CERTIFIED, format="d"),
@@ -182,7 +184,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     if options.denoiser is not None:
         denoised = add_denoiser(net, options.denoiser)
     # Noise has the shape of its sample, not that of a batch of texts.
-    size = 1 if net.kind == "text" else CHUNK
+    size = 1 if net.kind == "text" else SAMPLES_PER_PASS
     pieces = (piece for batch in batches for piece in batch.split(size))
     for number, batch in enumerate(pieces):
         if number == 0:
@@ -388,7 +390,7 @@ SMOOTHING = Measure(
     measure,
     summarise,
     batch=64,
-    chunk=CHUNK,
+    chunk=SAMPLES_PER_PASS,
     check=check,
     command="certify",
     place=46,

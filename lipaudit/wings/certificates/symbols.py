@@ -125,19 +125,23 @@ class ErrorBlock:
         return int(self.numbers.max()) + 1
 
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
-        """Apply an operation on the coefficients, entry by entry or within rows of the last axis.
+        """Return the block with an operation applied to its coefficients (layers, *shape).
 
-        One that works within rows may change their width, such as a product with weights.
+        It works entry by entry, or within rows of the last axis. Within rows it may change their
+        width, such as a product with weights.
         """
         coefficients = op(self.coefficients)
         if coefficients.shape == self.coefficients.shape:
             return replace(self, coefficients=coefficients)
-        # Each row is one group (`split_by_row`), so any of its entries tells it.
+        # Each row is one group (after `split_by_row`): its first entry has the group of all.
         group = self.group[..., :1].expand(coefficients.shape[1:])
         return replace(self, coefficients=coefficients, group=group)
 
     def rearrange(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
-        """Return a block for each result of a rearrangement of entries, such as chunk."""
+        """Return a block for each result of a rearrangement: one for transpose, several for chunk.
+
+        `move` is applied to tensors (*shape): to each layer of coefficients, and to the groups.
+        """
         stacks = move_stack(move, self.coefficients)
         groups = move(self.group)
         if isinstance(groups, Tensor):
@@ -148,15 +152,19 @@ class ErrorBlock:
         return blocks
 
     def has_layers_of(self, other: ErrorBlock) -> bool:
-        """Return whether both have the same symbols at each place, so that layers add up."""
+        """Return whether both blocks have the same symbol in each layer and entry.
+
+        Their coefficients can then be added layer by layer.
+        """
         same_groups = torch.equal(self.group, other.group)
         return same_groups and torch.equal(self.numbers, other.numbers)
 
     def split_by_row(self) -> ErrorBlock | None:
         """Return the block with one group per row of the last axis; None if that is impossible.
 
-        Where several groups share a row, each gets a layer of its own. For that all rows need
-        equally many groups, and no group may reach over two rows.
+        A group is the set of entries on which one symbol per layer acts. If m groups share a row,
+        every layer becomes m layers, one for each group. For that all rows need equally many
+        groups, and no group may reach over two rows.
         """
         if bool((self.group == self.group[..., :1]).all()):
             return self
@@ -183,12 +191,13 @@ class ErrorBlock:
         return ErrorBlock(coefficients, group, numbers.flatten(0, 1), self.key)
 
     def add_to(self, stack: Tensor) -> None:
-        """Add the block to a dense stack (symbols, *shape), in place."""
+        """Add the coefficients to the rows of their symbols in a stack (symbols, *shape)."""
         numbers = self.numbers[:, self.group.flatten()]  # (layers, entries)
         entries = numbers.shape[1]
         flat = stack.view(len(stack), entries)
         coefficients = self.coefficients.reshape(len(self.coefficients), entries)
-        # Entries without a symbol (-1) are zero: adding them to row 0 changes nothing.
+        # Entries without a symbol (number -1) have coefficients 0: added to row 0, they change
+        # nothing.
         flat.scatter_add_(0, numbers.clamp_min(0), coefficients)
 
     def select_entries(self, mask: Tensor) -> ErrorBlock:
@@ -199,7 +208,11 @@ class ErrorBlock:
 def join_blocks(
     x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> list[ErrorBlock]:
-    """Return the blocks of two forms; `combine` takes the coefficients of a block in both."""
+    """Return the blocks of a result of two forms, such as a sum.
+
+    A block that both forms have, by its key, gets `combine` of both coefficients; a block that
+    only one form has stays as it is.
+    """
     joined = {block.key: block for block in x}
     for block in y:
         shared = joined.get(block.key)
@@ -215,7 +228,7 @@ def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
     """Apply a rearrangement of entries to each row of a stack (symbols, *shape)."""
     if len(stack):
         return torch.vmap(move)(stack)
-    # vmap takes no empty stack: the shapes of the results come from one row.
+    # vmap takes no empty stack: move one row to learn the shapes, then return none of it.
     moved = move(stack.new_empty(stack.shape[1:]))
     if isinstance(moved, Tensor):
         return moved[None][:0]
@@ -225,7 +238,13 @@ def move_stack(move: Callable[[Tensor], Any], stack: Tensor) -> Any:
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     """Return a separate error symbol for every entry of positive radius, numbered from `first`.
 
-    The groups of the block are the rows of the last axis.
+    They are stored as a block: one symbol per layer and row of the last axis, so the r-th
+    positive entry of a row is in layer r.
+
+    Args:
+        radius: (*shape), the coefficient of each new symbol.
+        first: number of the first new symbol.
+        dtype: dtype of the coefficients, which holds `radius` exactly.
     """
     device = radius.device
     shape = radius.shape
@@ -235,7 +254,7 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     radius = radius.reshape(-1, width)
     positive = radius > 0
     row, column = positive.nonzero(as_tuple=True)
-    # The r-th positive entry of a row goes to layer r: as many layers as the fullest row needs.
+    # There are as many layers as the fullest row has positive entries.
     layer = (positive.cumsum(1) - 1)[row, column]
     layers = 0
     if len(row):
@@ -306,7 +325,7 @@ class Symbols:
     """The symbols of one pass over one ball, and its ReLUs for branching.
 
     Args:
-        n: dimension of the input.
+        inputs: dimension of the input: the number of symbols e_i.
         norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
         dtype: of the coefficients; centres and slack are float64 in any case.
@@ -319,16 +338,19 @@ class Symbols:
 
     Attributes:
         dense_keys: the blocks that became rows in some form.
-        intercept: takes the calls of the model in place of their rules (`demand`).
+        intercept: is called in place of the rule of every call of the model (`demand`).
+        first_error: number of the first error symbol, behind those of the input.
+        count: number of symbols so far.
+        relu_calls: the ReLUs of unknown sign, call by call, for branch and bound.
         many_symbols: whether a pass may add many symbols where they make it tighter (`bilinear`).
-        skipped_symbols: whether some were left out because it may not.
+        skipped_symbols: whether a rule left out symbols because `many_symbols` is False.
     """
 
     intercept: Callable[..., Any] | None = None
 
     def __init__(
         self,
-        n: int,
+        inputs: int,
         norm: Norm,
         *,
         order: int,
@@ -339,7 +361,8 @@ class Symbols:
         groups: Sequence[int] = (),
         max_words: int = 1,
     ) -> None:
-        self.n = n
+        """Number the symbols that exist from the start: e_i, and at order 2 products e_i e_j."""
+        self.inputs = inputs
         self.norm = norm
         self.order = order
         self.dtype = dtype
@@ -351,13 +374,16 @@ class Symbols:
         # i and j of each product e_i e_j, i <= j, which has a row of coefficients at order 2.
         self.pairs = torch.empty(2, 0, dtype=torch.long)
         if order == 2:
-            self.pairs = torch.triu_indices(n, n)
+            self.pairs = torch.triu_indices(inputs, inputs)
         # Rows of coefficients: those of e_i, of the products, then of errors.
-        self.first_error = n + self.pairs.shape[1]
+        self.first_error = inputs + self.pairs.shape[1]
         self.restart(many_symbols=True)
 
     def restart(self, *, many_symbols: bool) -> None:
-        """Forget all errors, for another pass over the ball."""
+        """Forget all error symbols, for another pass over the ball.
+
+        With `many_symbols` rules may add symbols that make bounds tighter and the pass slower.
+        """
         self.many_symbols = many_symbols
         self.skipped_symbols = False
         self.count = self.first_error
@@ -367,12 +393,16 @@ class Symbols:
     def bound_parts(
         self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
     ) -> PartRadii:
-        """Return how far every entry of a stack of coefficients can move.
+        """Bound how far the input's, the products' and the errors' symbols each move every entry.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2, because the
         products e_i e_j of a unit vector have norm <= 1. On boxes both are bounded by 1-norms.
+
+        Args:
+            coefficients: one row per symbol: inputs, then products, then errors.
+            blocks: further coefficients of errors, stored sparsely.
         """
-        linear, quadratic, errors = coefficients.tensor_split((self.n, self.first_error))
+        linear, quadratic, errors = coefficients.tensor_split((self.inputs, self.first_error))
         # Errors stay in a box, whatever the norm of the input.
         error_radius = _sum_absolute(errors)
         for block in blocks:
@@ -416,7 +446,11 @@ class Symbols:
         return torch.cat(symbols)
 
     def _split_words(self, linear: Float[Tensor, "n ..."]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the coefficients of each word's replacements, and the largest of each, or 0."""
+        """Return the coefficients of each word's replacements, and each word's largest gain.
+
+        The gain is the largest coefficient of a replacement; 0 if all lower the value, because
+        the word may stay as it is.
+        """
         groups = linear.split([*self.groups])  # type: ignore[no-untyped-call]
         largest = torch.stack([group.amax(0) for group in groups])
         return groups, largest.clamp_min(0)
@@ -424,29 +458,31 @@ class Symbols:
     def quadratic_range(
         self, coefficients: Float[Tensor, "rows ..."]
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-        """Return the least and the largest value of the quadratic part e^T Q e, outwards.
+        """Return bounds of the least and the largest value of the quadratic part e^T Q e.
 
-        Eigenvalues bound it (`_bound_quadratic`). On the box so does the sum of the ranges of its
-        terms, with e_i^2 in [0, 1] and e_i e_j in [-1, 1]: the tighter of both is returned.
+        The rows of the products e_i e_j, i <= j, are the entries of Q. Eigenvalues bound it
+        (`_bound_quadratic`). On the box so does the sum of the ranges of its terms, with e_i^2 in
+        [0, 1] and e_i e_j in [-1, 1]: the tighter of both is returned.
         """
-        q = coefficients[self.n : self.first_error]  # (pairs, *shape)
+        q = coefficients[self.inputs : self.first_error]  # (pairs, *shape)
         if not len(q):
             zero = torch.zeros(q.shape[1:], dtype=DOUBLE, device=q.device)
             return zero, zero
         is_square = (self.pairs[0] == self.pairs[1]).to(q.device)
         # Q is symmetric: e_i e_j with i < j fills two entries with half of its coefficient each.
-        share = torch.where(is_square, 1.0, 0.5).to(q)[:, None]
+        factor = torch.where(is_square, 1.0, 0.5).to(q)[:, None]
         pair_of_entry = self._pair_of_entry.to(q.device)
         bounds = []
         # A few entries of the form at a time, so that their matrices stay in the cache.
-        chunk = max(1, _CHUNK_VALUES // self.n**2)
+        chunk = max(1, _CHUNK_VALUES // self.inputs**2)
         for part in q.reshape(len(q), -1).split(chunk, 1):  # type: ignore[no-untyped-call]
-            shared = (part * share).mT.contiguous()  # (entries, pairs)
-            matrices = shared.index_select(1, pair_of_entry).view(-1, self.n, self.n)
+            halved = (part * factor).mT.contiguous()  # (entries, pairs)
+            matrices = halved.index_select(1, pair_of_entry).view(-1, self.inputs, self.inputs)
             bounds.append(self._bound_quadratic(matrices))
         high, minus_low = torch.cat(bounds, 1).view(2, *q.shape[1:])
         if self.norm == "l2":
             return -minus_low, high
+        # On the box, term by term.
         mixed = _sum_absolute(q[~is_square])
         squares = q[is_square]
         high = torch.minimum(mixed + _sum_absolute(squares.clamp_min(0)), high)
@@ -457,10 +493,11 @@ class Symbols:
         """Return upper bounds of max e^T Q e and of -min e^T Q e over the unit ball.
 
         L2 ball: the largest eigenvalue of Q. Box: with any w_i > 0, the largest eigenvalue of
-        Q_ij / (w_i w_j), if positive, times sum w_i^2 e_i^2. For w_i^2 = sum_j |Q_ij| no
+        Q_ij / (w_i w_j), if positive, times sum w_i^2, as e_i^2 <= 1. For w_i^2 = sum_j |Q_ij| no
         eigenvalue is above 1: the bound is no worse than sum |Q_ij|, and exact for a square.
 
-        For any m > 0 the largest eigenvalue is at most ||Q + m I|| - m.
+        `bound_norms` bounds the largest |eigenvalue|. For the largest eigenvalue Q is shifted: it
+        is at most ||Q + m I|| - m for any m > 0.
         """
         dtype = q.dtype
         sum_of_weights = torch.ones(len(q), dtype=DOUBLE, device=q.device)
@@ -469,19 +506,22 @@ class Symbols:
             inverse = q.abs().sum(2).clamp_min(tiny(dtype) ** 0.5).rsqrt()
             q = q * inverse[:, :, None] * inverse[:, None, :]
             squared_weights = inverse.to(DOUBLE).square().reciprocal()
-            sum_of_weights = round_up(squared_weights.sum(1), self.n + 8)
+            sum_of_weights = round_up(squared_weights.sum(1), self.inputs + 8)
         # The largest eigenvalues of Q and -Q are at most ||Q + m I|| - m and ||m I - Q|| - m.
         m = torch.linalg.vector_norm(q.flatten(1), dim=1) * _SHIFT
-        shift = torch.eye(self.n, dtype=dtype, device=q.device) * m[:, None, None]
+        shift = torch.eye(self.inputs, dtype=dtype, device=q.device) * m[:, None, None]
         m = m.to(DOUBLE)
         norms = bound_norms(torch.cat((q + shift, shift - q)), _SQUARINGS).view(2, -1)
         largest = (norms - m).clamp_min(0)
         # Weights and shifts are rounded by a share of the Frobenius norm, which is m / _SHIFT.
-        rounding = gamma(8 + self.n, dtype) * 8 * m + self.n * tiny(dtype) ** 0.5
+        rounding = gamma(8 + self.inputs, dtype) * 8 * m + self.inputs * tiny(dtype) ** 0.5
         return round_up((largest + rounding) * sum_of_weights)
 
     def pack_quadratic(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
-        """Return the coefficients of e_i e_j, i <= j, of the sum of form_ij e_i e_j over i, j."""
+        """Return the coefficients of e_i e_j, i <= j, in the sum of form_ij e_i e_j over all i, j.
+
+        form_ij and form_ji belong to the same product, so they are added.
+        """
         i, j = self.pairs.to(form.device)
         is_square = (i == j).view(-1, *[1] * (form.ndim - 2))
         return torch.where(is_square, form[i, j], form[i, j] + form[j, i])
@@ -496,11 +536,18 @@ class Symbols:
         """Add the product of the linear parts sum x_i e_i and sum y_j e_j to a stack, in place.
 
         e_i^2 gets the coefficient x_i y_i, and e_i e_j with i < j gets x_i y_j + x_j y_i.
+
+        Args:
+            stack: coefficients of the product, one row per symbol.
+            x: (inputs, *shape), the coefficients x_i.
+            y: (inputs, *shape), the coefficients y_j.
+            multiply: the product of two such stacks, one of which may have one row: entry by
+                entry, or of matrices.
         """
-        first = self.n
-        for i in range(self.n):
+        first = self.inputs
+        for i in range(self.inputs):
             # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
-            count = self.n - i
+            count = self.inputs - i
             rows = stack[first : first + count]
             rows += multiply(x[i : i + 1], y[i:])
             rows[1:] += multiply(x[i + 1 :], y[i : i + 1])
@@ -511,13 +558,13 @@ class Symbols:
 
         e_i^2 gets the coefficient weight x_i^2, and e_i e_j with i < j gets 2 weight x_i x_j.
         """
-        first = self.n
+        first = self.inputs
         double = 2 * weight * x
-        for i in range(self.n):
+        for i in range(self.inputs):
             # The rows of e_i e_i, e_i e_(i+1), ..., e_i e_(n-1).
-            count = self.n - i
+            count = self.inputs - i
             rows = stack[first : first + count]
-            rows[0].addcmul_(double[i], x[i], value=0.5)
+            rows[0].addcmul_(double[i], x[i], value=0.5)  # weight x_i^2
             rows[1:].addcmul_(double[i], x[i + 1 :])
             first += count
 
@@ -530,7 +577,7 @@ class Symbols:
     def add_row_errors(self, coefficients: Float[Tensor, "layers ..."]) -> ErrorBlock:
         """Return new error symbols, each of which acts on all entries of a row of the last axis.
 
-        There is one per layer and row, with these coefficients (layers, *shape).
+        There is one symbol per layer of the coefficients (layers, *shape) and per row.
         """
         first = self.count
         layers, *lead, width = coefficients.shape
@@ -545,7 +592,7 @@ class Symbols:
         """Return, for each entry (i, j) of a symmetric n x n matrix, the index of its pair."""
         i, j = self.pairs
         index = torch.arange(len(i))
-        pair_of_entry = torch.zeros(self.n, self.n, dtype=torch.long)
+        pair_of_entry = torch.zeros(self.inputs, self.inputs, dtype=torch.long)
         pair_of_entry[i, j] = index
         pair_of_entry[j, i] = index
         return pair_of_entry.flatten()
@@ -554,8 +601,9 @@ class Symbols:
 def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
     """Bound ||Q|| <= ||Q^k||_F^(1/k) of symmetric matrices, k = 2^squarings; float64.
 
-    The computed power A is off by some E with ||E|| <= error. Squaring it makes
-    (A + E)^2 - A^2 = A E + E A + E^2, and the product A A itself is off by gamma ||A||_F^2.
+    A power is computed by repeated squaring, with a bound of its rounding error: the computed
+    power A is off by some E with ||E|| <= error. Squaring it adds A E + E A + E^2, and the product
+    A A itself is off by gamma ||A||_F^2.
     """
     n = matrices.shape[-1]
     dtype = matrices.dtype

@@ -44,16 +44,19 @@ class Lengths(NamedTuple):
 def bound_lengths(
     x: Form, axis: int, weight: Tensor | None = None, around: Tensor | None = None
 ) -> Lengths:
-    """Bound ||w L||_2 and ||w R||_2 of x = c + around + L + R, L being linear in the input.
+    """Bound the 2-norms of the vectors of a form along an axis, over all inputs of the ball.
+
+    x = c + around + L + R with the centre c, L linear in the input, and R all other errors. The
+    bounds are of ||w L||_2 and ||w R||_2.
 
     Args:
         x: a form; its blocks become dense if their symbols do not act on whole vectors.
         axis: axis of the vectors.
         weight: w >= 0, (*shape), by default 1.
-        around: by default 0.
+        around: (*shape), a shift of the centre; by default 0.
     """
     symbols = x.symbols
-    n = symbols.n
+    n = symbols.inputs
     first_error = symbols.first_error
     axis = axis % x.ndim
     for block in x.blocks:
@@ -61,6 +64,8 @@ def bound_lengths(
         if bool((block.group != group_of_vector).any()):
             x.make_dense()
             break
+    # On an L2 ball the input symbols and their products are vectors of norm <= 1; on a box, and
+    # for errors, every symbol is in [-1, 1].
     is_unit = symbols.norm == "l2"
     linear = _bound_combination([x.dense[:n]], axis, weight, unit=is_unit)
     quadratic = _bound_combination([x.dense[n:first_error]], axis, weight, unit=is_unit)
@@ -70,7 +75,7 @@ def bound_lengths(
         lengths_of_moves = _bound_norm(x.dense[:n].to(DOUBLE), axis + 1, weight)
         linear = torch.minimum(linear, symbols.maximise_over_words(lengths_of_moves))
 
-    # No part is longer than the vector of what its entries reach.
+    # A second bound: no vector is longer than that of the radii of its entries.
     linear = torch.minimum(linear, _bound_norm(x.radii.linear, axis, weight))
     errors = torch.minimum(errors, _bound_norm(x.radii.errors, axis, weight))
     low, high = x.quadratic_range
@@ -96,16 +101,17 @@ def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
 def _bound_combination(
     stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: bool
 ) -> Tensor:
-    """Bound ||sum_r w h_r eps_r|| for |eps_r| <= 1, or with `unit` for sum eps_r^2 <= 1.
+    """Bound the 2-norm of sum_r w h_r eps_r over all symbols |eps_r| <= 1, or with norm <= 1.
 
-    ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r for any s_r > 0 (Cauchy-Schwarz). With
-    `unit` all s_r and their sum are 1.
+    h_r are vectors, the coefficients of symbol r. By Cauchy-Schwarz, for any s_r > 0,
+    ||sum h_r eps_r||^2 <= ||sum h_r h_r^T / s_r|| sum s_r. If the symbols have sum eps_r^2 <= 1
+    (`unit`), all s_r are 1, and 1 takes the place of their sum.
 
     Args:
         stacks: coefficients (symbols, *shape); the vectors h_r lie along `axis` of the shape.
         axis: axis of the vectors, without that of the symbols.
         weight: w >= 0, (*shape); None for 1.
-        unit: whether the symbols are a unit vector.
+        unit: whether the symbols are a vector of norm <= 1; otherwise each is in [-1, 1].
     """
     dtype = stacks[0].dtype
     rows = sum(len(stack) for stack in stacks)
@@ -134,7 +140,7 @@ def _bound_combination(
                 vectors = vectors / share.sqrt()
             gram += (vectors.mT @ vectors).to(DOUBLE)
 
-    # What rounding and underflow did to the vectors and to the sums of their products.
+    # Rounding and underflow of the vectors and of the sums of their products.
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     trace = round_up(diagonal.sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
     underflow = rows * k * tiny(dtype)

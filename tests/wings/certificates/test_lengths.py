@@ -37,7 +37,7 @@ def _inputs(norm):
 
 def _longest(form, weight, axis, norm):
     """The largest lengths of both parts over points, corners of errors and of slack."""
-    n, first = form.symbols.n, form.symbols.first_error
+    n, first = form.symbols.inputs, form.symbols.first_error
     g, e = form.generators.double(), _inputs(norm)
     i, j = form.symbols.pairs
     linear = torch.einsum("bn,n...->b...", e, g[:n]) * weight
@@ -351,7 +351,7 @@ def test_what_weights_are_off_by_moves_all_channels_of_a_value(moved, order, dty
     symbols = ball(torch.zeros(1, 2), 1.0, order=order, dtype=dtype).symbols
     symbols.add_errors(torch.ones(2))
     half, off = torch.full((1, 2), 0.5).double(), torch.full((1, 2), 0.1).double()
-    move = torch.zeros(symbols.n, 1, 2, dtype=dtype)
+    move = torch.zeros(symbols.inputs, 1, 2, dtype=dtype)
     if moved == "input":
         move[:, 0] = 0.1 * torch.eye(2)
     weights = Form(half, move, off * (moved == "slack"), symbols, weights=(0 * half, 2 * half))

@@ -97,7 +97,7 @@ def _difference(logits, label):
 def _attacked(model, x, label, points, form):
     """The smallest margins of points of the ball, then of steps down from the worst of them."""
     e, inputs = points(form, 200)
-    moves = form.generators[: form.symbols.n].double().sum(0)
+    moves = form.generators[: form.symbols.inputs].double().sum(0)
     found = _difference(model(inputs), label)
     best, at = found.amin(0), inputs[found.argmin(0)]
     for _ in range(10):

@@ -186,7 +186,7 @@ def test_the_box_cuts_the_ball_and_only_some_tokens_move():
     moving = torch.tensor([False, True, False, False])[None, :, None]
     x = ball(weights(1, TOKENS, WIDTH), 0.1, norm="l2", moving=moving)
     low, high = x.range()
-    assert x.symbols.n == WIDTH
+    assert x.symbols.inputs == WIDTH
     assert ((high - low)[0, 1] > 0.19).all()
     assert ((high - low)[0, [0, 2, 3]] < 1e-12).all()
 

@@ -76,10 +76,7 @@ class Nodes:
             batch = nodes[i : i + BATCH]
             proven.append(batch[prove_bounds(problem, batch) > 0])
         parts = join_nodes(proven)
-        for margin in margins.tolist():
-            if not _covers_ball(parts.state[parts.which == margin]):
-                return False
-        return True
+        return all(_covers_ball(parts.state[parts.which == i]) for i in margins.tolist())
 
     def find_smallest(self) -> Tensor:
         """Return the smallest allowed multipliers: 0 for inequalities, -inf for equations.

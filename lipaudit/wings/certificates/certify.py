@@ -57,7 +57,10 @@ SECONDS = seconds_column("Wall time of the proofs.")
 
 
 def read_attacked(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the share of every ball that the attack of the certificates does not break."""
+    """Yield the robust accuracy of every ball: the share of samples that no attack broke.
+
+    The attacks are those that run before the proofs, not those of `lipaudit attack`.
+    """
     attacks = str(section.settings.get("attack")).split(",")
     for row in section.rows:
         for found in read_row(headline, section, row):
@@ -163,7 +166,11 @@ CERTIFY_TABLE = Layout(
 
 
 def read_radius(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the median certified radius, with its limits and that of attacks in the text."""
+    """Yield the median certified radius with its confidence limits.
+
+    The text has the number of samples, and the median adversarial radius if attacks found any.
+    """
+    # The median is not finite if no sample was classified correctly.
     if not section.rows or not finite([section.rows[0].radius]):
         return
     row = section.rows[0]
@@ -228,7 +235,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
     """Yield, sample by sample, which balls an attack broke and which are certified.
 
     Raises:
-        NoRuleError: the model uses an operation that nothing is known of on balls.
+        NoRuleError: the model uses an operation for which certificates have no rule.
     """
     from lipaudit.measures.texts import make_reader
 
@@ -237,11 +244,12 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         reader = make_reader(net)
     # The cost of several patches is reported once, unless --seconds limits it.
     is_cost_reported = options.counted != "patch" or options.seconds is not None
-    steps = max(len(options.eps) + options.radius, 1)
+    steps = max(len(options.eps) + options.radius, 1)  # of progress within a sample
     for batch in batches:
         brackets = []
         for number, sample in enumerate(batch.split(1)):
             bracket = _make_bracket(net, sample, options, reader)
+            # The generator yields after the attacks (done == 0), then after each proof.
             for done, _ in enumerate(bracket.decide_balls(options.eps)):
                 if done == 0 and not is_cost_reported:
                     is_cost_reported = _report_choices(bracket, options)
@@ -255,7 +263,10 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
 def _make_bracket(
     net: Net, sample: Batch, options: CertifyOptions, reader: Reader | None
 ) -> Bracket:
-    """Return the attacks and proofs of a sample; proofs of near words need a reader of texts."""
+    """Return the `Bracket` that runs the attacks and proofs of a sample.
+
+    `reader`, which tokenizes texts, is needed to replace words by near ones; else it is None.
+    """
     from lipaudit.measures.texts import read_texts
     from lipaudit.wings.certificates.certificate import Bracket
 
@@ -275,7 +286,10 @@ def _make_bracket(
 def _make_part(
     net: Net, batch: Batch, brackets: Sequence[Bracket], options: CertifyOptions
 ) -> Part:
-    """Return the results of a batch: an array per value, and files as facts."""
+    """Return the results of a batch, one bracket per sample.
+
+    Values become arrays (samples, ...) by name; exported files and proofs become facts, as text.
+    """
     import numpy as np
 
     values = [_read_bracket(bracket, options) for bracket in brackets]
@@ -302,9 +316,11 @@ def _make_part(
 
 
 def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
-    """Report how many passes prove a sample that attacks did not break, and seconds of each.
+    """Report how many passes the proofs of a sample will take, and the seconds of each.
 
-    Returns False, for another try at the next sample, if this one has at most single patches.
+    With several patches there is a pass for every choice of their places, which can be very many.
+    A trial proof of one node measures the time. Return False if nothing was reported, as the
+    sample is misclassified, or attacks broke it with all numbers of patches above one.
     """
     from lipaudit.wings.certificates.certificate import certify_ball
 
@@ -312,6 +328,7 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     if not bracket.correct:
         return False
     radii = [float(eps) for eps in options.eps]
+    # The numbers of patches for which no attack succeeded: those are proven.
     counts = sorted(int(eps) for eps in radii if bracket.adversarial_radius > eps)
     if not counts or counts[-1] == 1:
         return False
@@ -322,7 +339,8 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
     seconds = (time.monotonic() - began) / max(certificate.nodes, 1)
     limit = "at most"
     if bracket.proof.nodes > 1:
-        # Boxes may be split. But a proof of the most patches is one of fewer, too.
+        # Boxes may be split, which takes more passes. But the proof for the largest number of
+        # patches, which comes first, holds for fewer patches, too.
         limit = "at least, unless one breaks it"
         counts = [patches]
     places = math.prod(net.input_shape[1:]) // math.prod(bracket.proof.patch or (1, 1))
@@ -333,7 +351,7 @@ def _report_choices(bracket: Bracket, options: CertifyOptions) -> bool:
 
 
 def make_proof(net: Net, sample: Batch, options: CertifyOptions, seconds: float) -> Proof:
-    """Return the settings of the proofs of a sample that begin now."""
+    """Return the settings of a sample's proofs, whose time limit of `seconds` starts now."""
     from lipaudit.wings.certificates.certificate import Proof, choose_order
 
     return Proof(
@@ -377,14 +395,15 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     first = batch[:1].trim().to(net.device, net.dtype)
     require_rules(net, first)
     if options.export is not None:
+        # Fail before the proofs, not after them, if the model cannot be exported.
         export_onnx(net, first)
 
 
 def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
-    """Refuse samples whose passes need more memory than is free.
+    """Refuse samples whose proofs need more memory than is free.
 
-    At one order the longest sample needs the most: a sample of each length, shortest first, is
-    tried, and the longest of each order is checked.
+    Memory grows with the length of a text and with the order of the proof, which is chosen by
+    length. So the longest sample of each order is checked.
     """
     from lipaudit.wings.certificates.certificate import choose_order, require_room
 
@@ -393,7 +412,7 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
     else:
         lengths = batch.mask.sum(1).tolist()
     index_of_length = {length: i for i, length in enumerate(lengths)}
-    largest = {}
+    largest = {}  # by order; longer samples overwrite shorter ones
     for _, i in sorted(index_of_length.items()):
         sample = batch[i : i + 1].trim().to(net.device, net.dtype)
         inputs = options.count_inputs(net, sample)
@@ -403,10 +422,11 @@ def _require_memory(net: Net, batch: Batch, options: CertifyOptions) -> None:
 
 
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
-    """Return the values of a sample by name; lists have a value per radius."""
+    """Return the results of a sample by name; a list has a value per radius of --eps."""
     from lipaudit.wings.certificates.certificate import Certificate
 
-    # A ball without a certificate lies inside a certified one, or an attack broke a smaller one.
+    # No proof was tried for a ball inside a certified one (certified, too), or around a broken one
+    # (where these values are not read).
     untried = Certificate(certified=True, places=1.0)
     certificates = []
     robust = []
@@ -439,6 +459,7 @@ def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
             values["radius"] = max(bracket.certified_radius, 0.0)
         values["radius_adversarial"] = bracket.adversarial_radius
         values["passes"] = len(bracket.certificates)
+        # Seconds of the radius search: all proofs without those of --eps.
         values["searching"] = sum(bracket.seconds.values()) - sum(seconds)
     return values
 
@@ -462,7 +483,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         clean=base.reduce_known(correct[unique["label"] >= 0], np.mean),
         **base.share_columns("robust", robust),
         **base.share_columns("certified", certified),
-        undecided=(robust > certified).sum(0),
+        undecided=(robust > certified).sum(0),  # robust, but not certified
         places=[base.reduce_known(shares, np.mean) for shares in unique["places"].T],
         order=int(unique["order"].max()),
         nodes=unique["nodes"].sum(0),
@@ -483,7 +504,7 @@ def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Sect
     correct = arrays["correct"]
     radius = arrays["radius"][correct]
     adversarial = arrays["radius_adversarial"][correct]
-    is_broken = np.isfinite(adversarial)
+    is_broken = np.isfinite(adversarial)  # inf: attacks found no adversarial example
     row = RADII_TABLE.row(
         norm=options.norm or "linf",
         samples=len(radius),
@@ -499,7 +520,12 @@ def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Sect
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
-    """Return the columns of the table of samples; those of a ball bear its norm and radius."""
+    """Return the columns of the table of samples by name; names of a ball have its norm and radius.
+
+    Args:
+        arrays: the results of all samples by name.
+        rows: the rows of the table of balls, one per radius.
+    """
     import numpy as np
 
     has_label = arrays["label"] >= 0
@@ -512,7 +538,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
     for i, row in enumerate(rows):
         robust = arrays["robust"][:, i]
         certified = arrays["certified"][:, i]
-        # The first that applies: a wrong sample is neither broken nor certified.
+        # The first verdict that applies: a wrong sample is neither attacked nor proven.
         verdict = np.select(
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"
         )

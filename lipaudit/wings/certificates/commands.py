@@ -24,6 +24,7 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         UsageError: an option without an effect, or a file that cannot be written.
         InputError: the list, a network or a property cannot be read.
     """
+    # Of the options given on the command line, not in a configuration file, only the seed matters.
     without_effect = [flag(name) for name in run.model_fields_set - run._configured - {"seed"}]
     without_effect += [f"-o {path}" for path in output.output if path.suffix != ".csv"]
     if output.format not in (None, "csv"):
@@ -43,7 +44,7 @@ def print_results(options: Any, run: RunOptions, output: Output) -> None:
         _, model, name, *_ = row
         example_name = f"{Path(model).stem}_{Path(name).stem}.counterexample.gz"
         for path in output.output:
-            # After every line: nothing is lost if a later instance cannot be read.
+            # Written after every line, so that nothing is lost if a later instance cannot be read.
             files.write(path, text.encode())
             if example:
                 files.write(path.parent / example_name, gzip.compress(example.encode()))
@@ -55,6 +56,7 @@ def verify_report(options: Any, run: RunOptions, output: Output) -> None:
     Raises:
         LipauditError: a proof does not hold, or the report or the proofs cannot be read.
     """
+    # Options given on the command line, not in a configuration file.
     set_options = run.model_fields_set - run._configured or output.model_fields_set
     if set_options:
         text = f"{flag(min(set_options))} has no effect with --verify"

@@ -39,12 +39,13 @@ def load_denoiser(reference: str) -> nn.Module:
 
 def hash_denoiser(reference: str) -> str:
     """Return the hash of a denoiser: of its weights and buffers, and of its factory's file."""
+    # A denoiser may have no parameters (bare): its source is hashed, too.
     weights = hash_weights(load_denoiser(reference), reference, bare=True)
-    place = reference.removeprefix("py:").rpartition(":")[0]  # a file, or a module by name
-    if place.endswith(".py"):
-        path = place
+    source = reference.removeprefix("py:").rpartition(":")[0]  # a file, or a module by name
+    if source.endswith(".py"):
+        path = source
     else:
-        path = str(sys.modules[place].__file__)
+        path = str(sys.modules[source].__file__)
     return hashlib.sha256(Path(path).read_bytes() + weights.encode()).hexdigest()
 
 
@@ -59,7 +60,8 @@ def add_denoiser(net: Net, reference: str) -> Net:
     denoiser = load_denoiser(reference).to(net.device, net.dtype)
     advice = "A denoiser takes noisy samples and returns samples of their shape and type."
 
-    def call(x: Tensor, mask: Tensor | None) -> Any:
+    # Takes the place of `Net.call`, which runs the model on samples x.
+    def call_behind_denoiser(x: Tensor, mask: Tensor | None) -> Any:
         with explain_failure(f"the denoiser {reference} failed", advice):
             z = denoiser(x)
         returned = _describe(z)
@@ -70,11 +72,11 @@ def add_denoiser(net: Net, reference: str) -> Net:
             )
         return net.call(z, mask)
 
-    return replace(net, call=call)
+    return replace(net, call=call_behind_denoiser)
 
 
 def _describe(value: Any) -> tuple[Any, ...]:
-    """Return the shape and the dtype of a tensor; the type of anything else."""
+    """Return the shape and the dtype of a tensor, to compare or print; else the value's type."""
     if isinstance(value, Tensor):
         return (*value.shape, value.dtype)
     return (type(value),)

@@ -51,6 +51,7 @@ def decide_instances(
     Raises:
         InputError: a file is missing, or has something that is not read.
     """
+    # `Query` makes a classifier of each property: it is to be proven on the ball of radius 1.
     options = options.model_copy(update={"eps": (parse_radius("1"),)}).adapt("tokens")
     advice = "Give lines MODEL.onnx,PROPERTY.vnnlib,SECONDS in a .csv file."
     with explain_failure(f"{path} is no list of instances", advice, OSError, ValueError):
@@ -63,7 +64,7 @@ def decide_instances(
         goal = read_property(path.parent / name)
         with explain_failure(f"{name} does not fit {model}", advice):
             query = Query(graph, goal)
-            query(torch.zeros_like(query.centre)[None])
+            query(torch.zeros_like(query.centre)[None])  # fails if the shapes do not fit
         with exact_arithmetic(torch.device("cpu")):
             net = _make_net(query, model, name)
             x = torch.zeros(1, *net.input_shape, dtype=net.dtype)
@@ -80,7 +81,10 @@ def decide_instances(
 
 
 def _make_net(query: Query, model: str, name: str) -> Net:
-    """Return a property of a network as a classifier of the ball of radius 1 around 0."""
+    """Return the classifier of an instance as a `Net`: certified where the property holds.
+
+    Its input is in the ball of radius 1 around 0, which `query` maps to the box of the property.
+    """
     spec = ModelSpec(query, tuple(query.centre.shape), kind="tokens", architecture=model)
     how = LoadOptions(device="cpu", dtype=query.dtype)
     return assemble(spec, how, name=name, source="file")
@@ -91,10 +95,12 @@ def _decide(
 ) -> tuple[str, tuple[Tensor, ...]]:
     """Attack and prove the ball of an instance.
 
-    Returns the competition's word for the outcome, and the inputs and outputs of a counterexample.
+    Returns the competition's word for the outcome (sat: broken, unsat: proven, timeout or
+    unknown), and the inputs and outputs of a counterexample.
     """
-    for _ in bracket.decide_balls(options.eps):
+    for _ in bracket.decide_balls(options.eps):  # works between its yields
         pass
+    # The example must break the property after rounding, too: otherwise the outcome is unknown.
     if bracket.adversarial_radius <= 1 or not bracket.correct:
         example = query.find_example(bracket.example)
         if example:
@@ -107,7 +113,10 @@ def _decide(
 
 
 def _write_example(example: Sequence[Tensor]) -> str:
-    """Write inputs and outputs of a counterexample in the competition's form; empty for none."""
+    """Return inputs and outputs of a counterexample in the competition's format; "" for none.
+
+    Each line has a variable and its value, as in (X_0 0.5); Y are the outputs.
+    """
     lines: list[str] = []
     for letter, values in zip("XY", example, strict=False):
         lines += (f"({letter}_{i} {value!r})" for i, value in enumerate(values.tolist()))
@@ -143,6 +152,7 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
     options = CertifyOptions.parse(section.settings)
     if options.counted:
         raise InputError(f"certificates of {options.counted} are not repeated", "Only balls are.")
+    # Load the model and the samples of the report again, with its options.
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     plan = {"certify": options}
     count = {"certify": len(section.ids)}
@@ -165,11 +175,12 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
             (name,) = sample.ids
             i = section.ids.index(name)
             radius = radii[i]
-            if radius is None:
+            if radius is None:  # the report certifies no ball of this sample
                 continue
             label = columns["predicted"][i]
             if sample.y is not None and int(sample.y) >= 0:
                 label = int(sample.y)
+            # With stored parts of the ball the proof is evaluated, and nothing is searched.
             leaves = _read_leaves(proofs, name_proof(name, float(radius)), net.device)
             with exact_arithmetic(net.device):
                 proof = replace(make_proof(net, sample, options, math.inf), leaves=leaves)
@@ -190,9 +201,10 @@ def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | 
 
 
 def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: Run) -> bool:
-    """Return whether a report has the weights, samples and labels of a job, and is consistent.
+    """Return whether a report is of the weights, samples and labels of a job, and is consistent.
 
-    Its rows must be the balls of the options, with the shares of samples flagged as certified.
+    Consistent means: its rows are the balls of its options, and their certified shares are those
+    of the samples that are flagged as certified.
     """
     if job.net.weights_sha256 != before.model.weights_sha256:
         return False
@@ -219,7 +231,16 @@ def _is_report_of(job: Job, section: Section, options: CertifyOptions, before: R
 
 
 def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
-    """Return the parts of a ball in the file of `--proofs`; none where it has no such ball."""
+    """Return the parts of a ball, with multipliers, from the file of `--proofs`.
+
+    Without a file, or if the file has no such ball, the result has no parts: then only the pass
+    through the model can prove the ball.
+
+    Args:
+        proofs: the file, a zip archive with a .npz file for each ball.
+        name: the name of the ball.
+        device: where the tensors are needed.
+    """
     content = b""
     damaged = explain_failure(f"{proofs} is damaged", "Copy the file again.", Exception)
     with damaged:

@@ -39,12 +39,13 @@ def export_balls(
         # The function of token embeddings depends on the text around them.
         if net.kind == "text":
             files[f"{name}.onnx"] = export_onnx(net, sample)
-        elif sample.start == 0:
+        elif sample.start == 0:  # the first sample of the run: one model serves all
             files["model.onnx"] = export_onnx(net, sample)
-        if not bracket.correct:
+        if not bracket.correct:  # there is no property to prove
             continue
         x = net.point(sample).double()
         free = net.free(sample)
+        # 1 for entries that may change: all of an image, or those of the free tokens.
         moving = x.new_ones(x.shape) if free is None else free[..., None]
         label = bracket.label_to_prove
         for eps in options.eps:
@@ -62,7 +63,11 @@ def name_proof(sample: str, radius: float) -> str:
 
 
 def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
-    """Return the proven parts of split balls as .npz files by name."""
+    """Return the proofs of certified balls that were split, as .npz files by name.
+
+    A proof is the parts of the ball with their multipliers (`Nodes`). Balls that were not split
+    need none: a pass through the model proves them again.
+    """
     import numpy as np
 
     files = {}
@@ -78,7 +83,7 @@ def encode_proofs(brackets: Sequence[Bracket]) -> dict[str, bytes]:
 
 
 def _decode_files(parts: Sequence[Part], fact: str) -> dict[str, bytes]:
-    """Return the files that parts hold as text, by name."""
+    """Return the files by name that the results of batches hold as base64 text."""
     texts = base.join_facts(parts, fact)
     return {name: base64.b64decode(text) for name, text in texts.items()}
 
@@ -95,7 +100,8 @@ def encode_files(parts: Sequence[Part], options: CertifyOptions) -> dict[Path, b
         for name in exported:
             if not name.endswith(".vnnlib"):
                 continue
-            model = f"{name.partition('_')[0]}.onnx"  # of this sample
+            # Texts have a model file per sample, other samples one for all.
+            model = f"{name.partition('_')[0]}.onnx"
             if model not in exported:
                 model = "model.onnx"
             lines.append(f"{model},{name},{options.seconds or TIMEOUT:g}\n")

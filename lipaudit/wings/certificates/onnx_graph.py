@@ -30,34 +30,34 @@ def _integers(values: Any) -> list[int]:
 
 
 def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
-    """Return x[start:end:step] along each of the axes."""
+    """Return x[start:end:step] along each of the axes, the operator Slice."""
     if axes is None:
         axes = range(len(starts))
     if steps is None:
         steps = [1] * len(starts)
     for start, end, step, axis in zip(starts, ends, steps, _integers(axes), strict=False):
         index: Any = slice(int(start), int(end), int(step))
-        if index.step < 0:  # torch has no steps back
+        if index.step < 0:  # torch takes no negative steps: list the indices
             index = [*range(x.shape[axis])[index]]
         x = _take(x, index, axis)
     return x
 
 
 def _take(x: Any, index: Any, axis: int) -> Any:
-    """Return x[..., index, ...], with the index on one axis."""
+    """Return x[..., index, ...], with the index (integer, slice or list) on one axis."""
     before = [slice(None)] * (axis % x.ndim)
     return x[*before, index]
 
 
-def _gather(x: Any, at: Any, axis: int = 0) -> Any:
-    """Return the entries `at` of an axis; a single one takes the axis away."""
-    if not at.ndim:
-        at = int(at)
-    return _take(x, at, axis)
+def _gather(x: Any, indices: Any, axis: int = 0) -> Any:
+    """Return the entries of an axis at some indices; a scalar index removes the axis."""
+    if not indices.ndim:
+        indices = int(indices)
+    return _take(x, indices, axis)
 
 
 def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> Any:
-    """Return the parts of an axis: of given sizes, or so many of about equal size."""
+    """Return the parts of an axis: of the sizes `split`, or `num_outputs` of about equal size."""
     if split is not None:
         return x.split(_integers(split), axis)
     rounded_up = -(-x.shape[axis] // num_outputs)
@@ -65,7 +65,7 @@ def _split(x: Any, split: Any = None, axis: int = 0, num_outputs: int = 1) -> An
 
 
 def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
-    """Return x in another shape, in which 0 keeps the size of an axis."""
+    """Return x in another shape, in which 0 keeps the size of an axis, the operator Reshape."""
     sizes = _integers(shape)
     for i, size in enumerate(sizes):
         if size == 0:
@@ -80,7 +80,7 @@ def _squeeze(x: Any, axes: Any = None) -> Any:
 
 
 def _unsqueeze(x: Any, axes: Any) -> Any:
-    """Insert axes of size 1, numbered as in the result."""
+    """Insert axes of size 1; `axes` are their numbers in the result."""
     ndim = x.ndim + len(axes)
     for axis in sorted(axis % ndim for axis in _integers(axes)):
         x = torch.unsqueeze(x, axis)
@@ -88,7 +88,7 @@ def _unsqueeze(x: Any, axes: Any) -> Any:
 
 
 def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Return x clamped to limits that ONNX has as tensors."""
+    """Return x clamped to [min, max]; in ONNX these are tensors, here they become numbers."""
     if min is not None:
         min = torch.as_tensor(min).item()
     if max is not None:
@@ -97,11 +97,12 @@ def _clip(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
-    """Add entries at the ends of axes; `pads` has all beginnings, then all ends."""
+    """Add entries at the ends of axes; `pads` has the sizes at beginnings, then at ends."""
     # torch wants pairs of beginning and end, the last axis first.
     ends = torch.tensor(_integers(pads)).view(2, -1)
     pairs = ends.flip(1).mT.flatten().tolist()
-    while pairs[-2:] == [0, 0]:  # of the first axes, which some modes do not take
+    # Some modes of torch cannot pad the first axes: leave them out if nothing is added there.
+    while pairs[-2:] == [0, 0]:
         del pairs[-2:]
     if not pairs:
         return x
@@ -111,7 +112,16 @@ def _pad(x: Any, pads: Any, value: Any = 0.0, mode: str = "constant") -> Any:
 def _place_windows(
     x: Any, size: Sequence[int], attributes: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """Return strides, dilations and padding of windows of a size, over the axes behind two."""
+    """Return strides, dilations and padding of the windows of a convolution or a pooling.
+
+    Args:
+        x: (batch, channels, ...), the input; windows move over the axes behind these two.
+        size: size of a window along each of these axes.
+        attributes: the attributes of the ONNX operator.
+
+    Returns:
+        A stride and a dilation per axis; padding at all beginnings, then at all ends.
+    """
     n = len(size)
     if attributes.get("ceil_mode") or n > 2:
         raise InputError(
@@ -123,13 +133,13 @@ def _place_windows(
     kind = attributes.get("auto_pad", "")
     if not kind.startswith("SAME"):
         return strides, dilations, attributes.get("pads", [0] * 2 * n)
-    # SAME: as many windows as the size over the stride, rounded up.
+    # SAME: the number of windows is size / stride, rounded up; padding makes room for the last.
     first = []
     last = []
     for i in range(n):
-        reach = dilations[i] * (size[i] - 1)
-        over = (x.shape[2 + i] - 1) % strides[i]
-        padding = max(reach - over, 0)
+        needed = dilations[i] * (size[i] - 1)  # entries behind the first of a window
+        available = (x.shape[2 + i] - 1) % strides[i]  # behind the first of the last window
+        padding = max(needed - available, 0)
         smaller = padding // 2
         larger = padding - smaller
         if kind == "SAME_LOWER":
@@ -142,14 +152,17 @@ def _place_windows(
 
 
 def _convolve(x: Any, w: Any, b: Any = None, group: int = 1, **how: Any) -> Any:
-    """Return a convolution over one or two axes; `how` are the attributes of windows."""
+    """Return a convolution over one or two axes; `how` has strides, dilations and padding."""
     strides, dilations, pads = _place_windows(x, w.shape[2:], how)
     convolve: Any = F.conv1d if w.ndim == 3 else F.conv2d
     return convolve(_pad(x, pads), w, b, strides, 0, dilations, group)
 
 
 def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any) -> Any:
-    """Return the largest value of every window; `how` are the attributes of windows."""
+    """Return the largest value of every window; `how` has strides, dilations and padding.
+
+    `storage_order` is only about the indices, which are not computed.
+    """
     strides, dilations, pads = _place_windows(x, kernel_shape, how)
     padded = _pad(x, pads, -math.inf)
     pool: Any = F.max_pool1d if x.ndim == 3 else F.max_pool2d
@@ -157,7 +170,10 @@ def _pool_largest(x: Any, kernel_shape: Any, storage_order: int = 0, **how: Any)
 
 
 def _pool_mean(x: Any, kernel_shape: Any, count_include_pad: int = 0, **how: Any) -> Any:
-    """Return the mean of every window, as a convolution with ones over a count of entries."""
+    """Return the mean of every window: a convolution with ones, divided by a count of entries.
+
+    Without `count_include_pad` padding does not count. `how` has strides, dilations and padding.
+    """
     w = torch.ones(x.shape[1], 1, *kernel_shape, dtype=x.dtype)
     channels = len(w)
     sums = _convolve(x, w, None, channels, **how)
@@ -194,7 +210,7 @@ def _multiply(
 
 def _power(x: Any, y: Any) -> Any:
     """Return x^y in the dtype of x."""
-    if y.numel() == 1:
+    if y.numel() == 1:  # certificates have rules for exponents that are numbers
         y = y.item()
     power = x**y
     if x.is_floating_point():
@@ -214,7 +230,10 @@ def _find_remainder(x: Any, y: Any, fmod: int = 0) -> Any:
 
 
 def _cast(x: Any, to: int) -> Any:
-    """Return x in another type, by its number in ONNX; floating-point values keep their dtype."""
+    """Return x in another type, by its number in ONNX.
+
+    A cast between floating-point types does nothing: the network is a real-valued function.
+    """
     dtype = CASTS[to]
     if x.is_floating_point() and dtype.is_floating_point:
         return x
@@ -224,7 +243,8 @@ def _cast(x: Any, to: int) -> Any:
 def _rectify(x: Any, slope: Any) -> Any:
     """Return x where x > 0, else slope x: the operator PRelu."""
     positive = x.relu()
-    return positive + (x - positive) * slope  # 1 - slope would be rounded
+    # Not slope x + (1 - slope) relu(x): 1 - slope would be rounded.
+    return positive + (x - positive) * slope
 
 
 def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any:
@@ -234,7 +254,10 @@ def _drop(x: Any, ratio: Any = None, training: Any = None, seed: int = 0) -> Any
 
 
 def _reduce(name: str, *order: int) -> Any:
-    """Return the operator that reduces axes by a method of tensors, such as "sum"."""
+    """Return the operator that reduces axes by a method of tensors, such as "sum".
+
+    `order` is the first argument of the method "norm", else nothing.
+    """
 
     def reduce_axes(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
         """Reduce axes, by default all."""
@@ -352,6 +375,7 @@ class Graph:
         advice = "Give a network with one input and one output."
         with explain_failure(f"{path} cannot be read as ONNX", advice, Exception):
             model = onnx.load(path)
+            # One version of the standard operators, one input and one output: else an error.
             (version,) = (o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
             graph = model.graph
             self.weights = {tensor.name: _read_value(tensor) for tensor in graph.initializer}
@@ -365,7 +389,7 @@ class Graph:
 
         advice = f"Export the network with other operators, in version 17 (not {version})."
         self.steps = []
-        # A value is dropped after its last use: forms are large.
+        # The last step that uses a value, which is then dropped: tensors of forms are large.
         self.last_step: dict[str, int] = {}
         for i, node in enumerate(graph.node):
             attributes = _read_attributes(node)
@@ -377,7 +401,10 @@ class Graph:
                 self.last_step[name] = i
 
     def __call__(self, x: Any) -> Any:
-        """Run the network; row by row, because the shapes in the file may be those of one."""
+        """Run the network on tensors or forms (batch, inputs); return (batch, outputs).
+
+        It runs row by row, because the shapes in the file may be fixed to one sample.
+        """
         if len(x) > 1:
             return torch.cat([self(row[None]) for row in x])
         start, end = self.ends
@@ -387,7 +414,8 @@ class Graph:
             if not isinstance(results, tuple | list):
                 results = (results,)
             values.update(zip(outputs, results, strict=False))
-            values[""] = None  # outputs that nobody reads have the name of absent inputs
+            # Unused outputs are named "" in the file, like absent inputs, whose value is None.
+            values[""] = None
             for name in {*inputs} - {""}:
                 if self.last_step[name] == i:
                     del values[name]
@@ -395,7 +423,7 @@ class Graph:
 
 
 def _read_value(value: Any) -> Any:
-    """Return a tensor of a file for torch, bytes as text, and any other value as it is."""
+    """Return a value of an ONNX file: tensors for torch, bytes as text, others as they are."""
     import onnx
 
     if isinstance(value, onnx.TensorProto):
@@ -412,20 +440,27 @@ def _read_attributes(node: Any) -> dict[str, Any]:
     attributes = {}
     for attribute in node.attribute:
         attributes[attribute.name] = _read_value(onnx.helper.get_attribute_value(attribute))
-    if node.op_type == "Split":
+    if node.op_type == "Split":  # before version 18 the number of parts is only in the outputs
         attributes["num_outputs"] = len(node.output)
     return attributes
 
 
 def _find_unread(node: Any, attributes: Mapping[str, Any], version: int) -> str:
-    """Name the operator, and the attribute, that is not read; empty if all is read."""
+    """Return the operator, or operator and attribute, that cannot be read; "" if all can be.
+
+    Args:
+        node: a node of the ONNX graph.
+        attributes: its attributes by name.
+        version: version of the operators (opset).
+    """
     name = node.op_type
+    # Before version 13 a softmax runs over all axes from `axis` on: only the last one is the same.
     if "Softmax" in name and version < OLDEST and attributes.get("axis") != -1:
         return f"{name} with axis"
     if node.domain or name not in OPERATORS:
         return str(name)
     known = set(inspect.signature(OPERATORS[name]).parameters)
-    if "how" in known:
+    if "how" in known:  # the function takes any attribute of windows
         known.update(WINDOWS)
     for attribute in attributes:
         if attribute not in known:
@@ -446,6 +481,8 @@ class Query(nn.Module):
 
     def __init__(self, graph: Graph, goal: Property) -> None:
         super().__init__()
+        # u in [-1, 1] stands for the input centre + u radius. The logits are limits - rows @ y:
+        # one for each condition that must not hold, behind zeros for class 0.
         self.graph = graph
         self.goal = goal
         _, self.conditions, outputs = goal.rows.shape
@@ -477,7 +514,12 @@ class Query(nn.Module):
         return y.reshape(len(y), -1, self.conditions).amin(2)
 
     def find_example(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the input in the box and its outputs, if the network breaks the property."""
+        """Return the input for u and its outputs if they break the property, else None.
+
+        Args:
+            u: (1, inputs) in [-1, 1], an adversarial example of the classifier.
+        """
+        # The ends of the box are rounded inwards, so that the input is in the box.
         low = cast_up(self.goal.low, self.graph.dtype)
         high = -cast_up(-self.goal.high, self.graph.dtype)
         with torch.no_grad():
@@ -517,6 +559,7 @@ def export_onnx(net: Net, sample: Batch) -> bytes:
     text = f"{net.architecture} cannot be written as ONNX"
     advice = "Leave --export out."
     content = b""
+    # A newer version of the operators only if the older one cannot express GELU exactly.
     for version in (OPSET, GELU_OPSET):
         with explain_failure(text, advice):
             content = _export_version(net, sample, version)
@@ -541,7 +584,7 @@ def _export_version(net: Net, sample: Batch, version: int) -> bytes:
             return net.forward(z, sample)
 
     file: Any = io.BytesIO()
-    # Where it fails, it prints the graph.
+    # If torch's exporter fails, it prints the graph: the patch silences that.
     quiet = patch.object(torch._C, "_jit_onnx_log", create=True)
     with warnings.catch_warnings(action="ignore"), quiet:
         # The exporter by tracing: the newer one takes 25 times as long and rewrites the graph.
@@ -553,7 +596,7 @@ def _export_version(net: Net, sample: Batch, version: int) -> bytes:
             opset_version=version,
             input_names=["X"],
             output_names=["Y"],
-            # In eval mode it would merge normalisations into weights, and round them.
+            # With the mode EVAL it would merge normalisations into weights, which rounds them.
             training=torch.onnx.TrainingMode.PRESERVE,
         )
     return bytes(file.getvalue())

@@ -168,12 +168,15 @@ class CertifyOptions(MeasureOptions):
                 if self._differs(known) and known.name not in OPTIONS_WITHOUT_MODEL[instead]:
                     text = f"{known.flags[0]} has no meaning with --{instead}"
                     raise UsageError(text, "Leave one of the two out.")
+        # Raises an error if the attacks do not suit the balls.
         self.trials(self.eps or (ONE_CHANGE if self.counted else PLACEHOLDER_RADIUS,))
         return self
 
     @property
     def counted(self) -> Norm | None:
-        """Return what the radii count, such as patches; None for balls.
+        """Return what the radii count: "patch" or "words"; None if they are radii of balls.
+
+        The unit is in --eps (1patch) or in --norm.
 
         Raises:
             UsageError: radii have different units.
@@ -188,7 +191,10 @@ class CertifyOptions(MeasureOptions):
         return unit or None
 
     def redirect(self, name: str) -> tuple[str, MeasureOptions]:
-        """Return the measure of the smoothed classifier for `--smooth`, else this one.
+        """Return the name and options of the measure to run: with --smooth that is `smoothing`.
+
+        Args:
+            name: the name of this measure.
 
         Raises:
             UsageError: an option of proofs, a norm other than L2, or an invalid value.
@@ -200,7 +206,7 @@ class CertifyOptions(MeasureOptions):
             raise UsageError(text, "Give radii without a unit: --eps 0.25.")
         for field, known in self.options().items():
             value = getattr(self, field)
-            # --norm l2 only says what holds anyway.
+            # --norm l2 is allowed: certificates with --smooth are in L2.
             if self._differs(known) and field not in SMOOTHING_OPTIONS and value != "l2":
                 text = f"{known.flags[0]} has no meaning with --smooth, which counts votes in L2"
                 raise UsageError(text, "Leave one of the two out.")
@@ -209,7 +215,12 @@ class CertifyOptions(MeasureOptions):
         )
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Fill in the norm and the radii that a kind of model usually gets, and check them.
+        """Return the options with defaults for a kind of model: norm, radii, attack and limits.
+
+        Args:
+            kind: "image", "text" or "tokens".
+            changes: the units of its texts that can be changed: words, characters.
+            why: why other units cannot be changed.
 
         Raises:
             UsageError: an attack or a norm means nothing for it, or there is no radius.
@@ -217,6 +228,7 @@ class CertifyOptions(MeasureOptions):
         norm = self.counted or self.norm or ("l2" if kind == "text" else "linf")
         eps = self.eps if self.eps or kind == "text" else self.usual_eps
         if self.counted:
+            # Numbers without their unit, as the norm has it from here on.
             eps = tuple(replace(r, text=str(r.value), unit="") for r in self.eps) or (ONE_CHANGE,)
         if not eps and not self.radius:
             raise UsageError(
@@ -237,7 +249,7 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the list of exported properties, whose folder has the others, and the proofs."""
+        """Return the files to write: instances.csv in the folder of --export, and --proofs."""
         exported = None
         if self.export is not None:
             exported = self.export / "instances.csv"
@@ -245,13 +257,16 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def most_nodes(self) -> int | None:
-        """Return the largest number of parts of a ball; None if --seconds is the only limit."""
+        """Return the largest number of parts of a ball; None if only --seconds limits it."""
         if self.nodes is not None or self.seconds is not None:
             return self.nodes
         return PATCH_NODES if self.counted == "patch" else NODES
 
     def choose_patch(self, net: Net) -> tuple[int, int] | None:
-        """Return height and width of a patch; None for balls, or if unknown."""
+        """Return height and width of a patch: --patch-size, or those of the model.
+
+        None for balls, or if the model has no known patch size.
+        """
         if self.counted != "patch":
             return None
         if self.patch_size is None:
@@ -259,7 +274,10 @@ class CertifyOptions(MeasureOptions):
         return (self.patch_size, self.patch_size)
 
     def count_inputs(self, net: Net, sample: Batch) -> int:
-        """Return the number of pixels that change at once, or of near words; 0 for balls."""
+        """Return how many inputs of a proof vary: pixels of patches, or near words; 0 for balls.
+
+        0 means that the caller counts the entries of the sample.
+        """
         from lipaudit.attacks.rewriting import NEIGHBOURS
 
         if self.counted == "words":
@@ -271,10 +289,10 @@ class CertifyOptions(MeasureOptions):
         return int(patches) * net.input_shape[0] * math.prod(patch)
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
-        """Return the attacks on these balls, the smallest ball first.
+        """Return the attacks on these balls (or numbers of patches or words), smallest first.
 
         Raises:
-            UsageError: an attack is unknown, or does not work on balls.
+            UsageError: an attack is unknown, or makes other changes than the certificates cover.
         """
         attack = self.attack or self.counted or "pgd"
         names = attack.removeprefix("custom:").split(",")
@@ -290,7 +308,9 @@ class CertifyOptions(MeasureOptions):
 
 
 def plan_certificates(request: AuditRequest) -> CertifyOptions:
-    """Return the certificates of an audit: of the attacked balls, and of norms that have any.
+    """Return the options of the certificates in an audit: on the balls that the audit attacks.
+
+    Radius 0 and numbers of patches or words are left out, and norms without certificates.
 
     Raises:
         UsageError: for a bad radius, attack or norm.

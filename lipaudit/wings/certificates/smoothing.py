@@ -80,7 +80,7 @@ class SmoothingOptions(MeasureOptions):
         return tuple(map(int, self.noise_samples.split(",")))
 
     def adapt(self, kind: str, changes: Sequence[Norm] = (), why: str = "") -> Self:
-        """Fill in the radii, and hash the denoiser.
+        """Return the options with default radii in units of the noise, and the denoiser's hash.
 
         Raises:
             UsageError: there is no noise, or the reference of the denoiser is malformed.
@@ -170,9 +170,9 @@ SMOOTHING_TABLE = Layout(
 
 
 def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> Iterator[Part]:
-    """Yield the votes of each sample.
+    """Yield a part with the votes of each sample: how many noisy copies get each class.
 
-    The first copies choose a class, and further ones count for its limit: an estimate on the
+    The first N0 copies choose a class, and N others estimate its probability: an estimate on the
     copies that chose the class would be too high.
     """
     import numpy as np
@@ -183,7 +183,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
     denoised = net
     if options.denoiser is not None:
         denoised = add_denoiser(net, options.denoiser)
-    # Noise has the shape of its sample, not that of a batch of texts.
+    # Noise has the shape of its sample. Texts of a batch are padded, so they run one by one.
     size = 1 if net.kind == "text" else SAMPLES_PER_PASS
     pieces = (piece for batch in batches for piece in batch.split(size))
     for number, batch in enumerate(pieces):
@@ -204,18 +204,23 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part((batch.ids[i],), arrays, {"classes": names})
-            start += seconds  # the time of whoever takes the part does not count
+            # The next sample's time starts where this one's ended. (Work by the consumer of a part
+            # happens after the `yield`, and is not counted again.)
+            start += seconds
 
 
 def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[Tensor]:
-    """Yield how many noisy copies of each sample get each class: of the N0 first, of N others.
+    """Yield, for each sample, how many of its noisy copies the model puts into each class.
 
-    Noise is added in the attacked space: pixels in [0, 1], which are not clipped afterwards, or
-    token embeddings. A pass may hold copies of several samples. Each copy is one draw from the
-    CPU generator of its sample: it depends on neither batches nor devices.
+    The first N0 copies of a sample choose its class, the next N estimate the class's probability:
+    they are counted apart. All copies of all samples are numbered in a row, sample by sample, and
+    run in passes of `options.batch_size`, so a pass may hold copies of several samples.
+    Gaussian noise is added to pixels in [0, 1], not clipped afterwards, or to token embeddings.
+    Each copy is one draw from the CPU generator of its sample, so it does not depend on batches or
+    devices.
 
     Yields:
-        Counts, (2, classes), when all copies of a sample are done.
+        Counts (2, classes), of the N0 and of the N copies, as soon as a sample is done.
 
     Raises:
         EvaluationError: the output for a copy is not finite.
@@ -229,18 +234,18 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
     seeds = [base.seed_of(name, options.seed) for name in batch.ids]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     counts = torch.zeros(len(batch), 2, net.classes or 0, dtype=torch.long)
-    finished = 0
+    finished = 0  # number of samples whose counts were yielded
     total = len(batch) * copies_per_sample
     for start in range(0, total, options.batch_size):
-        copies = torch.arange(start, min(start + options.batch_size, total))
-        sample = copies // copies_per_sample
+        copies = torch.arange(start, min(start + options.batch_size, total))  # numbers in a row
+        sample = copies // copies_per_sample  # index of the sample of each copy
         draws = []
         for i in sample.tolist():
             draw = torch.randn(point.shape[1:], generator=generators[i], dtype=torch.float32)
             draws.append(draw)
         noise = torch.stack(draws).to(point)
         rows = sample.to(point.device)
-        if free is not None:
+        if free is not None:  # texts: padding gets no noise
             noise = noise * free[rows, :, None]
         with torch.no_grad():
             z = point[rows] + (options.smooth or 0.0) * noise
@@ -248,16 +253,18 @@ def count_votes(net: Net, batch: Batch, options: SmoothingOptions) -> Iterator[T
         if not bool(logits.isfinite().all()):
             text = f"the model's output is not finite under noise of {options.smooth}"
             raise EvaluationError(text, "Try --dtype float64, or less noise.")
+        # 0 for the N0 copies that choose the class, 1 for the N others.
         stage = (copies % copies_per_sample >= selecting).long()
+        # counts[sample, stage, class] += 1 for every copy.
         counts.index_put_((sample, stage, logits.argmax(1)), torch.tensor(1), accumulate=True)
-        done = (int(copies[-1]) + 1) / copies_per_sample
+        done = (int(copies[-1]) + 1) / copies_per_sample  # samples, the last one in part
         base.report_progress(done - finished)
         yield from counts[finished : int(done)]
         finished = int(done)
 
 
 def _time_copy(net: Net, batch: Batch, options: SmoothingOptions) -> float:
-    """Return the seconds of a noisy copy in a small pass."""
+    """Return the seconds that a noisy copy takes, measured in a pass of eight copies."""
     few = options.model_copy(update={"noise_samples": "1,7"})
     for _ in range(2):  # the first pass compiles kernels and fills caches
         start = time.perf_counter()
@@ -320,7 +327,7 @@ def check(net: Net, batch: Batch, options: SmoothingOptions) -> None:
 
 
 def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]:
-    """Make the section: a row per radius, and the votes and the radius of every sample."""
+    """Return the section of the report: a row per radius, votes and radius of every sample."""
     import numpy as np
 
     arrays = base.join_arrays(parts)
@@ -336,7 +343,8 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     share = limit_share(votes, copies, options.alpha)
     radius = certify_radius(share, sigma)
     correct = (chosen == label) & (radius > 0)
-    # The theorem is about inputs nearer than the radius: the closed ball must be smaller.
+    # The theorem holds for inputs nearer than the certified radius: a closed ball of radius eps is
+    # certified if eps is less.
     eps = [float(ball) for ball in options.eps]
     certified = correct[:, None] & (radius[:, None] > eps)
     rows = base.make_rows(  # a repeated sample counts once, as in every comparison
@@ -357,14 +365,22 @@ def summarise(parts: Sequence[Part], options: SmoothingOptions) -> list[Section]
     for row, flags in zip(rows, certified.T, strict=True):
         columns[row.trial.column("certified")] = flags
     columns["predicted"] = np.where(radius > 0, chosen, np.nan)
-    # With every vote for one class, the limit p has p^N = alpha.
+    # The largest radius possible with N copies: all votes are for one class, and p^N = alpha.
     (largest,) = certify_radius(np.array([options.alpha ** (1 / copies)]), sigma)
     notes = [*_write_notes(rows[0], options, largest), *base.repeat_notes(parts)]
     return [base.make_section(SMOOTHING_TABLE, parts, options, rows, notes, samples=columns)]
 
 
 def _write_notes(row: Row, options: SmoothingOptions, largest: float) -> Iterator[Note]:
-    """Note what the certificates are of, what limits them, and a model that noise breaks."""
+    """Yield notes: whose certificates these are, the largest possible radius, and a warning.
+
+    The warning is for a model that is mostly wrong under noise.
+
+    Args:
+        row: a row of the section.
+        options: the options of the run.
+        largest: the largest radius that this number of copies can certify.
+    """
     yield Note.info(
         "smoothed",
         "certificates are of the smoothed classifier, not of the model: use the same vote. Each "

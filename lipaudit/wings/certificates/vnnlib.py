@@ -23,7 +23,10 @@ TIMEOUT = 100.0
 
 
 def write_property(low: Tensor, high: Tensor, classes: int, label: int, title: str) -> str:
-    """Write the property that a classifier keeps its class on a box, as what must not happen.
+    """Return the property that a classifier keeps its class on a box, as VNN-LIB text.
+
+    VNN-LIB states what must not happen: an input in the box at which another class has a logit at
+    least as large as that of the label.
 
     Args:
         low: smallest value of every input, in the order in which the network reads them.
@@ -72,7 +75,10 @@ class Property:
     limits: Tensor
 
     def is_broken_by(self, y: Tensor) -> bool:
-        """Return whether outputs (outputs,) meet all conditions of one of the clauses."""
+        """Return whether outputs (outputs,) fulfil all conditions of a clause, which is forbidden.
+
+        Condition c of a clause is rows[c] @ y <= limits[c].
+        """
         return bool((self.rows @ y.double() <= self.limits).all(-1).any())
 
 
@@ -109,29 +115,34 @@ class _PropertyReader:
     """
 
     def __init__(self) -> None:
+        # Declared variables; clauses of conditions that must not all hold; ranges of the inputs.
         self.names = set[str]()
         self.clauses = [list[Condition]()]
         self.least = dict[str, Fraction]()
         self.most = dict[str, Fraction]()
 
     def add(self, command: list[Any]) -> None:
-        """Take in one command.
+        """Record one command: a declared variable, or an assertion about inputs or outputs.
+
+        Assertions about inputs are ranges; those about outputs are clauses, each a list of
+        conditions that must not all hold.
 
         Raises:
-            ValueError: it is none of those that are read; likewise LookupError, TypeError.
+            ValueError: the command cannot be read; likewise LookupError, TypeError.
         """
         if command[0] == "declare-const" and command[2:] == ["Real"]:
             self.names.add(command[1])
             return
         alternatives = _list_clauses(command)
         if any(map(_has_output, alternatives)):
-            # Both the earlier assertions and this one: every pair of alternatives is a clause.
+            # The earlier assertions and this one must hold together: (a or b) and (c or d) has the
+            # clauses a c, a d, b c and b d.
             pairs = product(self.clauses, alternatives)
             self.clauses = [[*earlier, *later] for earlier, later in pairs]
             return
-        (conditions,) = alternatives  # ranges are no alternatives
+        (conditions,) = alternatives  # an "or" about inputs is not read
         for condition in conditions:
-            # factor name + constant <= 0
+            # A range: factor name + constant <= 0, with one input; the constant has the name "".
             (name,) = {*condition} - {""}
             end = -condition[""] / condition[name]
             if condition[name] > 0:
@@ -161,14 +172,14 @@ class _PropertyReader:
         rows = []
         limits = []
         for clause in self.clauses:
-            # A shorter clause repeats its conditions.
+            # All clauses get the same size, for a tensor: shorter ones repeat their conditions.
             conditions = (clause * size)[:size]
             rows_of_clause = []
             for condition in conditions:
                 rows_of_clause.append([float(condition.get(y, 0)) for y in outputs])
             rows.append(rows_of_clause)
             limits.append([_round_up(-condition[""]) for condition in conditions])
-        # Rounded outwards: the box holds the range.
+        # Fractions are rounded outwards to float64, so that the box contains the range.
         low = [-_round_up(-self.least[name]) for name in inputs]
         high = [_round_up(self.most[name]) for name in inputs]
         values: list[list[Any]] = [low, high, rows, limits]
@@ -176,7 +187,7 @@ class _PropertyReader:
 
 
 def _has_output(clause: list[Condition]) -> bool:
-    """Return whether conditions are on outputs, not on inputs."""
+    """Return whether a condition of the clause is about an output, Y_i."""
     return any(name.startswith("Y") for condition in clause for name in condition)
 
 
@@ -185,7 +196,7 @@ def _make_tensor(values: list[Any]) -> Tensor:
 
 
 def _round_up(value: Fraction) -> float:
-    """Return the smallest float64 >= value: few decimals are a float64 themselves."""
+    """Return the smallest float64 >= value; most decimal fractions are not a float64."""
     nearest = float(value)
     if nearest >= value:
         return nearest
@@ -193,7 +204,10 @@ def _round_up(value: Fraction) -> float:
 
 
 def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the line and the words of every command; a bracket in it is a list of its words."""
+    """Yield the line number and the words of every command (...).
+
+    Brackets within a command become lists: (assert (<= X_0 1)) is ["assert", ["<=", "X_0", "1"]].
+    """
     words = _list_words(text)
 
     def read_list() -> list[Any]:
@@ -213,7 +227,7 @@ def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _list_words(text: str) -> Iterator[tuple[int, str]]:
-    """Yield every bracket and word with its line."""
+    """Yield the line number and the text of every bracket and word; comments start with ";"."""
     for number, line in enumerate(text.splitlines(), 1):
         code, _, _ = line.partition(";")
         for word in re.findall(r"[()]|[^\s()]+", code):
@@ -221,12 +235,16 @@ def _list_words(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _list_clauses(expression: list[Any]) -> list[list[Condition]]:
-    """Return the alternatives of an expression: clauses, in each of which all conditions hold."""
+    """Return an expression as an "or" of clauses, each an "and" of conditions.
+
+    An inequality is one clause with one condition: a sum that is <= 0, as its coefficients by
+    variable, with the constant under the name "".
+    """
     name, *parts = expression
     if name == "or":
         return [clause for part in parts for clause in _list_clauses(part)]
     if name in ("assert", "and"):
-        # One alternative of each part.
+        # (a or b) and (c or d): a clause for each choice of one alternative of every part.
         choices = product(*map(_list_clauses, parts))
         return [list(chain.from_iterable(clauses)) for clauses in choices]
     # smaller <= larger, as coefficients of smaller - larger <= 0.

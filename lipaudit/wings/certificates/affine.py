@@ -100,7 +100,8 @@ def require_real(*targets: Any) -> None:
         dtype = target.dtype if isinstance(target, Tensor) else target
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             continue
-        # Also bool, int and "torch.LongTensor"; other arguments, such as a device, are no types.
+        # Any other type is refused: a torch.dtype, bool, int, or a name ("torch.LongTensor").
+        # Arguments that are no type, such as a device, are allowed.
         if isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype):
             raise NoRuleError(f"a cast to {dtype}")
 
@@ -172,12 +173,15 @@ def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
     if isinstance(y, Form):
         return add(x, neg(y), alpha=alpha)
-    # As floats: minus an unsigned whole number would wrap around.
+    # As a constant y is a float: the negative of an unsigned integer would wrap around.
     return add(x, -as_constant(y, x), alpha=alpha)
 
 
 def add_stacks(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum of two stacks (symbols, *shape); missing rows of the shorter one are zero."""
+    """Return the sum of two stacks of coefficients, (symbols, *shape) each.
+
+    A stack has no rows for symbols created after its form: they count as zero.
+    """
     if len(x) < len(y):
         x, y = y, x
     if not len(y):
@@ -230,7 +234,7 @@ def expand(x: Any, *shape: Any) -> Any:
     """Return the expanded form, like Tensor.expand."""
     if not isinstance(x, Form):
         return x.expand(*shape)
-    # torch finds the new shape (-1 keeps a size) on a tensor without memory.
+    # Let torch find the new shape, in which -1 keeps a size, on a tensor that takes no memory.
     expanded = torch.empty(()).expand(x.shape).expand(*shape)
     return broadcast(x, expanded.shape)
 
@@ -398,6 +402,7 @@ def reduce_axes(
         """Sum or average over the axes of a stack (symbols, *shape)."""
         total = stack
         if axes:
+            # Axis 0 of the stack are the symbols.
             total = stack.sum([axis + 1 for axis in axes], keepdim=keepdim)
         if mean:
             return total / count
@@ -625,10 +630,16 @@ def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
 
 
 def make_constant(name: str) -> Callable[..., Tensor]:
-    """Return the rule of a function, such as zeros_like, that creates a constant tensor."""
+    """Return the rule of a function, such as zeros_like, that creates a constant tensor.
+
+    A rule takes a form in place of a tensor.
+    """
 
     def create(input: Form, *args: Any, **kwargs: Any) -> Tensor:
-        """Call torch's function with a plain tensor of the form's shape, dtype and device."""
+        """Call torch's function with a plain tensor of the form's shape, dtype and device.
+
+        It needs no more of the form. The tensor is one number, expanded to the shape.
+        """
         like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
         function = getattr(torch, name, None) or getattr(Tensor, name)
         return function(like, *args, **kwargs)

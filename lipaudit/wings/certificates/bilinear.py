@@ -105,7 +105,11 @@ def matmul(x: Any, y: Any) -> Form:
 
 
 def mul(x: Any, y: Any) -> Form:
-    """Return x y entry by entry."""
+    """Return x y entry by entry, where one or both factors are forms.
+
+    A form is centre + coefficients . symbols +- slack. Times a constant it is scaled; the product
+    of two forms has products of symbols, which are kept (order 2) or bounded.
+    """
     if not isinstance(x, Form):
         return affine.scale(y, x)
     if not isinstance(y, Form):
@@ -337,7 +341,12 @@ def _polarise_matrices(x: Form, y: Form) -> tuple[Tensor, Tensor]:
     independent = independent + y.slack[..., None, :] * t
 
     def bound_squares(v: Tensor) -> Tensor:
-        """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d)."""
+        """Return upper bounds of sum_j |u_ij - v_jd|^2 / (4 s_ij t_jd), (*b, i, d).
+
+        u (b j, i, symbols) and v (b j, d, symbols) are coefficients, scaled by s and t. First come
+        the n symbols of the input, in a ball; the others are in [-1, 1]. `independent` is the
+        radius of the errors that only one of the forms has.
+        """
         size = _bound_differences(symbols, u[..., :n], v[..., :n])
         size = size + _one_norm_distance(u[..., n:], v[..., n:])
         # The roundings of a sum, and of u and v, each of which is about 1 in all.

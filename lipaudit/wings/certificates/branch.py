@@ -113,7 +113,7 @@ def _covers_ball(state: Int[Tensor, "b k"]) -> bool:
 
 
 def join_nodes(groups: list[Nodes]) -> Nodes:
-    """Return the nodes of several groups as one group."""
+    """Return several groups of nodes (parts of the ball with multipliers) as one group."""
     return Nodes(
         torch.cat([nodes.which for nodes in groups]),
         torch.cat([nodes.state for nodes in groups]),
@@ -566,7 +566,7 @@ class BranchAndBound:
         return self._remove_proven(parts, bounds)
 
     def _remove_proven(self, parts: Nodes, bounds: Tensor) -> tuple[Nodes, Tensor]:
-        """Record the proven parts, and return the open ones with their bounds."""
+        """Record the parts whose bound is positive, and return the others with their bounds."""
         is_proven = bounds > 0
         self.smallest = min([self.smallest, *bounds[is_proven].tolist()])
         self.proven.append(parts[is_proven])

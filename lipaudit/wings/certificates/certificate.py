@@ -134,6 +134,7 @@ def certify_ball(
     moving = net.free(sample)
     if moving is not None:
         moving = moving[..., None]  # all entries of the embedding of a token that may change
+    # The form that stands for all inputs of the ball.
     start = ball(
         net.point(sample),
         eps,
@@ -449,8 +450,9 @@ class Bracket:
         return self.label if self.label >= 0 else self.predicted
 
     def decide_balls(self, radii: Sequence[Radius]) -> Iterator[None]:
-        """Decide some balls, and yield after the attacks and after each ball.
+        """Attack and prove some balls; yield after the attacks and after each proof.
 
+        The caller can report progress at each `yield`; results are in the attributes.
         Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with
         the largest ball; a success holds for all smaller ones.
         """
@@ -490,7 +492,11 @@ class Bracket:
         _search_radius(self.prove, read_proofs, PROOF_SHARE * largest, largest, tol)
 
     def _find_largest_radius(self) -> float:
-        """Return the largest radius to search: the size of the box, or else of the sample."""
+        """Return the largest radius to search.
+
+        It is the diameter of the box of valid inputs in the norm, or without a box the norm of the
+        sample.
+        """
         x = self.net.point(self.sample)
         is_linf = self.proof.norm == "linf"
         if self.net.box is not None:

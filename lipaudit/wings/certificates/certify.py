@@ -68,7 +68,7 @@ def read_attacked(headline: Headline, section: Section, report: Report) -> Itera
 
 
 def read_certified(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the certified accuracy of every ball, with the undecided samples in the text."""
+    """Yield the certified accuracy of every ball; its text has the number of undecided samples."""
     for row in section.rows:
         remarks = [f"{row.samples} samples"]
         if row.undecided:
@@ -520,7 +520,7 @@ def _summarise_radii(arrays: dict[str, Values], options: CertifyOptions) -> Sect
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, Values]:
-    """Return the columns of the table of samples by name; names of a ball have its norm and radius.
+    """Return the columns of the table of samples by name; a ball is named by norm and radius.
 
     Args:
         arrays: the results of all samples by name.
@@ -558,7 +558,10 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, V
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> Iterator[Note]:
-    """Yield what a reader of the certificates needs to know."""
+    """Yield notes on rounding, on samples without a label, and on proofs that ran out of time.
+
+    Notes of the attacks and on repeated samples follow.
+    """
     from lipaudit.attacks.signs import note_signs
 
     yield from note_signs(base.sum_checks(parts))

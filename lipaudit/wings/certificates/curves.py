@@ -384,7 +384,10 @@ def make_monomial(n: int) -> SmoothFunction:
     """Return the function x^n, n > 2, with bounds of its second and third derivative."""
 
     def make_bound(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a bound of the k-th derivative, n (n - 1) ... (n - k + 1) x^(n - k)."""
+        """Return a function that bounds the k-th derivative of x^n on a range [low, high].
+
+        The derivative is n (n - 1) ... (n - k + 1) x^(n - k).
+        """
         factor = float(math.perm(n, k))
 
         def bound(low: Tensor, high: Tensor) -> Tensor:
@@ -488,7 +491,8 @@ def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -
 
 
 def prelu(input: Form, weight: Tensor) -> Form:
-    """Return a leaky ReLU with a slope per channel (axis 1)."""
+    """Return a leaky ReLU with one slope, or with one per channel (axis 1)."""
+    # The slopes are broadcast over the axes behind the channels.
     trailing_axes = 0
     if weight.numel() > 1:
         trailing_axes = input.ndim - 2

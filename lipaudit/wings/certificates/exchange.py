@@ -189,10 +189,11 @@ def verify_proofs(report: Report, proofs: Path | None) -> Iterator[tuple[str, st
 
 
 def _list_certified(section: Section, options: CertifyOptions) -> list[Radius | None]:
-    """Return the largest certified radius of each sample of a report; None without one."""
+    """Return the largest certified radius of each sample of a report; None for no radius."""
     columns: Mapping[str, Any] = section.samples
     largest: list[Radius | None] = [None] * len(section.ids)
     pairs = zip(options.eps, section.rows, strict=True)
+    # Smallest radius first: larger ones overwrite it.
     for radius, row in sorted(pairs, key=lambda pair: float(pair[0])):
         for i, certified in enumerate(columns[row.trial.column("certified")]):
             if certified:

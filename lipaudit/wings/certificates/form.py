@@ -269,14 +269,15 @@ class Form(Tensor):
         return self
 
     def map_coefficients(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
-        """Return dense coefficients and blocks after an operation on each entry.
+        """Return the coefficients after a linear operation on each entry: dense ones and blocks.
 
-        After `split_by_row` the operation may also mix the entries of a row of the last axis.
+        Blocks store coefficients of errors sparsely. After `split_by_row` the operation may also
+        mix the entries of a row of the last axis.
         """
         return op(self.dense), [block.map_coefficients(op) for block in self.blocks]
 
     def select_entries(self, mask: Tensor) -> Tensor:
-        """Return the coefficients (symbols, entries) where a mask (*shape) holds."""
+        """Return the coefficients (symbols, entries) of entries where a mask (*shape) is True."""
         stack = self.dense.new_zeros(self.symbol_count, int(mask.sum()))
         stack[: len(self.dense)] = self.dense[:, mask]
         for block in self.blocks:
@@ -488,7 +489,11 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:
-    """Write the result of an operation in place into its first argument; other views are stale."""
+    """Write the result of an operation in place, such as add_, into its first argument.
+
+    Other views of the same memory become stale: their use is refused, because they still have
+    the old content.
+    """
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:

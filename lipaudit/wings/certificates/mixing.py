@@ -55,7 +55,11 @@ _MOST_KEYS = 32
 def softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """Return the softmax over an axis; rows of the last axis are marked to sum to one."""
+    """Return the form of the softmax over an axis.
+
+    Over the last axis, it has ranges of its weights (`Form.weights`): they tell later products
+    that the rows sum to one. `_stacklevel` is an argument of torch without an effect.
+    """
     return _apply_along(input, dim, _softmax_rows)
 
 

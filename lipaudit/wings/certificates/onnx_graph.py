@@ -260,7 +260,7 @@ def _reduce(name: str, *order: int) -> Any:
     """
 
     def reduce_axes(x: Any, axes: Any = None, keepdims: int = 1) -> Any:
-        """Reduce axes, by default all."""
+        """Return x reduced over axes, by default all, by its method `name`."""
         if axes is None:
             axes = range(x.ndim)
         method = getattr(x, name)
@@ -270,7 +270,7 @@ def _reduce(name: str, *order: int) -> Any:
 
 
 def _rename(name: str) -> Any:
-    """Return the operator that is torch's function of this name."""
+    """Return the operator that is a function of torch or torch.nn.functional, by its name."""
 
     def compute(*x: Any) -> Any:
         function = getattr(torch, name, None) or getattr(F, name)
@@ -509,7 +509,7 @@ class Query(nn.Module):
         """
         x = self.centre + u * self.radius
         y = F.linear(self.graph(x), self.rows, self.limits)
-        if self.conditions == 1:
+        if self.conditions == 1:  # per clause: y has one entry for each class
             return y
         return y.reshape(len(y), -1, self.conditions).amin(2)
 

@@ -76,7 +76,7 @@ def round_up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*
     tensor(True)
     """
     raised = 1 + 2 * gamma(roundings + 2, DOUBLE)
-    return x * raised + 2.0**-1000
+    return x * raised + 2.0**-1000  # the sum covers underflow
 
 
 def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
@@ -91,7 +91,10 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
 
 
 def round_up_sum(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
-    """Return computed sums of `terms` numbers >= 0, in float64 and above their true values."""
+    """Return computed sums of `terms` numbers >= 0 in float64, raised above the true sums.
+
+    The sums may have been computed in a lower precision, that of `total`.
+    """
     dtype = total.dtype
     rounding = 1 + gamma(terms + 1, dtype)
     underflow = terms * tiny(dtype)
@@ -119,7 +122,7 @@ class ErrorBlock:
 
     @property
     def end(self) -> int:
-        """One more than the largest number."""
+        """Return one more than the largest number of a symbol of the block; 0 without symbols."""
         if not self.numbers.numel():
             return 0
         return int(self.numbers.max()) + 1
@@ -569,7 +572,7 @@ class Symbols:
             first += count
 
     def add_errors(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
-        """Return a new error symbol for every entry with a positive radius."""
+        """Return a block with a new error symbol for every entry with a positive radius."""
         first = self.count
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
@@ -589,7 +592,10 @@ class Symbols:
 
     @cached_property
     def _pair_of_entry(self) -> Tensor:
-        """Return, for each entry (i, j) of a symmetric n x n matrix, the index of its pair."""
+        """Return, for each entry (i, j) of an n x n matrix, the row of the product e_i e_j.
+
+        Rows are counted among the products; (i, j) and (j, i) have the same. The result is flat.
+        """
         i, j = self.pairs
         index = torch.arange(len(i))
         pair_of_entry = torch.zeros(self.inputs, self.inputs, dtype=torch.long)

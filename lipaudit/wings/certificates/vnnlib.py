@@ -211,7 +211,7 @@ def _list_commands(text: str) -> Iterator[tuple[int, list[Any]]]:
     words = _list_words(text)
 
     def read_list() -> list[Any]:
-        """Return the words up to the closing bracket."""
+        """Return the words up to the closing bracket; brackets within become lists."""
         parts = list[Any]()
         for _, word in words:
             if word == ")":

@@ -84,7 +84,7 @@ def linear_map(
     return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
-def same(x: Form, *targets: Any, **options: Any) -> Form:
+def cast_form(x: Form, *targets: Any, **options: Any) -> Form:
     """Return a copy of a form for a cast to floating point: forms stand for real numbers.
 
     Some of torch's casts copy and some do not. So a later write to either form makes the other
@@ -156,7 +156,10 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 
 def _add_forms(x: Form, y: Form) -> Form:
-    """Return x + y: coefficients of the same symbol add up, slack adds in absolute value."""
+    """Return the sum of two forms: coefficients of the same symbol are added, and so is slack.
+
+    A form is centre + coefficients . symbols +- slack.
+    """
     x = broadcast(x, y.shape)
     y = broadcast(y, x.shape)
     align_blocks(x, y)
@@ -240,7 +243,13 @@ def expand(x: Any, *shape: Any) -> Any:
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
-    """Return x times a constant, entry by entry; `roundings` is how often weights were rounded."""
+    """Return x times a constant, entry by entry.
+
+    Args:
+        x: a form.
+        weight: the constant.
+        roundings: how many roundings the constant has already.
+    """
     weight = as_constant(weight, x)
     # A normalisation that is not multiplied out yet, numerator / root + constant, stays so.
     quotient = x.pending_quotient
@@ -276,7 +285,11 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     roundings = weight.shape[-1] + 1
     quotient = input.pending_quotient
     # W (n / root) = (W n) / root needs one root for the whole row.
-    if quotient is None or not is_row(quotient.inverse) or not is_row(quotient.square):
+    if (
+        quotient is None
+        or not has_constant_rows(quotient.inverse)
+        or not has_constant_rows(quotient.square)
+    ):
         x = input.symbolize_slack()
         return linear_map(x, op, weight, roundings=roundings, constant=bias, mixes="rows")
     # The row has another width from here on: one entry of the root per row is broadcast to it.
@@ -288,7 +301,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     return Form.from_quotient(Quotient(numerator, inverse, square, constant))
 
 
-def is_row(x: Form) -> bool:
+def has_constant_rows(x: Form) -> bool:
     """Return whether each row of the last axis is one entry: alone, or expanded (stride 0)."""
     if x.shape[-1] == 1:
         return True

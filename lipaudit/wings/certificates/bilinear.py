@@ -169,6 +169,7 @@ def _multiply_forms(x: Form, y: Form, f: Bilinear) -> Form:
     terms = 1
     if is_matmul:
         terms = x.shape[-1]
+    # Slack of each factor times the centre of the other, and the rest of dx dy.
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
     # A sum of so many products: coefficients in their dtype, centres in float64.
     rounding = gamma((2 * terms + 8) * symbols.order, symbols.dtype) * radius

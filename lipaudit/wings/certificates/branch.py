@@ -163,7 +163,7 @@ def start_nodes(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
     state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
-    for depth in sorted(set(problem.depth.tolist()), reverse=True):
+    for depth in sorted(set(problem.depth.tolist()), reverse=True):  # layers, last first
         layer = (problem.depth == depth).nonzero()[:, 0]
         _, coefficients = bound_nodes(problem, Nodes(which, state, y))
         of_errors = coefficients[:, problem.columns[layer]]
@@ -229,8 +229,8 @@ def ascend(
 def _find_minimum(problem: Problem, coefficients: Tensor) -> Tensor:
     """Return e (b, columns) such that coefficients . symbols is smallest at the symbols -e.
 
-    Errors are in [-1, 1], so e is the sign of their coefficients. The input's symbols are in the
-    ball, a box or one of the other norms.
+    For symbols in [-1, 1], such as errors, e is the sign of the coefficient. For the input of an
+    L2 ball, e is the unit vector along the coefficients; words have another minimum.
     """
     symbols = problem.symbols
     e = coefficients.sign()

@@ -148,7 +148,11 @@ def certify_ball(
 
 
 def _prove_form(net: Net, sample: Batch, label: int, start: Form, proof: Proof) -> Certificate:
-    """Try to prove that every input of a form gets the label."""
+    """Try to prove that the model gives the label to every input of a form.
+
+    `start` is a form (centre + coefficients . symbols) that stands for all inputs of a ball.
+    `decide` may split the ball by the signs of ReLUs to prove that all margins are positive.
+    """
     try:
         margins = bound_margins(lambda z: net.forward(z, sample), start, label, module=net.module)
         decision = decide(margins, nodes=proof.nodes, seconds=proof.seconds, leaves=proof.leaves)
@@ -175,12 +179,12 @@ def _prove_words(
         return Certificate(certified=False, why="tokens")
     # The sample, then the texts with one word replaced.
     variants = sample.rows(torch.zeros(len(substitutes) + 1, dtype=torch.long))
-    place = find_tokens(sample)[0]
+    token_mask = find_tokens(sample)[0]
     for row, (_, ids) in zip(variants.x[1:], substitutes, strict=True):
-        row[place] = torch.tensor(ids, device=row.device)
+        row[token_mask] = torch.tensor(ids, device=row.device)
     x = net.point(sample)
-    moves = []
-    margin = math.inf
+    moves = []  # what each replacement adds to the embeddings; that of the sample is 0
+    margin = math.inf  # smallest logit of the label minus the largest other logit
     for batch in variants.split(TEXTS_PER_PASS):
         z = net.point(batch)
         logits = net.output(batch)

@@ -202,7 +202,7 @@ def _choose_parabola(
     # 3/4 of the way from f'(m) to the chord, and all of it without a square.
     part = torch.where(b == 0, 1.0, 0.75)
     a = slope + part * (chord - slope)
-    # So far a is the slope at m; the parabola has it at c.
+    # So far a is the slope at m. At c, around which the parabola is written, it is another.
     a = a - 2 * b * (m - c)
     return Parabola(_round_to(a, dtype), _round_to(b, dtype))
 
@@ -232,6 +232,7 @@ def _bound_at_points(
         square = parabola.b * step.square()
         d = value - linear - square
         size = value.abs() + linear.abs() + square.abs() + f.offset(x).abs()
+        # LIBRARY_ULPS bounds the error of torch's functions, in units in the last place.
         rounding = gamma(4 * LIBRARY_ULPS, DOUBLE) * size
         least = torch.minimum(least, d - rounding)
         largest = torch.maximum(largest, d + rounding)
@@ -532,6 +533,7 @@ def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     """Return the largest value of a form over axes, by default over all."""
     axes = read_axes(dim, input.ndim)
     others = [axis for axis in range(input.ndim) if axis not in axes]
+    # `find_largest` works on the last axis: the axes become one there.
     if axes:
         rows: Any = input.permute(*others, *axes).flatten(len(others))
     else:
@@ -587,6 +589,7 @@ def find_largest(x: Form) -> Form:
     _, high = sub(x, chosen).range()
     # Entry i itself, and masked entries (-inf), are not compared.
     is_out = (x.centre == -torch.inf).scatter(-1, top, True)
+    # h / 2, where h is the largest x_j - x_i on the ball.
     half = round_up(high.masked_fill(is_out, 0.0).amax(-1).clamp_min(0.0) / 2)
     chosen = make_rearrangement("select")(chosen, -1, 0)
     # [0, h] is h / 2 +- h / 2.

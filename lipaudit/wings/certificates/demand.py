@@ -79,7 +79,7 @@ class TrialRun:
 
     def __init__(self, like: Symbols) -> None:
         """Make symbols, with the rules and dtype of `like`, whose forms record calls."""
-        # A pass without inputs that move: only the calls of the model matter.
+        # No input symbols: the trial runs on one input, and only the calls matter.
         dtype = like.model_dtype
         self.symbols = Symbols(
             0, "linf", order=1, dtype=dtype, rules=like.rules, model_dtype=dtype
@@ -188,7 +188,7 @@ def _narrow(value: Tensor, cut: Cut) -> Tensor:
     return parts[cut]
 
 
-def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
+def plan_cuts(model: Callable[[Any], Any], x: Form) -> Plan | None:
     """Run the model on numbers, and return which entries of every call its results need.
 
     Return None if the run fails, or if its result does not depend on the input: all is computed.
@@ -271,6 +271,7 @@ def _find_cut(call: Call) -> Cut | None:
     None if there is none, or if the call cannot be computed at one index alone: it must be
     elementwise or row-wise, with one result.
     """
+    # Keyword arguments are not narrowed, so none of them may depend on the input or on the axis.
     if (
         call.name not in ELEMENTWISE | ROW_WISE
         or len(call.results) != 1
@@ -279,7 +280,7 @@ def _find_cut(call: Call) -> Cut | None:
         return None
     if call.name in ELEMENTWISE and any(isinstance(each, Tensor) for each in call.kwargs.values()):
         return None
-    read = call.results[0].read
+    read = call.results[0].read  # mask of the entries of the result that later calls read
     if not read.numel():
         return None
     for axis in _list_axes(call, read):
@@ -296,7 +297,8 @@ def _find_cut(call: Call) -> Cut | None:
 def _list_axes(call: Call, read: Tensor) -> list[int]:
     """Return the axes along which each index of the result can be computed alone, as -1, -2, ...
 
-    That depends on the function: a softmax, for example, mixes its own axis.
+    That depends on the function: a softmax, for example, mixes its own axis. `read` has the shape
+    of the result.
     """
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ELEMENTWISE:

@@ -351,6 +351,7 @@ def _bound_log_mean_order2(deviation: Deviation, error: Tensor) -> Form:
     is_less = first_by_length + second_by_length / 2 < first + second / 2
     first = torch.where(is_less, first_by_length, first)
     second = torch.where(is_less, second_by_length, second)
+    # Half of [-first, first + second], as rho = q / 2: second / 4 +- (first / 2 + second / 4).
     slack = first / 2 + second / 4 + error
     # Rounding of the quadratic part, and of p, which is not exactly the softmax.
     radius = d.radii.linear + d.nonlinear_radius

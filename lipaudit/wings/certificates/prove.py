@@ -16,14 +16,14 @@ from lipaudit.wings.certificates import affine, bilinear, curves, mixing, normal
 from lipaudit.wings.certificates.affine import (
     add,
     broadcast,
-    is_row,
+    has_constant_rows,
     linear_map,
     make_constant,
     make_rearrangement,
 )
 from lipaudit.wings.certificates.bilinear import mul
 from lipaudit.wings.certificates.curves import SQRT, make_unary, relax
-from lipaudit.wings.certificates.demand import DeviationError, plan
+from lipaudit.wings.certificates.demand import DeviationError, plan_cuts
 from lipaudit.wings.certificates.form import Form, NoRuleError, list_forms
 from lipaudit.wings.certificates.symbols import (
     DOUBLE,
@@ -64,8 +64,8 @@ OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
 RULES: dict[str, Callable[..., Any]] = {
     **{rule.__name__: rule for rule in OF_THE_SAME_NAME},
     # Affine operations.
-    **dict.fromkeys(("to", "float", "double", "type", "type_as"), affine.same),
-    **dict.fromkeys(("contiguous", "detach", "data"), affine.same),
+    **dict.fromkeys(("to", "float", "double", "type", "type_as"), affine.cast_form),
+    **dict.fromkeys(("contiguous", "detach", "data"), affine.cast_form),
     "clone": lambda input, *, memory_format=None: input.copy(),
     "negative": affine.neg,
     "radd": affine.add,
@@ -259,7 +259,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     try:
         # The plan of calls is used in place of the rules.
         with name_paths(root):
-            x.symbols.intercept = plan(model, x)
+            x.symbols.intercept = plan_cuts(model, x)
         try:
             with name_paths(root):
                 result = model(x.copy())
@@ -341,7 +341,7 @@ def margins(logits: Form, label: int) -> Form:
         return plain
     shape = logits.shape
     parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, shape).reshape(-1)))
-    if not is_row(parts.square):
+    if not has_constant_rows(parts.square):
         return plain
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_subtract_logits(parts.constant, label), broadcast(root, plain.shape))

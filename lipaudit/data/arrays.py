@@ -99,7 +99,8 @@ def _find_array(
 def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
     """Return x (or images, inputs) and y (or labels), if present, of a file.
 
-    The labels of the IDX file `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz`.
+    Files are .safetensors, .npz, or IDX (the format of MNIST), whose labels are in another file:
+    those of `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz` beside it.
 
     Raises:
         InputError: the file is damaged, or has no samples.
@@ -114,7 +115,7 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
             # ZipFile refuses what is no archive: numpy would take it for a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 for name, array in file.items():
-                    if array.dtype.kind in "uifb":
+                    if array.dtype.kind in "uifb":  # integers, floats and booleans
                         arrays[name] = _make_native(array)
                     else:  # such as a credit or names of classes: refused if they are x or y
                         texts[name] = f"{name} of {path} holds {array.dtype}"
@@ -173,9 +174,9 @@ def draw_arrays(
 ) -> Samples:
     """Draw samples from tensors.
 
-    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, mapped to the
-    box of the model, or floats in that box. Float sequences are (samples, tokens, width), token
-    ids are integers (samples, tokens).
+    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, or floats in
+    the box of the model, which is the range of its pixels (as a rule [0, 1]); uint8 are mapped to
+    the box. Float sequences are (samples, tokens, width), token ids integers (samples, tokens).
 
     Args:
         x: the inputs.

@@ -461,7 +461,7 @@ def match_labels(
     if classes is None or min(values, default=0) < 0:
         words = [str(value).strip() for value in values]
         names = sorted(set(words))
-        are_rows = True  # the labels are written in the rows of the data
+        are_rows = True  # rows have the labels as a person wrote them, not numbers of `classes`
     else:
         words = [classes[value] for value in values]
         names = list(classes)
@@ -474,7 +474,7 @@ def match_labels(
     if all(number is None for number in class_of.values()):
         are_classes = set(numbers.values()) <= set(range(net.classes or 0))
         are_numbers = None not in numbers.values()
-        # Labels of rows that are numbers are never matched by order.
+        # Numbers in rows are never matched by order: one that is no class is an error.
         if are_classes or (are_rows and are_numbers):
             class_of = numbers
         elif net.classes == len(names):
@@ -520,7 +520,7 @@ def _note_order(names: Sequence[str], net: Taker) -> Note:
 
 def _read_number(name: str) -> int | None:
     """Return the class number that a name spells, such as 7 for "7.0"; None for "0.7" or words."""
-    if name in ("True", "False"):
+    if name in ("True", "False"):  # of a column of booleans
         return int(name == "True")
     whole, _, decimals = name.partition(".")
     is_number = whole.removeprefix("-").isdecimal()

@@ -71,7 +71,7 @@ class QuestionForm:
         Raises:
             InputError: the row has no question; the message describes its fault.
         """
-        for name in self.needed:
+        for name in self.needed:  # columns that may not be empty
             if tables.is_empty(row.get(name)):
                 raise InputError(f"has no {name!r}")
         texts = self.needed if self.kind == "continuation" else self.prompts
@@ -275,7 +275,7 @@ def _read_questions(
 
 
 def _split_ids(prompt: list[int], both: list[int]) -> tuple[list[int], list[int]]:
-    """Split the ids of a prompt with its continuation into those of either.
+    """Split the ids of a prompt with its continuation: (ids of the prompt, of the continuation).
 
     Args:
         prompt: ids of the prompt alone.
@@ -297,6 +297,10 @@ def _choose_form(
     table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
 ) -> QuestionForm:
     """Derive the kind of question from the columns of a table.
+
+    Returns:
+        QuestionForm(kind, columns of the prompt, column of the continuation or the choices, column
+        of the label, the labels as words, the same labels as the table has them).
 
     Raises:
         InputError: a column is missing, or labels are numbers without known names.

@@ -31,7 +31,7 @@ def group_by_column(samples: Samples, table: SampleTable, name: str) -> Samples:
     """
     tables.choose_column(table, name, ())  # refuses a column that is missing
     values = table.column(name)
-    names = table.classes.get(name)
+    names = table.classes.get(name)  # class names, if the column holds class numbers
     rows = {place: row for row, place in enumerate(table.places)}
     groups = []
     for origin in samples.origins:

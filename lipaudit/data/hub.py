@@ -184,7 +184,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
 
     revision = repository.revision
     no_answer = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
-    refusal: Exception = OfflineModeIsEnabled(OFFLINE)
+    refusal: Exception = OfflineModeIsEnabled(OFFLINE)  # raised if the cache has no commit, either
     with explain_refusals(repository):
         cache = repository.cache  # raises an error if the name is malformed
         try:
@@ -205,6 +205,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             no_answer = explain_refusal(error, repository).message
         advice = "Check its permissions, remove it, or set HF_HOME to another folder."
         with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
+            # refs/REVISION holds the commit of a branch or tag, snapshots/COMMIT its files.
             reference = cache / "refs" / revision
             sha = revision
             if reference.is_file():
@@ -213,7 +214,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
             is_cached = snapshot.is_dir()
         if not is_cached:
-            raise refusal  # why the Hub did not answer
+            raise refusal
         files = tuple(sorted(path.as_posix() for path in stored))
         return Commit(repository, sha, files, no_answer)
 

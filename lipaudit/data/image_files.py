@@ -67,7 +67,7 @@ def list_pictures(folder: Path) -> tuple[list[Path], tuple[Note, ...]]:
     for entry in entries + inside:
         if is_picture(entry):
             pictures.append(entry)
-        elif entry.suffix.lower() not in SIDECARS and entry.is_file():
+        elif entry.suffix.lower() not in SIDECARS and entry.is_file():  # no text beside pictures
             others.append(entry)
     if not pictures:
         advice = (
@@ -177,6 +177,7 @@ def read_image(source: Path | Image.Image, name: str, net: Taker) -> Picture:
         else:
             with Image.open(source) as opened:
                 image, steps = decode(opened, name)
+        # `prepare` turns the picture into pixels; a function of the user's may be in its place.
         if isinstance(prepare, Resizing):
             pixels, more = prepare.apply(image, name)
             return Picture(pixels, steps + more)

@@ -80,7 +80,7 @@ def cut_windows(
     for start in starts:
         while 0 < start < len(text) and not text[start - 1].isspace():  # inside a word
             start += 1
-        # More letters than any `limit` tokens have, so that not the whole text is tokenized.
+        # Far more letters than `limit` tokens have, but not the whole text: tokenizers are slow.
         window = text[start : start + LETTERS_PER_TOKEN * limit]
         if is_empty(window):
             continue
@@ -282,7 +282,7 @@ _Line = tuple[str, dict[str, Any], str]
 
 @contextmanager
 def _read_long_fields() -> Iterator[None]:
-    """Lift the limit of Python on the length of a field, inside the block."""
+    """Lift the limit of Python's csv on the length of a field, inside the block."""
     before = csv.field_size_limit(LONGEST_FIELD)
     try:
         yield
@@ -506,10 +506,10 @@ def _read_labels(
             faults.setdefault(i, fault)
     table = replace(table, faults=faults)
     table.require_rows(options)
-    rows = table.sound
+    rows = table.sound  # indices of the rows without a fault
     values = [labels[i] for i in rows]
     places = [f"{table.origin}: {table.places[i]}" for i in rows]
-    classes = table.classes.get(label)
+    classes = table.classes.get(label)  # class names, if the labels are class numbers
     numbers, notes = batch.match_labels(values, net, places, classes)
     return table, dict(zip(rows, numbers, strict=True)), notes
 

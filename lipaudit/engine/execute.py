@@ -78,11 +78,11 @@ def execute(job: Job, observer: Observer | None = None) -> Report:
 def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | None]:
     """Run the measures of a job; the caller writes the report inside the block.
 
-    Finished parts stay on disk until the block ends without an error and the report is complete,
-    so neither a full disk nor a failure in another process loses them. If the request allows a
-    partial report, a measure that fails leaves its reason in the report and the others run; the
-    first error is raised only if all fail. After the time limit no further batch begins: the
-    report is partial and holds the finished batches.
+    The results of finished batches stay on disk until the block ends without an error and the
+    report is complete, so neither a full disk nor a failure in another process loses them. If the
+    request allows a partial report, a measure that fails leaves its reason in the report and the
+    others run; the first error is raised only if all fail. After the time limit no further batch
+    begins: the report is partial and holds the finished batches.
 
     Args:
         job: from `prepare`; not referenced while the block runs, which frees the model.
@@ -234,8 +234,8 @@ def _measure_each(job: Job, findings: Findings) -> tuple[Job, shards.Shard]:
     for name, options in request.measures.items():
         if name not in job.request.measures:  # left out since an earlier measure failed
             continue
-        # The attention map is drawn of the head that `bounds` found steepest. A shard does not
-        # know that head, and parts that others may add to must not depend on it.
+        # The attention map is drawn of the head with the largest norm that `bounds` found. A shard
+        # does not know that head, and stored parts of a run must not depend on it.
         if request.draws_steepest and not request.run.shard and request.run.parts is None:
             options = options.draw_steepest(findings.sections)
         try:
@@ -310,7 +310,7 @@ def run_measure(
     end = job.request.started + (run.time_limit or math.inf)
     # The first batch of the run, and the batches of this process.
     whole_first, batches = job.batches(name)
-    first = whole_first
+    first = whole_first  # becomes smaller with the batches
     ids = list(chain.from_iterable(batch.ids for batch in batches))
     journal, parts = _open_journal(job, name, options, ids, findings)
     remaining = list_unfinished(batches, select_complete(parts.values()))

@@ -115,16 +115,17 @@ class Journal:
     def __init__(
         self, facts: Mapping[str, Any], home: Path | None = None, *, keeps: bool = True
     ) -> None:
-        # Stores nothing yet: the folder is created with the first part.
+        # A journal stores the results (parts) of one measure, so that an interrupted run can be
+        # continued: one with the same `facts`, which determine the numbers and name the folder.
         self.measure = str(facts.get("measure"))
-        self.in_cache = home is None
+        self.in_cache = home is None  # else in a folder that the user gave, which is not cleared
         if home is None:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             home = cache / "lipaudit" / "journal"
-        self.folder = home / name_folder(facts)
-        self.keeps = keeps
-        self.refusal = ""
-        self.paths: set[Path] = set()
+        self.folder = home / name_folder(facts)  # created with the first part
+        self.keeps = keeps  # whether parts are stored
+        self.refusal = ""  # why a part could not be stored
+        self.paths: set[Path] = set()  # files that this run has read or written
 
     def read_parts(self, ids: Sequence[str]) -> list[Part]:
         """Return the parts of an earlier run on these samples, ordered by their first samples."""
@@ -180,7 +181,8 @@ def name_folder(facts: Mapping[str, Any]) -> str:
 def read_parts(folder: Path, ids: Sequence[str]) -> dict[Path, Part]:
     """Return the parts in a folder by their files, in the order of their first samples.
 
-    Damaged files, and files with other samples than `ids`, are left out.
+    A part is the result of a measure on some samples, and has a file of its own. Damaged files,
+    and files with other samples than `ids`, are left out.
     """
     position = {name: i for i, name in enumerate(ids)}
     parts: list[tuple[int, Path, Part]] = []  # with the position of the first sample

@@ -58,7 +58,7 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         UsageError: the address of the store is missing.
     """
-    host = port = ""
+    host = port = ""  # the address at which the processes find each other
     if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:

@@ -170,8 +170,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
             requirements.require_per_sample(net, samples.batch, singly=run.batch_size == 1)
     notes = measured.notes + requirements.require_autocast(measured, samples.batch, run.autocast)
 
-    # Returns the options of a measure, if it can run with them on its samples.
     def check(name: str, options: MeasureOptions) -> MeasureOptions:
+        # The options of a measure, if it can run with them on its samples; else an error.
         return _check_measure(name, measured, samples.batch[: requested[name]], options)
 
     request, notes_on_samples = _leave_out_refused(request, check)
@@ -456,6 +456,7 @@ def preview(request: Request) -> dict[str, Any]:
             else:
                 job = smaller
                 notes.append(job.notes[-1].text)
+    # Number of heads by the reason why their layer has no closed form; by that word if it has one.
     heads = Counter[str]()
     for site in sites:
         heads[site.reason or "closed form"] += site.heads

@@ -98,7 +98,10 @@ def read_prompts(text: str | None) -> tuple[str, ...]:
 def make_zero_shot(
     module: Any, spec: ModelSpec, prompts: Sequence[str], path: Path | None
 ) -> ModelSpec:
-    """Make a classifier from the image tower of an image-text model.
+    """Make a classifier from the image tower of an image-text model, such as CLIP.
+
+    The logit of a class is scale * cosine + bias, with the cosine between the features of the
+    image and the mean text embedding of the class.
 
     Args:
         module: a model of transformers.
@@ -273,7 +276,11 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
 def _score_rows(
     net: Net, entry: nn.Module, x: Tensor, mask: Tensor | None, how: Score, count: int
 ) -> Tensor:
-    """Return the scores of each sample, (batch, classes).
+    """Return the scores of each sample, (batch, classes): log p of continuations of a prompt.
+
+    A packed sample is split into one row per continuation, which has the prompt and that
+    continuation. The model runs on the rows, and log p of the tokens of each continuation is
+    summed or averaged.
 
     Args:
         net: the language model.
@@ -290,14 +297,15 @@ def _score_rows(
     part = x // vocabulary  # 0: the prompt; i: continuation i; -1: padding
     if mask is not None:
         part = part.masked_fill(~mask, -1)
-    # The model gets a row for each continuation: the prompt, the continuation, and then other
-    # tokens, which a causal model does not see in front of them. (batch, rows, length)
+    # Row i has the prompt and continuation i.
     numbers = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
-    in_prompt = part == 0
-    in_continuation = part[:, None] == numbers
+    in_prompt = part == 0  # (batch, tokens)
+    in_continuation = part[:, None] == numbers  # (batch, rows, tokens)
     in_row = in_prompt[:, None] | in_continuation
     length = int(in_row.sum(2).max())
-    # The columns of x that make up each row: a stable sort keeps the order of the tokens.
+    # The columns of x that make up each row, (batch, rows, length): a stable sort keeps the order
+    # of the tokens. Shorter rows get other tokens at their end, which a causal model does not see
+    # at the tokens before.
     columns = in_row.int().argsort(dim=2, descending=True, stable=True)
     columns = columns[..., :length]
     samples = torch.arange(len(x), device=x.device)[:, None, None]

@@ -152,6 +152,8 @@ def _load_checkpoint(
     # Whether quantised weights are dequantised each time a layer reads them. A device map moves
     # values, so it needs them on loading.
     later = options.weights == "stored" and not offload
+    # `plan.text` describes quantised weights; `plan.state` has the weights if transformers cannot
+    # read the files.
     plan = plan_dequantising(config, path, {*formats.values()}, later=later)
     state = plan.state
     # Whether weights keep their precision on loading. Not if transformers dequantises them (a plan
@@ -335,7 +337,7 @@ def describe_images(
     """Describe the image input of a model; its processor is read from `path`.
 
     Raises:
-        InputError: the processor cannot be loaded, or cuts patches.
+        InputError: the processor cannot be loaded, or returns patches in place of an image.
     """
     processor: Any = None
     if path is not None and (path / "preprocessor_config.json").is_file():
@@ -361,6 +363,7 @@ def describe_images(
     facts = describe_classes(module)
     if options.class_names:
         facts |= {"classifier": True, "labels": options.class_names}
+    # Without a normalisation, the model gets pixels in [0, 1]: a note says so.
     if processor is None and not (options.mean and options.std):
         facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
     labels = facts.get("labels", ("",))
@@ -444,6 +447,7 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     installed = transformers.__version__
     written = str(stored.get("transformers_version") or 0)  # 0: unknown
     kind = type(config)
+    # Its attributes, the arguments of its constructor, and other names of attributes.
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
     known.update(dir(transformers.PretrainedConfig()))
     unknown = sorted(stored.keys() - known)
@@ -489,7 +493,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
         if trained_classes is None:
             auto = next(filter(has_class, CLASSIFIERS.values()), SEQUENCES)
         added = (new_classifier(classes),)
-    # No auto class has every model: then its own class loads it.
+    # A model that no auto class has is loaded by its own class.
     architecture = getattr(transformers, name, None)
     if not has_class(auto) and isinstance(architecture, type):
         return architecture, added

@@ -239,7 +239,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         spec,
         call=call,
         read=read,
-        entry=probe.entry,
+        entry=probe.entry,  # the embedding layer
         notes=tuple(notes),
         next_token=scorer,
         vocabulary=spec.vocabulary or getattr(probe.entry, "num_embeddings", None),
@@ -255,8 +255,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         classes=classes,
         device_map=places,
         form=probe.form,
-        undefined=probe.undefined,
-        tokens_first=probe.tokens_first,
+        undefined=probe.undefined,  # not finite on the blank sample: the first sample decides
+        tokens_first=probe.tokens_first,  # `entry` returns (tokens, batch, width)
     )
 
 

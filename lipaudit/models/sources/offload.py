@@ -62,7 +62,7 @@ def place_weights(
         # Not `module.to`: transformers overrides it, and refuses models that were quantised.
         nn.Module.to(module, find_device(options.device))
         if dtype is None:
-            narrow = convert_on_read(module, run_dtype)
+            narrow = convert_on_read(module, run_dtype)  # dtypes narrower than that of the run
             # `lift_parameters` lets the model see converted weights while it runs.
             return lift_parameters(call), {}, (_note_stored(narrow, options.dtype),)
         # Not `to(dtype)`, which drops the imaginary parts of complex constants.
@@ -330,7 +330,7 @@ def _name_blocks(module: nn.Module) -> set[str]:
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
-    """Return the place of a module or tensor: its own, or its nearest enclosing module's."""
+    """Return the place of a module or tensor, or of its nearest enclosing module that has one."""
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)

@@ -77,7 +77,7 @@ def round_weights(module: nn.Module, how: str) -> str:
         InputError: there is no linear layer to round.
     """
     bits, group = read_quantization(how)
-    fixed = _find_fixed(module)
+    fixed = _find_fixed(module)  # ids of the parameters that are not rounded
     weights: dict[int, LinearWeight] = {}  # tied ones once
     unchanged = []
     for weight in _list_weights(module):

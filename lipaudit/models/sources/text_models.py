@@ -193,6 +193,7 @@ def choose_pooling(path: Path | None) -> Pooling:
     file = path / "1_Pooling" / "config.json"
     with explain_failure(f"the pooling in {path} cannot be read", "Copy or download it again."):
         modules = read_json(path / "modules.json")
+        # Class names of the steps behind each other: Transformer, Pooling, perhaps Normalize.
         steps = {module["type"].rpartition(".")[2] for module in modules}
         settings = {"pooling_mode": "mean"}
         if file.is_file():
@@ -283,7 +284,7 @@ def read_lexicon(
     def write(token: int) -> str:
         """Return the characters that an id adds to a word; empty if they are no whole characters.
 
-        A tokenizer would spell a WordPiece token that continues a word with its mark: ##ing.
+        The mark of a WordPiece token that continues a word (##ing) is no character of the word.
         """
         text = ""
         if mark and mark not in BEGINS_MARKS:  # WordPiece
@@ -569,9 +570,9 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
 
 
 def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
-    """Return the id that every text must end with, because the model reads the state at it.
+    """Return the id that every text must end with, because the model reads its output there.
 
-    These are text towers, and classifiers of models with encoder and decoder.
+    Text towers do, and classifiers with encoder and decoder. None for other models.
     """
     if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
         return None
@@ -601,12 +602,14 @@ def _make_call(
     has_decoder = tower is None and config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
+        # `pad_inputs` chooses ids and mask so that each text gives the same output as alone.
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {}
             if feed is not None:
                 inputs = feed.types(ids, mask)
             if has_decoder:
-                # The decoder of a model without a head reads the same text, one token later.
+                # The decoder of a model without a head reads the same text behind a start token:
+                # it gets each token one position later.
                 starts = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
                 start = next(token for token in starts if token is not None)
                 column = torch.full_like(x[:, :1], start)
@@ -631,7 +634,7 @@ def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor
     """
     count = z.shape[1] - first
     inputs: dict[str, Any] = {}
-    # The logits of a prompt are large, and not needed.
+    # Logits before `first` are not needed, and would take much memory.
     if "logits_to_keep" in inspect.signature(module.forward).parameters:
         inputs["logits_to_keep"] = count
     if feed is not None:  # a prompt is a single text: -1 is no separator

@@ -124,6 +124,7 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
             tensors = _find_tensors(part)
             if tensors:
                 states[key] = tensors
+    # Usual keys, the best first; without these the only set, if there is just one.
     choices = [key for key in CONTAINERS if key in states]
     if not choices and not state and len(states) == 1:
         choices = [*states]
@@ -464,7 +465,7 @@ def hash_weights(module: nn.Module, origin: str, *, bare: bool = False) -> str:
     for name, tensor in _list_state(module):
         # `compute_values` dequantises weights whose values are computed only when they are read.
         value: Any = compute_values(tensor).detach().cpu().contiguous()
-        # Half precision is hashed as float32, so the hash does not depend on `weights`.
+        # Half precision is hashed as float32: loading may have converted it (--weights).
         dtype = value.dtype
         if dtype in HALF:
             dtype = torch.float32

@@ -62,9 +62,21 @@ class UnitCube:
     """Attacks whose points may be outside of the ball, as all may in l1; those do not count."""
 
     def __init__(self, f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> None:
+        """Map samples and radius to the cube [0, 1]^n, in which the package searches.
+
+        Args:
+            f: x -> logits.
+            x: the samples to attack, one per row; a targeted attack gets a row per target class.
+            y: labels of the rows.
+            ball: norm, radius and box.
+            turn: settings and random numbers of this run of the attack, and the sample of each
+                row.
+        """
         if ball.box is not None:
             low, high = ball.box
-        else:  # a power of two, with a margin on both sides so that clipping never acts
+        else:
+            # Embeddings have no box: take one so wide that clipping to the cube never acts. Its
+            # ends are powers of two, so that dividing by its width is exact.
             largest = float(x.abs().amax()) + 2 * ball.eps
             high = 2.0 ** math.ceil(math.log2(largest))
             low = -high
@@ -75,8 +87,10 @@ class UnitCube:
         self.y = y
         self.ball = ball
         self.turn = turn
-        self.unit = self._shrink(x)
+        self.unit = self._map_to_cube(x)
         self.eps = ball.eps / self.width
+        # An example counts up to this distance. It is checked only for attacks whose points may be
+        # outside of the ball.
         self.reach = self.eps
         self.may_leave = turn.attack.name in self.can_leave
         if ball.norm == "l1":
@@ -85,11 +99,11 @@ class UnitCube:
             self.may_leave = True
         self.adversarial = self.unit.clone()
         self.broken = torch.zeros_like(y, dtype=torch.bool)
-        # Rows of one sample (one per target) settle together.
+        # By sample: a sample that is clearly broken in one row needs no further search in others.
         samples = int(turn.rows.max()) + 1
         self.settled = torch.zeros(samples, dtype=torch.bool, device=x.device)
 
-    def _shrink(self, z: Tensor) -> Tensor:
+    def _map_to_cube(self, z: Tensor) -> Tensor:
         return ((z - self.low) / self.width).contiguous()
 
     def evaluate(self, u: Tensor) -> Tensor:
@@ -98,9 +112,13 @@ class UnitCube:
         return logits_of(self.f(z)).float()
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Return the logits of a point per row; 0 for samples that are clearly broken.
+        """Return the logits of a point per row, (rows, classes), as the package calls a model.
 
-        It also records which rows are broken, and by which points.
+        It also records which rows are broken, and by which points. Rows of samples that are
+        clearly broken (by more than rounding) are not evaluated: their logits are 0.
+
+        Args:
+            u: points of the cube, one per row.
 
         Raises:
             _AllBrokenError: every sample is clearly broken.
@@ -114,11 +132,12 @@ class UnitCube:
         points = u[rows].detach()
         scores = logits.detach()
         wrong = scores.argmax(1) != y
-        if self.may_leave:
+        if self.may_leave:  # only points inside the ball count
             lengths = distance(points, self.unit[rows], self.ball.norm)
             wrong &= lengths <= self.reach
-        allowed = CLEAR * scores.abs().amax(1)
-        clear = wrong & (margins(scores, y) < -allowed)
+        # Clearly broken: rounding could not make the label win again.
+        rounding = CLEAR * scores.abs().amax(1)
+        clear = wrong & (margins(scores, y) < -rounding)
         self.adversarial[rows[wrong]] = points[wrong].to(self.adversarial)
         self.broken[rows[wrong]] = True
         self.settled[sample_of_row[rows[clear]]] = True
@@ -128,14 +147,15 @@ class UnitCube:
 
     @contextmanager
     def search(self) -> Iterator[Tensor]:
-        """Give a random start, and restore the caller's random state and default dtype after.
+        """Give random starting points in the cube to a block that runs an attack of the package.
 
-        The block ends early, without an error, once every sample is clearly broken.
+        The caller's random state and default dtype are restored after the block. It ends early,
+        without an error, once every sample is clearly broken.
         """
         # The package draws from torch's global generator, and creates tensors of default dtype.
         dtype = torch.get_default_dtype()
         seed = int(torch.randint(2**62, (1,), generator=self.turn.generator))
-        start = self._shrink(self.turn.start())
+        start = self._map_to_cube(self.turn.start())
         with torch.random.fork_rng(devices=[]):
             try:
                 torch.set_default_dtype(torch.float32)
@@ -154,9 +174,17 @@ class UnitCube:
 
 @torch.no_grad()
 def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-    """Maximise the cross-entropy, the DLR loss, or the DLR loss against the target class.
+    """Run APGD: projected gradient ascent on a loss, with adaptive step size.
 
-    Returns the last point that broke a sample, else the point of its highest loss.
+    The loss is the cross-entropy, the difference of logits ratio (DLR), or DLR against a target
+    class. Returns the last point that broke each row, else the point of its highest loss.
+
+    Args:
+        f: x -> logits.
+        x: samples, one per row.
+        y: labels.
+        ball: norm, radius and box.
+        turn: settings, random starts and targets of this run.
     """
     cube = UnitCube(f, x, y, ball, turn)
     attack = APGDAttack_targeted(
@@ -167,7 +195,9 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     attack.init_hyperparam(cube.unit)
     steps = turn.attack.steps
     with cube.search() as start:
-        if ball.norm == "l1":  # as the package does: larger balls first, from its own start
+        # In l1 as the package does: first in balls of 3 and 2 times the radius, 3/10 of the steps
+        # in each, from a start of its own.
+        if ball.norm == "l1":
             early = 3 * steps // 10
             radii = [3 * cube.eps, 2 * cube.eps, cube.eps]
             steps_of_radii = [early, early, steps - 2 * early]
@@ -180,9 +210,17 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
 
 @torch.no_grad()
 def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-    """Step onto the boundary of the target class until a point inside the ball is misclassified.
+    """Run FAB: step onto the decision boundary of the target class, as near to x as possible.
 
-    Returns that point, else the sample. The package computes in float32.
+    Returns the last misclassified point inside the ball of each row, else its sample. The package
+    computes in float32.
+
+    Args:
+        f: x -> logits.
+        x: samples, one per row.
+        y: labels.
+        ball: norm, radius and box.
+        turn: settings, random start and targets of this run.
     """
     cube = UnitCube(f, x, y, ball, turn)
     attack = FABAttack_PT(
@@ -193,32 +231,42 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
         attack.get_diff_logits_grads_batch_targeted, la_target=turn.target
     )
     with cube.search():
-        # With labels the package would leave out misclassified rows: without, it attacks all.
+        # Called with labels, the package would skip rows that are misclassified already.
         attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)
-    # It refers to the attack itself: without this the samples would stay in memory.
+    # The function above refers to the attack that holds it: a cycle would keep samples in memory.
     del attack.get_diff_logits_grads_batch
     return cube.place(cube.adversarial)
 
 
 @torch.no_grad()
 def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-    """Search with random squares, on samples reshaped to images."""
+    """Run Square: random search that changes squares of pixels, without gradients.
+
+    Samples that are no images are reshaped to images.
+
+    Args:
+        f: x -> logits.
+        x: samples, one per row.
+        y: labels.
+        ball: norm, radius and box.
+        turn: settings and random numbers of this run.
+    """
     cube = UnitCube(f, x, y, ball, turn)
     rows, columns = (1, *x.shape[1:])[-2:]  # a sample of one axis is an image of one row
     images = cube.unit.reshape(len(x), -1, rows, columns)
     height = rows
-    if ball.norm != "linf":
+    if ball.norm != "linf":  # in other norms the package fails on some sizes: add grey rows
         height = find_height(rows, columns)
     images = F.pad(images, (0, 0, 0, height - rows), value=0.5)
     logits_of_image: dict[bytes, Tensor] = {}  # a cache, by the image's bytes
 
     def evaluate(u: Tensor) -> Tensor:
-        """Return the logits of padded images; images evaluated before take no pass."""
-        turn.check()  # f checks the time only if it is called
+        """Return the logits of padded images; those of an image seen before are cached."""
+        turn.check()  # of the time limit: f checks it only if it is called
         points = u[..., :rows, :].reshape(len(u), *x.shape[1:])
         if not len(u):  # the package asks for no image when all margins are exactly 0
             return u.new_zeros(0, 1)
-        if x[0].numel() > REPEATING:
+        if x[0].numel() > REPEATING:  # in large images, squares hardly ever repeat
             return cube.evaluate(points)
         keys = [point.tobytes() for point in points.cpu().numpy()]
         unknown = {key: i for i, key in enumerate(keys) if key not in logits_of_image}
@@ -242,10 +290,11 @@ def square(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tenso
 
 
 def find_height(rows: int, columns: int) -> int:
-    """Return the least height, at least `rows`, for the package's starting grid in L2 and L1.
+    """Return the number of rows to which Square in L2 and L1 needs an image padded.
 
-    It tiles with squares of side s = rows // 5 from an offset, and fails on 4 x 4, 14 x 14 or
-    14 x 28, where the last tile crosses the edge. Multiples of 5 have no offset.
+    The package covers the image with squares of side rows // 5 from an offset, and fails on 4 x 4,
+    14 x 14 or 14 x 28, where the last square crosses the edge. Such heights are rounded up to a
+    multiple of 5, which has no offset.
     """
     side, spare = divmod(rows, 5)
     fits = side >= 1

@@ -78,7 +78,7 @@ def project(z: Samples, x: Samples, ball: Ball) -> Samples:
     box does not bind. Exact up to the rounding of x + delta.
     """
     if ball.patch is not None:
-        # Keep z in the eps patches that differ most, and x in all others.
+        # The radius is a number of patches: keep z in those that differ most, and x elsewhere.
         changes = sum_patches((z - x).abs(), ball.patch)
         places = changes.topk(int(ball.eps))[1]
         inside = select_places(places, x, ball.patch)
@@ -116,8 +116,17 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     """Check that the result of an attack is inside the ball, and remove its rounding error.
 
     An attack may compute in float32, on samples mapped to another box. Every entry then has an
-    error of about 2^-24 times the largest value, and an l2 norm adds up the errors. ROUNDINGS (the
-    package needs 1.3) and SLACK tolerate these errors.
+    error of about 2^-24 times the largest value, and an l2 norm adds up the errors. The constants
+    ROUNDINGS (AutoAttack needs 1.3) and SLACK tolerate these errors.
+
+    Args:
+        z: what the attack returned.
+        x: the samples.
+        ball: the ball.
+        attack: name of the attack, for messages.
+
+    Returns:
+        z, projected onto the ball.
 
     Raises:
         EvaluationError: z is no tensor of x's shape, not finite, or outside of the ball or box.
@@ -148,7 +157,13 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
 
 
 def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
-    """Return the largest rounding error of a point in the ball, in the ball's norm."""
+    """Return a generous limit of the rounding error of a point in the ball, in the ball's norm.
+
+    Args:
+        x: the samples.
+        ball: the ball.
+        dtype: the dtype in which the point is computed.
+    """
     largest = float(x.abs().amax()) + ball.eps
     for end in ball.box or ():
         largest = max(largest, abs(end))
@@ -159,7 +174,10 @@ def _bound_rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
 
 
 def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
-    """Return the norm of a sample whose entries are all 1; for linf and patches 1."""
+    """Return the norm of a sample of this shape whose entries are all 1; 1 for linf and patches.
+
+    An error of the same size in every entry has this norm, times the size.
+    """
     entries = math.prod(shape)
     if norm == "l1":
         return entries
@@ -171,8 +189,11 @@ def measure_ones(norm: Norm, shape: Sequence[int]) -> float:
 
 
 def is_resolved(x: Samples, ball: Ball) -> bool:
-    """Say whether the radius is larger than the rounding of points in the ball around x."""
-    if ball.eps == 0:
+    """Say whether the radius is larger than the rounding of points in the ball around x.
+
+    If not, rounding moves a point as far as the attack may.
+    """
+    if ball.eps == 0:  # the only point is x itself
         return True
     return ball.eps >= _bound_rounding(x, ball, x.dtype)
 
@@ -194,6 +215,7 @@ def distance(
     if patch is not None:
         differs = sum_patches((z - x).abs(), patch) > 0
         return differs.sum(1).to(x)
+    # One length per sample; for token-l2 one per token, of which the largest is the norm.
     lengths = _lengths(z - x, norm).flatten(1)
     return lengths.amax(1)
 
@@ -201,9 +223,9 @@ def distance(
 def sum_patches(
     values: Float[Tensor, "batch channels height width"], patch: tuple[int, int]
 ) -> Float[Tensor, "batch places"]:
-    """Return the sum of the values in each patch of the grid, row by row."""
+    """Return the sum of the values in each patch of the grid; patches are numbered row by row."""
     pixels = values.sum(1, keepdim=True)
-    sums = F.avg_pool2d(pixels, patch, divisor_override=1)
+    sums = F.avg_pool2d(pixels, patch, divisor_override=1)  # divided by 1: a sum, no mean
     return sums.flatten(1)
 
 
@@ -224,11 +246,11 @@ def select_places(
 
 
 def steepest(gradient: Samples, ball: Ball) -> Samples:
-    """Return the direction of unit norm along which the loss rises fastest.
+    """Return the direction of unit norm, in the norm of the ball, along which the loss rises most.
 
-    sign(g) for linf, g / ||g||_2 for l2 (per token for token-l2), 0 where g is 0. For l1 only the
-    largest entry of g moves. Gradients are scaled by their largest entry first: their squares
-    underflow on a confident classifier.
+    For a gradient g that is sign(g) for linf, and g / ||g||_2 for l2 (per token for token-l2); 0
+    where g is 0. For l1 only the largest entry of g moves. Gradients are scaled by their largest
+    entry first: their squares underflow on a confident classifier.
     """
     gradient = ball.free(gradient)
     if ball.norm == "linf":
@@ -244,10 +266,11 @@ def steepest(gradient: Samples, ball: Ball) -> Samples:
 
 
 def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
-    """Draw a point of each ball: uniform in the cube (linf), in a uniform direction at eps (l2).
+    """Draw a random point in the ball around each sample, at which an attack starts.
 
-    For l1, a normal point is projected onto the ball, so that several entries change.
-    For patches, draw values of the whole box: the attack chooses the places.
+    For linf it is uniform in the cube; for l2 on the sphere, in a uniform direction. For l1 a
+    normal point is projected onto the ball, so that several entries change. For patches all pixels
+    are drawn from the box: the attack then chooses the places.
 
     The draw is on the CPU in float32, so that all devices and precisions have equal starts.
     """
@@ -266,16 +289,17 @@ def random_start(x: Samples, ball: Ball, generator: torch.Generator) -> Samples:
 
 
 def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
-    """Return the axes over which the norm sums: those of a token, or of the whole sample."""
+    """Return the axes over which the norm sums: the last one of each token, or all of a sample."""
     if norm == "token-l2":
         return (-1,)
     return tuple(range(1, delta.ndim))
 
 
 def _lengths(delta: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of each sample's (token-l2: each token's) perturbation, for broadcasting.
+    """Return the norm of each sample's perturbation, or of each token's for token-l2.
 
-    Squares are summed in float64: those of 1e20 overflow in float32.
+    Axes that are summed keep length 1: the norms broadcast over `delta`. Squares are summed in
+    float64: those of 1e20 overflow in float32.
     """
     axes = _axes(delta, norm)
     if norm == "linf":

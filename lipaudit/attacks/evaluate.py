@@ -168,13 +168,15 @@ def evaluate_chunk(
         yield clean
     session = _Session(f, chunk, box, batch_size, logits, patch, target)
     finished = earlier[1:]
-    outcome = clean
+    outcome = clean  # of the step before: its survivors are attacked next
     # By norm and attacks: the outcome at the largest radius so far. Radii increase.
     latest: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for number, (trial, attack) in enumerate(list_steps(plan)):
-        if attack is trial.attacks[0]:  # a trial begins: its samples survived smaller radii
+        # The first attack of a trial gets the samples that the same attacks did not break at
+        # smaller radii.
+        if attack is trial.attacks[0]:
             outcome = latest.get((trial.norm, trial.attacks), clean)
-        if number < len(finished):
+        if number < len(finished):  # known from the interrupted run
             outcome = finished[number]
         else:
             run = session.rewrite if trial.norm in COUNTED else session.search
@@ -188,9 +190,15 @@ def evaluate_chunk(
 
 
 def _examine_clean(oracle: Oracle, chunk: Chunk, logits: Tensor, seed: int) -> Outcome:
-    """Return the outcome of the clean samples.
+    """Return the outcome of the clean samples: which are correct, and signs of weak attacks.
 
-    A second pass, with gradient, shows signs of random outputs and of useless gradients.
+    A second pass, with gradient, shows whether outputs are random and gradients are useless.
+
+    Args:
+        oracle: the model, which counts passes.
+        chunk: the samples.
+        logits: their logits, from the first pass.
+        seed: seed of the run.
     """
     x = chunk.x
     y = chunk.y
@@ -224,9 +232,20 @@ class _Session:
     def search(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
     ) -> dict[str, Any]:
-        """Run all turns of one attack, each on the samples that survived the turn before.
+        """Run one attack in a ball, on the samples that are not broken yet.
 
-        Return fields of an `Outcome`.
+        A turn is one run of the attack: from one start, against one target class per sample. Each
+        turn gets the samples that survived the turn before.
+
+        Args:
+            trial: norm and radius of the ball.
+            attack: the attack and its settings.
+            last: the outcome before, whose robust samples are attacked.
+            meter: counts passes.
+            rng: source of all random numbers.
+
+        Returns:
+            Fields of an `Outcome`.
         """
         chunk = self.chunk
         patch = self.patch if trial.norm == "patch" else None
@@ -239,11 +258,13 @@ class _Session:
         confidence = last.confidence.clone()
         ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
         turns = fitted.turns if ball.eps > 0 else 0
-        number = 0
+        number = 0  # of turns that ran
         while number < turns and bool(robust.any()):
             rows = robust.nonzero()[:, 0]
+            # Which start this is, and the first target class of it. `aims`: targets per start.
             restart, first = divmod(number, fitted.aims)
-            # Few survivors: several targets share a batch, with a copy of the samples for each.
+            # With few survivors, several targets share a batch: it has a copy of the samples for
+            # each.
             room = max(CHUNK // len(rows), 1)
             copies = min(room, fitted.aims - first)
             number += copies
@@ -264,7 +285,7 @@ class _Session:
             right = logits.argmax(1) == chunk.y[turn.rows]
             right = right.reshape(copies, -1)  # (copies, samples)
             robust[rows] = right.all(0)
-            chosen = _choose_copies(right)
+            chosen = _choose_copies(right)  # the copy that broke each sample, else the last one
             x_adv[rows] = points[chosen]
             confidence[rows] = logits[chosen].softmax(1).amax(1)
         # Samples broken before keep their distance: a resumed run does not have their points.
@@ -283,7 +304,10 @@ class _Session:
     def _run(
         self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
     ) -> tuple[Tensor, Tensor]:
-        """Return the points of one turn, checked to be inside the ball, and their logits."""
+        """Run an attack once; return its points, checked to be inside the ball, and their logits.
+
+        If a gradient was not finite, it runs again with such gradients replaced.
+        """
         oracle = Oracle(self.f, turn.rows, self.batch_size, meter)
         x = self.chunk.x[turn.rows]
         y = self.chunk.y[turn.rows]
@@ -298,16 +322,25 @@ class _Session:
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
                 return z, logits
-            # Some gradients were not finite: once more from the same draws, replacing NaN.
+            # Some gradients were not finite. Run again with the same random numbers; the meter now
+            # replaces NaN.
             meter.mends = True
             turn.generator.set_state(random_state)
 
     def rewrite(
         self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
     ) -> dict[str, Any]:
-        """Let an attack change the texts that are not broken yet, and evaluate the result.
+        """Run an attack that changes texts, on the texts that are not broken yet.
 
-        Return fields of an `Outcome`.
+        Args:
+            trial: its radius is the largest number of changes.
+            attack: the attack and its settings.
+            last: the outcome before, whose robust samples are attacked.
+            meter: counts passes.
+            rng: source of all random numbers.
+
+        Returns:
+            Fields of an `Outcome`.
         """
         chunk = self.chunk
         texts = chunk.texts
@@ -317,12 +350,12 @@ class _Session:
         robust = last.robust.clone()
         confidence = last.confidence.clone()
         attacked = robust
-        if self.target is not None:
+        if self.target is not None:  # a sample of the target class cannot be broken
             attacked = robust & (chunk.y != self.target)
         rows = attacked.nonzero()[:, 0]
         budget = int(trial.radius.value)
         if len(rows) and budget > 0:
-            runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
+            runners_up = self.logits[rows].sort(dim=1)[1][:, -2]  # the second likeliest classes
             turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
             oracle = TextOracle(reader, self.batch_size, meter, self.target)
             originals = [texts.drafts[i] for i in rows.tolist()]
@@ -352,9 +385,10 @@ class _Session:
 
 
 def _choose_copies(right: Bool[Tensor, "copies samples"]) -> Int[Tensor, " samples"]:
-    """Return the row of each sample's first misclassified copy, else of its last copy.
+    """Return for each sample the row of its first misclassified copy, else of its last copy.
 
-    Rows are numbered copy by copy: row = copy * samples + sample.
+    A batch has several copies of all samples, one per target class, copy after copy: the row of a
+    sample is copy * samples + sample. `right` says which rows are classified correctly.
     """
     copies, samples = right.shape
     first_wrong = (~right).int().argmax(0)
@@ -402,7 +436,7 @@ def require_radius(
     shape: Sequence[int],
     patch: tuple[int, int] | None = None,
 ) -> None:
-    """Refuse a radius larger than the attacked space.
+    """Refuse a radius larger than the attacked space, such as 8 in place of 8/255.
 
     Args:
         trial: norm and radius.

@@ -198,19 +198,19 @@ class Attack:
 
     @property
     def turns(self) -> int:
-        """Return the number of runs on a sample that is never broken."""
+        """Return how often the attack runs on a sample that it never breaks."""
         if self.kind.effort in ("steps", "queries"):
             return self.restarts * self.aims
-        return 1
+        return 1  # attacks of other kinds have no restarts
 
     def estimate_cost(self, radius: Radius) -> int:
-        """Return the cost of a sample that is never broken, in forward passes.
+        """Return the cost of attacking a sample that is never broken, in forward passes.
 
         A gradient costs 3: a forward pass, and a backward pass that takes twice as long.
         """
-        if not radius.value:
+        if not radius.value:  # nothing can change: the attack does not run
             return 0
-        changes = int(radius.value)
+        changes = int(radius.value)  # of a text
         costs = {
             "gradient": 3,
             "steps": 3 * self.steps,
@@ -268,9 +268,10 @@ class Trial:
 
 
 def list_steps(plan: Sequence[Trial]) -> list[tuple[Trial, Attack]]:
-    """Return the attacks of all trials in the order in which they run, the cheapest trial first.
+    """Return (trial, attack) for all attacks of a plan in the order in which they run.
 
-    Of equal trials the smaller radius comes first: what it breaks is broken at larger ones, too.
+    The cheapest trial runs first. Of trials with equal cost, the smaller radius comes first: a
+    sample that it breaks is broken at larger ones, too.
     """
 
     def rank(trial: Trial) -> tuple[int, Fraction]:
@@ -347,7 +348,10 @@ def read_plan(
 
 
 def _find_attacks(name: str) -> tuple[Attack, ...]:
-    """Return the attacks of a preset, of `custom:NAME,NAME`, or the one with this name."""
+    """Return the attacks that one name of --attack stands for.
+
+    The name is that of a preset, `custom:NAME,NAME` for an ensemble, or that of an attack.
+    """
     preset = "standard" if name == "autoattack" else name
     kinds = attack_kinds()
     if preset in PRESETS:
@@ -361,7 +365,7 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
             raise UsageError(f"unknown attack {member!r} in {name!r}", suggestion(member, kinds))
     if len(members) > 1:
         return tuple(Attack(member) for member in members)
-    # One attack alone has the defaults of its kind.
+    # A single attack has the defaults of its kind; attacks of an ensemble have those of `Attack`.
     defaults: dict[str, Any] = {}
     for setting in ("steps", "queries", "restarts"):
         value = getattr(kinds[members[0]], setting)
@@ -371,7 +375,9 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
 
 
 def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
-    """Return the unit (words, patch...) in which attacks count changes; None: they search balls.
+    """Return the unit (words, patch...) in which some attacks count changes.
+
+    None if they search balls, where the radius is a distance.
 
     Raises:
         UsageError: their units differ.
@@ -388,11 +394,14 @@ def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
 def _choose_radii(
     radii: Sequence[Radius], attacks: Sequence[Attack], unit: Norm | None, only_counts: bool
 ) -> list[Radius]:
-    """Return the radii that some attacks take, without units.
+    """Return which of the typed radii an attack or an ensemble takes, without their units.
+
+    `--eps 2/255,2words` has a plain radius, for attacks on balls, and one with a unit, for the
+    attack words.
 
     Args:
         radii: the typed radii.
-        attacks: the attacks.
+        attacks: the attack, or those of the ensemble.
         unit: the unit in which they count changes; None: they search balls.
         only_counts: whether no attack of the plan searches balls; plain radii then count changes.
     """
@@ -402,17 +411,23 @@ def _choose_radii(
     counts = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
     if counts:
         return counts
-    if only_counts and plain:
+    if only_counts and plain:  # `--attack words --eps 2`: nothing else can take the plain radius
         return plain
-    if len(attacks) == 1:
+    if len(attacks) == 1:  # the default radii of the attack
         return [parse_radius(text) for text in attacks[0].kind.radii]
-    return []
+    return []  # an ensemble has no default radii; `_plan_radii` asks for some
 
 
 def _refuse_units(
     radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
 ) -> None:
-    """Refuse a norm and radii that no attack would use."""
+    """Refuse a norm and radii that no attack would use.
+
+    Args:
+        radii: the typed radii.
+        units: for each attack the unit in which it counts changes; None: it searches balls.
+        norm: the typed norm.
+    """
     for radius in radii:
         if radius.unit and radius.unit not in units.values():
             raise UsageError(
@@ -524,10 +539,11 @@ def require_suitable(
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
-    """Adapt an attack to a number of classes >= 2, and note the changes.
+    """Return an attack adapted to the number of classes, at least 2, with notes on the changes.
 
-    The targeted DLR loss needs four classes, the untargeted one three. With two classes the
-    cross-entropy already uses the only difference of logits, so such an attack gets no restarts.
+    The DLR loss is a ratio of differences of sorted logits. Against a target it needs four
+    classes, else three. With two classes its attacks do not run (no restarts): the cross-entropy
+    of other attacks already uses the only difference of logits.
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
         text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"

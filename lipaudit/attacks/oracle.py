@@ -95,7 +95,10 @@ class Meter:
         }
 
     def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
-        """Count gradients that are not finite; make infinity large, and replace NaN.
+        """Return a gradient made finite, and count the samples where it was not.
+
+        Infinity becomes a large number. NaN becomes the gradient at a nearby point if `mends` is
+        set, else 0.
 
         Args:
             gradient: gradient of some samples.
@@ -104,8 +107,9 @@ class Meter:
         self.backwards += len(gradient)
         finite = gradient.isfinite().flatten(1).all(1)
         self.broken = self.broken + (~finite).sum()
+        # Move the entries with NaN up; if the gradient is NaN there, too, move them down.
         sides = (1, -1) if self.mends else ()
-        for side in sides:  # step entries with NaN up, then those still NaN down
+        for side in sides:
             is_nan = gradient.isnan()
             if not bool(is_nan.any()):
                 break
@@ -137,7 +141,10 @@ class Oracle:
     meter: Meter = field(default_factory=Meter)
 
     def __call__(self, z: Float[Tensor, " rows *sample"]) -> Float[Tensor, "rows classes"]:
-        """Return the logits, in a tensor that the caller may overwrite."""
+        """Return the logits at z, differentiable if z is, in a tensor that the caller may change.
+
+        z has a point for each of `rows`.
+        """
         self.meter.pass_forward(len(z))
         if torch.is_grad_enabled() and z.requires_grad:
             return _InPieces.apply(z, self)
@@ -150,8 +157,8 @@ class Oracle:
         return torch.cat([self.piece(z[cut], cut.start) for cut in pieces])
 
     def piece(self, z: Tensor, start: int) -> Tensor:
-        """Return the logits of the piece that begins at sample `start`."""
-        if isinstance(self.f, ByRow):
+        """Return the logits of a piece of the samples, which begins at sample `start`."""
+        if isinstance(self.f, ByRow):  # the model also needs to know which samples these are
             rows = self.rows[start : start + len(z)]
             return logits_of(self.f.f(z, rows))
         return logits_of(self.f(z))
@@ -162,7 +169,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, oracle: Oracle) -> Tensor:
-        """Return the logits at z; the graph of a single piece is stored for `backward`."""
+        """Return the logits at z. If z is a single piece, its graph is stored for `backward`."""
         ctx.oracle = oracle
         ctx.z = z.detach()
         # Graphs of several pieces would not fit into memory: the backward pass repeats them.
@@ -189,7 +196,7 @@ class _InPieces(torch.autograd.Function):
             return torch.cat(gradients)
 
         def pull_near(direction: Tensor) -> Tensor:
-            """Return J^T grad_output after a step that is small beside the sample."""
+            """Return J^T grad_output after a step along a direction, small against the sample."""
             largest = z.flatten(1).abs().amax(1)
             size = torch.where(largest > 0, largest, 1.0)
             return pull_at(z + direction * NUDGE * add_axes(size, z))
@@ -209,14 +216,23 @@ def list_pieces(samples: int, size: int) -> list[slice]:
 
 
 def _record_graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Return a leaf at z, and the logits there of the piece that begins at sample `start`."""
+    """Run a piece of the samples with gradient; return its input as a leaf, and its logits.
+
+    Args:
+        oracle: the model.
+        z: the points of the piece.
+        start: the first sample of the piece.
+    """
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()
         return leaf, oracle.piece(leaf, start)
 
 
 def pull(graph: tuple[Tensor, Tensor], grad_output: Tensor) -> Tensor:
-    """Return J^T grad_output for a graph (leaf, output); 0 where no gradient flows."""
+    """Return J^T grad_output, with J the Jacobian of a graph (leaf, output).
+
+    It is 0 if the output does not depend on the leaf.
+    """
     leaf, output = graph
     if not output.requires_grad:
         return torch.zeros_like(leaf)
@@ -247,9 +263,10 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
 def logits_and_gradient(
     f: Classifier, x: Samples, y: Labels
 ) -> tuple[Float[Tensor, "batch classes"], Samples]:
-    """Return the logits at x, and the gradient with respect to x of each cross-entropy.
+    """Return the logits at x, and the gradient with respect to x of each sample's cross-entropy.
 
-    An oracle runs piece by piece, forward and backward, so no pass is repeated.
+    Samples that do not fit the device at once run in pieces, each forward and backward. (The
+    gradient of an `Oracle` at all of them would repeat the forward passes.)
     """
     if isinstance(f, Oracle) and len(x) > f.batch_size:
         logits_of_pieces = []
@@ -269,7 +286,7 @@ def logits_and_gradient(
 
 
 def margins(logits: Float[Tensor, "batch classes"], y: Labels) -> Float[Tensor, " batch"]:
-    """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
+    """Return f_y - max_{j != y} f_j of logits f: negative exactly if another class is ahead."""
     label = y[:, None]
     of_label = logits.gather(1, label)[:, 0]
     others = logits.scatter(1, label, -torch.inf)  # without the label's own logit
@@ -370,7 +387,8 @@ def pgd(
         logits, gradient = logits_and_gradient(f, z, y)
         best, lowest = choose_closer(z, margins(logits, y), best, lowest)
         if ball.norm == "l1" and ball.box is not None:
-            # A step moves few entries: none that the box would stop.
+            # A step moves only the entry with the largest slope. Entries at an edge of the box,
+            # which would step outwards, do not take part.
             low, high = ball.box
             stuck = torch.where(gradient > 0, z >= high, z <= low)
             gradient = gradient.masked_fill(stuck, 0.0)
@@ -414,8 +432,9 @@ def fill_patches(
 ) -> Float[Tensor, "batch channels height width"]:
     """Fill k patches of each image with values that increase the cross-entropy.
 
-    A place is ranked by its first-order gain: the largest sum of g * (z - x) over values z of its
-    pixels in the box.
+    Places are the patches of a grid. They are ranked by first-order gain: the largest sum of
+    g * (z - x), with the gradient g, over values z of the pixels of a place in the box. Each start
+    takes other k ranks.
 
     Args:
         f: x -> logits (batch, classes).
@@ -442,12 +461,14 @@ def fill_patches(
 
 
 def choose_ranks(places: int, k: int, starts: int) -> list[tuple[int, ...]]:
-    """Return the choices of k ranks for a number of starts: those of the smallest sum first.
+    """Return k places of an image for each start, as ranks: rank 0 is the most promising place.
+
+    Choices with the smallest sum of ranks come first.
 
     >>> choose_ranks(16, 2, 3)
     [(0, 1), (0, 2), (1, 2)]
     """
-    # The fewest best places with enough choices.
+    # The number of best places to choose from: the smallest with enough choices.
     pool = k
     while pool < places and math.comb(pool, k) < starts:
         pool += 1

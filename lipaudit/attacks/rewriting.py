@@ -89,13 +89,21 @@ class _Step:
 
     @property
     def possible(self) -> int:
-        """The number of changes; those that make no text do not count if all were tried."""
-        if self.left:
+        """Return how many single changes the text has, of which `tried` were tried.
+
+        Some changes make no text that the model can read. They count only while it is unknown
+        which they are: if all changes were tried, `tried` is the number of all others.
+        """
+        if self.left:  # not all changes were tried
             return len(self.changes)
         return self.tried
 
     def choose_first(self) -> list[tuple[Change, Draft]]:
-        """Return all changes if these are few, else the most promising one of each word."""
+        """Return the changes to try first, each with the text that it makes.
+
+        These are all changes if they are few, else the most promising one of each word: its margin
+        tells which words matter.
+        """
         if len(self.changes) <= self.queries:
             return self._make(self.changes, len(self.changes))
         first_of_word: dict[int, Change] = {}
@@ -108,13 +116,14 @@ class _Step:
         return self._make(chosen, len(chosen))
 
     def choose_others(self) -> list[tuple[Change, Draft]]:
-        """Return further changes up to the number of queries, by three orders in turn.
+        """Return the changes to try next, each with its text, up to the number of queries.
 
-        They are that of the attack, that of the words by their first change, and words in turn.
+        Three orders take turns: that of the attack (by the gradient), words whose first change
+        lowered the margin most, and one change of every word after the other.
         """
 
         def rank(change: Change) -> float:
-            """Return the margin of the first change of the same word."""
+            """Return the lowest margin so far of a change of the same word."""
             return self.by_place.get(change.place, math.inf)
 
         of_words = defaultdict(list)
@@ -122,23 +131,33 @@ class _Step:
             of_words[change.place].append(change)
         evenly = take_turns(of_words.values())
         by_word = sorted(self.left, key=rank)
-        # Without repeats: every order has all changes.
+        # Each of the three orders has all changes: a dict drops the repeats.
         ordered = dict.fromkeys(take_turns([self.left, by_word, evenly]))
         return self._make(ordered, self.queries - self.tried)
 
     def _make(self, changes: Iterable[Change], most: int) -> list[tuple[Change, Draft]]:
-        """Return changed texts that the model can read, up to a number."""
-        made: list[tuple[Change, Draft]] = []
+        """Return at most `most` changes, each with the text that it makes.
+
+        Changes are left out that make no word, or no text that the model can read.
+        """
+        with_texts: list[tuple[Change, Draft]] = []
         for change in changes:
-            if len(made) == most:
+            if len(with_texts) == most:
                 break
             draft = change.make()
             if draft is not None and self.read(draft):
-                made.append((change, draft))
-        return made
+                with_texts.append((change, draft))
+        return with_texts
 
     def note_margins(self, chosen: Sequence[tuple[Change, Draft]], values: list[float]) -> None:
-        """Record the margins of changed texts; of equal margins the first one counts."""
+        """Record the margins of changed texts, and the text with the lowest one.
+
+        Of margins that are equal up to rounding, the first one counts.
+
+        Args:
+            chosen: the changes, with the texts that they make.
+            values: their margins.
+        """
         self.tried += len(chosen)
         for (change, draft), value in zip(chosen, values, strict=True):
             lowest_of_word = self.by_place.get(change.place, math.inf)
@@ -152,7 +171,7 @@ def take_turns(lists: Iterable[Iterable[Change]]) -> Iterator[Change]:
     """Yield the first changes of all lists, then the second ones, and so on."""
     for row in zip_longest(*lists):
         for change in row:
-            if change is not None:
+            if change is not None:  # None: this list has ended
                 yield change
 
 
@@ -164,19 +183,19 @@ def search(
     propose: Propose,
     queries: int,
 ) -> list[Draft]:
-    """Change texts one by one, each time by the change that lowers the margin most.
+    """Change each text step by step, by the single change that lowers its margin most.
 
-    The search ends when the margin is negative. Every proposal is evaluated from its characters,
-    if known. The search is greedy: k changes are the first k of k + 1. If no proposal lowers the
-    margin, the text keeps its changes so far. Each draft counts its single changes, and those
-    tried.
+    The search of a text ends when the margin is negative: then it is misclassified. It is greedy:
+    with one more change allowed, the first changes are the same. If no change lowers the margin,
+    the text keeps its changes so far. Each draft counts how many single changes there were, and
+    how many were tried.
 
     Args:
         oracle: the model.
         drafts: the texts.
         y: their labels.
         budget: largest number of changes of a text.
-        propose: lists all single changes of a text.
+        propose: (text, gradient of its margin) -> all single changes, the most promising first.
         queries: largest number of single changes tried in a step.
     """
     best = list(drafts)
@@ -187,6 +206,7 @@ def search(
     for _ in range(budget):
         if not robust:
             break
+        # Gradients of the margins by the token embeddings, (tokens, width) for each text.
         slopes = oracle.slopes([best[i].input_ids for i in robust], y[robust])
         steps = []
         for i, slope in zip(robust, slopes, strict=True):
@@ -212,7 +232,7 @@ def search(
 def _try_changes(
     oracle: TextOracle, y: Tensor, chosen: list[tuple[_Step, list[tuple[Change, Draft]]]]
 ) -> None:
-    """Evaluate changed texts together, and record their margins.
+    """Evaluate the changed texts of several steps in one batch, and record their margins.
 
     Args:
         oracle: the model.
@@ -220,7 +240,7 @@ def _try_changes(
         chosen: for each step of a text its changes, and the texts that they make.
     """
     texts = []
-    owners = []  # position of the unchanged text of each
+    owners = []  # for each changed text, the position of its unchanged text
     for step, changes in chosen:
         for _, draft in changes:
             texts.append(oracle.reader.read(draft))
@@ -247,11 +267,11 @@ COMBINATIONS = 10_000
 def rewrite_words(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Replace at most `budget` words of each text by near words; the search is not random.
+    """Replace at most `budget` words of each text by words with similar embeddings.
 
-    A step tries up to `queries` substitutions in words not changed yet, all of them if these are
-    no more. The most promising ones lower the margin most to first order, slope . (e(substitute) -
-    e(word)).
+    A step tries up to `queries` substitutions in words that are not changed yet, or all of them.
+    The most promising ones lower the margin most to first order: by slope . (e(substitute) -
+    e(word)), with embeddings e and the gradient `slope` of the margin. The search is not random.
     """
     reader = oracle.reader
     tokens: set[int] = set()
@@ -283,7 +303,16 @@ def rewrite_words(
 
 
 def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lexicon) -> list[int]:
-    """Return the near words of word i, as token ids; none if it is changed or not one token."""
+    """Return the token ids of words that may replace word i of a text.
+
+    There are none if the word was changed before, or is not a single token that begins a word.
+
+    Args:
+        near: token id -> ids with similar embeddings, from `neighbours`.
+        draft: the text.
+        i: number of the word.
+        lexicon: the vocabulary.
+    """
     word = draft.words[i]
     if i in draft.changed or len(word) > 1 or int(lexicon.kinds[word[0]]) != BEGINS:
         return []
@@ -292,10 +321,10 @@ def find_substitutes(near: dict[int, Tensor], draft: Draft, i: int, lexicon: Lex
 
 
 def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
-    """Return the nearest token ids of the same kind, by the cosine of their embeddings.
+    """Return for each token the ids with the most similar embeddings, by cosine.
 
-    First tokens of words have first tokens as neighbours; fixed tokens have none. The reader
-    caches the neighbours.
+    Neighbours have the same kind: a first token of a word has first tokens. Fixed tokens, such as
+    punctuation, have none. The reader caches the neighbours.
     """
     kinds = reader.lexicon.kinds
     table = reader.table[: len(kinds)]
@@ -316,6 +345,7 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
         cosine.scatter_(1, ids[:, None], -torch.inf)  # no word is its own neighbour
         nearest = cosine.topk(count, dim=1).indices
         for token, neighbour_ids in zip(block, nearest, strict=True):
+            # A kind with few ids: cut off those of other kinds, whose cosine is -inf.
             available = ids_of_kind[int(kinds[token])] - 1
             reader.near[token] = neighbour_ids[:available]
     return reader.near
@@ -336,10 +366,11 @@ class Substitution(NamedTuple):
 
 
 def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Ids]] | None:
-    """Return the word and the text's token ids of every change that `rewrite_words` may try first.
+    """Return (word, token ids of the text) for every substitution that `rewrite_words` may try.
 
-    None if one of them changes the number of tokens, or tokens of another word, or if up to k of
-    them together are read in another way than one by one.
+    A bound on all combinations of up to k substitutions needs each word to act alone. So None is
+    returned if a substitution changes the number of tokens, or tokens of another word; or if the
+    tokenizer reads up to k of them together as other tokens than one by one.
     """
     near = neighbours(reader, draft.ids)
     ids_before = reader.read(draft)
@@ -359,8 +390,8 @@ def list_substitutes(reader: Reader, draft: Draft, k: int) -> list[tuple[int, Id
                 return None
             if changed_words:
                 substitutions.append(Substitution(i, ids, changed))
-    # A tokenizer may join words with nothing between them: try their changes together.
-    number = 0
+    # A tokenizer may join words with nothing between them: read their combinations, too.
+    number = 0  # of combinations; with too many to read, the answer is unknown
     spans = draft.source.spans if draft.source else ()
     for adjacent in _chain(spans):
         for together in _combine(substitutions, adjacent, k):
@@ -376,7 +407,14 @@ def _reads_alike(
     changes: Sequence[Substitution],
     word_of_token: Sequence[int],
 ) -> bool:
-    """Say whether the tokens of several changes together are those of each change alone."""
+    """Say whether a text with several changes is read as the tokens of each change alone.
+
+    Args:
+        reader: how the model reads texts.
+        draft: the unchanged text.
+        changes: one substitution each for several words.
+        word_of_token: number of the word of each token.
+    """
     expected = list(reader.read(draft))
     spelled: list[tuple[int, str]] = []
     for change in changes:
@@ -388,9 +426,10 @@ def _reads_alike(
 
 
 def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
-    """Return groups of words with nothing between them, by number.
+    """Return groups of adjacent words, with nothing between them, by the number of the word.
 
-    A tokenizer may read these as one. The spans are those of each word's tokens.
+    A tokenizer may read such words as one. The spans of a word say where each of its tokens is:
+    text of a pair, first character, and one past the last.
     """
     chains = [[0]]
     for i, (before, after) in enumerate(pairwise(spans), 1):
@@ -405,7 +444,7 @@ def _chain(spans: Sequence[Sequence[Span]]) -> list[list[int]]:
 def _combine(
     substitutions: Sequence[Substitution], chain: Sequence[int], k: int
 ) -> Iterator[tuple[Substitution, ...]]:
-    """Yield every combination of one substitution each for two to k words of a chain."""
+    """Yield every combination of substitutions of two to k words of a chain, one for each word."""
     of_words: dict[int, list[Substitution]] = defaultdict(list)
     for substitution in substitutions:
         if substitution.word in chain:
@@ -418,11 +457,12 @@ def _combine(
 
 def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft | None:
     """Replace word i, which is one token, by another token; None if the result is not a word."""
-    if draft.source is None:
+    if draft.source is None:  # no characters are known: the tokens are all there is
         return draft.with_word(i, (token,))
     new = lexicon.write(token)
     old = draft.source.word(i)
-    if len(new.split()) != 1 or len(old.split()) != 1 or new == old:  # a blank within, or nothing
+    # Not a word: empty, with a blank inside, or without a difference in characters.
+    if len(new.split()) != 1 or len(old.split()) != 1 or new == old:
         return None
     return draft.with_word(i, (token,), new)
 
@@ -433,11 +473,11 @@ def _replace_word(draft: Draft, i: int, token: int, lexicon: Lexicon) -> Draft |
 def rewrite_characters(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Make at most `budget` typing errors in each text; the search is not random.
+    """Make at most `budget` typing errors in each text, where they lower its margin most.
 
-    A step tries up to `queries` errors, all of them if these are no more. The errors of each word
-    come in a fixed order, words taking turns, beginning with the words on which the margin depends
-    most (the norm of its gradient over the word's tokens). Words of a single letter are not
+    A step tries up to `queries` errors, or all of them. Words take turns, beginning with those on
+    which the margin depends most (by the norm of its gradient over the word's tokens). The errors
+    of a word have a fixed order: the search is not random. Words of a single letter are not
     changed.
 
     Raises:
@@ -461,8 +501,8 @@ def rewrite_characters(
         return draft.with_word(i, encode(space + spelling), spelling)
 
     def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Change]:
-        """Return every possible error, words taking turns: first those of steepest gradient."""
-        if draft.source is None:
+        """Return every possible error; words take turns, the word of steepest gradient first."""
+        if draft.source is None:  # its characters are unknown
             return []
         norms = iter(slope.norm(dim=1).tolist())
         steepness = [sum(islice(norms, len(word))) for word in draft.words]
@@ -479,7 +519,10 @@ def rewrite_characters(
 
 
 def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[str]]:
-    """Return the words in which errors are possible, by number, and the letters to insert."""
+    """Return the words of a text that can have a typing error, and the letters to make it with.
+
+    Words are by number. They have two characters or more; without known characters there are none.
+    """
     source = draft.source
     if source is None:
         return {}, []
@@ -501,7 +544,10 @@ def spell_words(draft: Draft, lexicon: Lexicon) -> tuple[dict[int, str], list[st
 
 
 def list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
-    """Return every word with one error, by kind of error."""
+    """Return every spelling of a word with one typing error, by kind of error.
+
+    The kinds: two letters are swapped, one is removed, inserted, or replaced by one of `letters`.
+    """
     errors: dict[str, set[str]] = {kind: set() for kind in TYPING}
     for i in range(len(word) + 1):
         before, after = word[:i], word[i:]
@@ -517,9 +563,9 @@ def list_errors(word: str, letters: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _list_misspellings(word: str, letters: Sequence[str]) -> list[str]:
-    """Return every word with one error, in an order derived from the word.
+    """Return every spelling of a word with one typing error, shuffled with the word as seed.
 
-    The order mixes kinds and places of errors, and is the same on every machine.
+    So kinds and places of errors are mixed, in the same order on every machine.
     """
     errors: set[str] = set().union(*list_errors(word, letters).values())
     # The order of a set differs between processes: sort, then mix by the word.

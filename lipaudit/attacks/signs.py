@@ -81,11 +81,11 @@ def examine(
     y: Int[Tensor, " batch"],
     nonfinite: int = 0,
 ) -> Checks:
-    """Count the signs in the logits of two passes and in the cross-entropy's gradient.
+    """Count signs of weak attacks: random logits, probabilities, useless gradients.
 
     Args:
         logits: logits of the first pass.
-        again: logits of the second pass.
+        again: logits of the second pass, which differ if the model is random.
         gradient: gradient of the cross-entropy, made finite.
         y: labels.
         nonfinite: number of gradients that were not finite.
@@ -93,7 +93,7 @@ def examine(
     correct = logits.argmax(1) == y
     largest_slope = gradient.flatten(1).abs().amax(1)
     flat = largest_slope == 0
-    # Change of each logit between the passes, relative to the sample's median logit.
+    # Change of each logit between the passes, both without the sample's median logit.
     median = logits.median(1, keepdim=True)[0]
     median_again = again.median(1, keepdim=True)[0]
     change = (logits - median - again + median_again).abs()
@@ -125,7 +125,7 @@ def note_signs(
         guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
         nonfinite: share of the gradients taken by attacks that were not finite.
     """
-    # Two standard deviations above the expected number of lucky guesses.
+    # The number of samples that guessing may get right: two standard deviations above the mean.
     mean = checks.samples / checks.classes
     lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
     # By code: whether the sign is present, and its text.
@@ -205,6 +205,7 @@ def note_masking(
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
         # Columns of `robust`: all trials in this ball, and those with iterative gradient attacks.
+        # Without the latter, nothing was to be expected of gradients here.
         in_ball = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
         iterative = [i for i in in_ball if "steps" in _list_efforts(trials[i])]
         if not iterative:

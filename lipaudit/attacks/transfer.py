@@ -66,6 +66,7 @@ def encode_examples(
     """
     from safetensors.numpy import save
 
+    # Axis 2 of (samples, trials, ...) is that of the tokens. Images have equal sizes there.
     longest = max(x.shape[2] for x in chunks)
     padded = []
     for x in chunks:
@@ -83,10 +84,10 @@ def encode_examples(
 def find_examples(
     path: Path, ids: Sequence[str], shape: Sequence[int]
 ) -> tuple[list[Tensor], list[int]]:
-    """Return the tensors of a file that `--save-adv` wrote, and the rows of some samples in it.
+    """Return the examples in a file that `--save-adv` wrote, and the rows of some samples in it.
 
-    There is one tensor (samples of the file, *shape) per trial of the other model. Their values
-    are read from the disk when they are used.
+    There is one tensor (samples of the file, *shape) per trial on the other model. The values are
+    read from the disk only when they are used.
 
     Args:
         path: the file.
@@ -104,9 +105,11 @@ def find_examples(
     with explain_failure(text, f"{SAVE}."), safe_open(path, "pt") as file:
         names = json.loads((file.metadata() or {}).get(MADE_OF, "[]"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    # Labels are no examples. The first example that broke each sample is also among the trials,
+    # unless the file has no trials.
     tensors.pop(LABELS, None)
     first = tensors.pop(FIRST, None)
-    if not tensors and first is not None:  # a file without trials
+    if not tensors and first is not None:
         tensors = {FIRST: first}
     has_ids = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
     if not (has_ids and tensors):
@@ -157,14 +160,14 @@ def note_source(path: Path) -> Note:
 
 
 def find_saved(files: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
-    """Return the examples that the run of a report saved, where they still are.
+    """Return the files of examples that an earlier run saved, if they still exist.
 
     A file is looked for in the folder of the report, by its path and by its name, then by its path
     alone. Only a file with the same contents counts.
 
     Args:
-        files: paths as the run was given them, and the SHA-256 of their contents.
-        folder: the folder of the report.
+        files: path of each file, as typed for that run, and the SHA-256 of its contents.
+        folder: the folder of the report of that run.
     """
     found = []
     for name, digest in files.items():
@@ -185,7 +188,7 @@ def try_examples(
     ball: Ball,
     turn: Turn,
 ) -> Samples:
-    """Return the saved example of each sample that is closest to success, inside the ball.
+    """Try the saved examples of another model; return the one with the smallest margin per sample.
 
     An example outside of the ball, found at a larger radius, is projected onto it.
 

@@ -58,8 +58,9 @@ def find_measure(name: str) -> Measure:
 def _find_fault(name: str, measure: Measure) -> str:
     """Return what is wrong with the tables of a plug-in's measure; empty if nothing is.
 
-    The first table has the name of the measure, the others NAME.SOMETHING. Headlines show columns
-    of their table, and drawings are known by name.
+    A table describes a section of the report. The first has the name of the measure, the others
+    NAME.SOMETHING. Headlines, the figures that a report shows first, must be of its columns, and
+    its drawings must exist.
     """
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != name:
@@ -94,7 +95,10 @@ def summarise(report: Report) -> Section:
 
 
 def list_headlines() -> list[tuple[str, Headline]]:
-    """Return the headlines of all sections as (section, headline), in the order of a scorecard."""
+    """Return the headlines of all sections as (section, headline), in the order of a scorecard.
+
+    Headlines are the figures that a report shows first.
+    """
     pairs = []
     for name, layout in layouts().items():
         pairs += [(name, headline) for headline in layout.headlines]
@@ -102,7 +106,10 @@ def list_headlines() -> list[tuple[str, Headline]]:
 
 
 def find_headline(section: str, column: str) -> Headline | None:
-    """Return the headline of a section that shows this column; None if there is none."""
+    """Return the headline, a figure that a report shows first, of a column of a section.
+
+    None if the column has none.
+    """
     layout = layouts().get(section)
     for headline in layout.headlines if layout else ():
         if headline.column == column:
@@ -125,10 +132,10 @@ def find_column(metric: str) -> Column:
 
 
 def option_types() -> dict[str, type[MeasureOptions]]:
-    """Return the options of every command that measures, by its name."""
+    """Return the class of options of every command that runs one measure, by its name."""
     types: dict[str, type[MeasureOptions]] = {}
     for name, measure in load_measures().items():
-        if not measure.command:
+        if not measure.command:  # otherwise a command of another name runs it
             types[name] = measure.options
     return types
 
@@ -217,19 +224,22 @@ class AuditOptions(Settings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the requested measures, in order."""
+        """Return the names of the measures to run, in the order of an audit.
+
+        They are those of --only, or the default ones, with those of switches and without --skip.
+        """
         names = set(USUAL)
         if self.only is not None:
             names = set(self.only)
         for name, measure in load_measures().items():
-            if measure.audit.switch and getattr(self, name):  # an option of its own: --certify
+            if measure.audit.switch and getattr(self, name):  # its switch --NAME, as --certify
                 names.add(name)
         names -= set(self.skip or ())
         return tuple(name for name in load_measures() if name in names)
 
     @property
     def given(self) -> dict[str, str]:
-        """Return the typed options of measures, by name."""
+        """Return the options of measures that the user typed, such as --eps: text by name."""
         given: dict[str, str] = {}
         for measure in load_measures().values():
             for name in measure.audit.options:
@@ -251,7 +261,9 @@ class AuditOptions(Settings):
         return frozenset(names)
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
-        """Return the options of every measure.
+        """Return the options of every measure to run, by its name.
+
+        A measure with a plan makes them from the request; others get their defaults.
 
         Raises:
             UsageError: for a bad radius, attack or norm.
@@ -271,7 +283,7 @@ class AuditOptions(Settings):
         return "full" if self.full else "usual"
 
     def counts(self, *, demo: bool) -> Mapping[str, int]:
-        """Return the number of samples of each measure that does not use its default."""
+        """Return the number of samples by measure; one that is missing uses its default."""
         size = self.find_size(demo=demo)
         counts: dict[str, int] = {}
         for name, measure in load_measures().items():

@@ -214,8 +214,9 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     advice = "Attack a classifier with labels, or the scores of a language model (--score sum)."
     base.require_decision(net, advice)
     base.require_labels(batch, "an attack")
-    options.find_target(net)
+    options.find_target(net)  # raises if the model has no such class
     trials = options.trials()
+    # `changes`: the units of a text that attacks can change. NEEDED: why others cannot.
     kinds.require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape, options.choose_patch(net))
@@ -240,7 +241,11 @@ class _Result(NamedTuple):
 
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
-    """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
+    """Make the section `attack`: a row for the worst case of each ball, then one per trial.
+
+    A trial is some attacks in one ball (a norm and a radius). In the worst case of a ball, a
+    sample is robust if it is so in all trials inside the ball.
+    """
     import numpy as np
 
     from lipaudit.measures import texts
@@ -256,7 +261,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     if "losses" in parts[0].values:  # attacks on continuations: (samples, clean and trials)
         names = ["loss", *(key.column("loss") for key in keys)]
         losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
-    order = [*balls, *keys]
+    order = [*balls, *keys]  # of the rows
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
     is_limit = np.array([results[key].unfinished.any() for key in order])
     shares = base.share_columns("robust", np.stack([results[k].robust[unique] for k in order], 1))
@@ -297,13 +302,14 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 
 
 def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialKey, _Result]:
-    """Return the result of each trial."""
+    """Return the result of each trial on all samples: survivors, confidences and costs."""
     import numpy as np
 
-    # (samples, trials); the confidence of the clean samples comes first.
+    # Arrays are (samples, trials); the confidence of the clean samples comes first.
     robust = base.join_parts(parts, "robust")
     confidence = base.join_parts(parts, "confidence")[:, 1:]
     unfinished = _mark_unfinished(parts, trials)
+    # (trials, 3): seconds, forward and backward passes, summed over the parts.
     costs = np.sum([part.facts["cost"] for part in parts], axis=0)
     results = {}
     for i, trial in enumerate(trials):
@@ -314,7 +320,8 @@ def _read_results(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[TrialK
 def _join_results(ball: TrialKey, results: Mapping[TrialKey, _Result]) -> _Result:
     """Return the worst case of a ball, from the results of all trials inside it.
 
-    Smaller balls count, too, but the cost is that of the ball's own trials.
+    A trial in a smaller ball counts, too: its examples are inside this ball. The cost is only that
+    of trials at the radius of the ball.
     """
     import numpy as np
 
@@ -425,7 +432,8 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
     from lipaudit.attacks.signs import note_masking, note_signs, note_square
     from lipaudit.measures import texts
 
-    # A continuation and its rival are not two classes: the task is as hard as choosing a text.
+    # Continuations have losses. A continuation and its rival are not two classes: half of the
+    # samples would not be right by chance.
     of_classes = "losses" not in parts[0].values
     gradients = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     nonfinite = sum(part.facts["nonfinite"] for part in parts)
@@ -447,7 +455,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial]) -> tuple[Note, 
     if unique.sum() < FEWEST_RATED and of_classes:
         text = f"a calibration error (ECE) needs {FEWEST_RATED} samples"
         notes += (Note.info("left-out", text),)
-    planned = (note for trial in trials for note in trial.notes)
+    planned = (note for trial in trials for note in trial.notes)  # on the choice of settings
     notes += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
     return tuple(dict.fromkeys(notes + base.notes(parts)))
 

@@ -228,6 +228,7 @@ class AttackOptions(MeasureOptions):
         chosen.require_needed()
         trials = chosen.trials()
         kinds.require_suitable(trials, kind, changes, why)
+        # COUNTED: the units in which attacks change texts. WHOLE: these, and patches of images.
         of_texts = [trial for trial in trials if trial.norm in COUNTED]
         # A table (.jsonl) can store only changed texts, a file of tensors only all else: so no
         # trial changes texts, or every one does.
@@ -342,7 +343,10 @@ class AttackOptions(MeasureOptions):
 
 
 def plan_attacks(request: AuditRequest) -> AttackOptions:
-    """Return the attacks of an audit.
+    """Return the options of the attacks in an audit: those that the user typed, else its defaults.
+
+    The default attacks and radii (`usual`, `usual_eps`) are for images; other models have the
+    defaults of `adapt`.
 
     Raises:
         UsageError: for a bad radius, attack or norm.

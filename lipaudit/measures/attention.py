@@ -119,7 +119,11 @@ def _average(rows: Sequence[Row], name: str) -> float:
 
 
 def read_fragile(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the share of rows in the fragile regime (mean over heads)."""
+    """Yield the figure of fragile rows: their share of all attention rows, mean over heads.
+
+    A fragile row is neither near uniform nor near one-hot. The text adds in how many heads most
+    rows are fragile, and whether a penalty on attention maps can have an effect.
+    """
     rows = [row for row in section.rows if finite([row.intermediate])]
     if not rows:
         return
@@ -128,6 +132,7 @@ def read_fragile(headline: Headline, section: Section, report: Report) -> Iterat
     categorical = _average(rows, "categorical")
     fragile = sum(row.intermediate > HALF for row in rows)
     text = f"in {fragile} of {len(rows)} heads over half"
+    # The share of the model's sensitivity that passes through attention maps, if it was measured.
     shares = report.section("jacobian.shares")
     patterns = None
     if shares is not None:
@@ -315,7 +320,7 @@ class _LayerReader:
     windowed: dict[int, None] = field(default_factory=dict)
 
     def read(self, layer: Layer) -> Reduced:
-        """Return the statistics of a layer."""
+        """Return the statistics of a layer; draw the requested map when its layer comes first."""
         import torch
 
         from lipaudit.measures.drawings import draw_map

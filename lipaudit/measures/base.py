@@ -85,10 +85,10 @@ class MeasureOptions(Settings):
         return ()
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Return the options for a kind of model: image, tokens or text.
+        """Return the options for a kind of model; a measure for which it matters overrides this.
 
         Args:
-            kind: kind of the model.
+            kind: image, tokens or text.
             changes: the units of its texts that can be changed: words, characters.
             why: why other units cannot be changed.
 
@@ -279,7 +279,7 @@ _LISTENER: ContextVar[Listener] = ContextVar("listener", default=NOBODY)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let a listener hear the measures that run inside the block."""
+    """Send progress and notes of measures inside the block to a listener, with its time limit."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -288,10 +288,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def report_progress(samples: float) -> None:
-    """Report that the given number of samples of the current part is done.
-
-    Measures with long parts call this now and then.
-    """
+    """Report how many samples of the current part are done; for measures with long parts."""
     _LISTENER.get().moves(samples)
 
 
@@ -480,7 +477,7 @@ def _pick_sample(part: Part, i: int) -> Part:
 
 
 def mark_unique(parts: Sequence[Part]) -> Values:
-    """Return for each sample whether it is no repeat; shares and limits count only these."""
+    """Return for each sample whether it repeats no earlier one; shares count only these."""
     import numpy as np
 
     return np.array([not is_repeat(name) for name in sample_ids(parts)])

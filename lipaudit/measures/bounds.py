@@ -122,6 +122,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     facts = parts[0].facts
     measured = _remove_bounds(base.join_arrays(parts), facts)  # (samples, heads or layers, ...)
     exact = measured["exact"]
+    # How many times the bound `sharp` exceeds the norm; a norm of 0 has no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
     bounds = {name: measured[name] for name in load_bounds()}
@@ -225,7 +226,10 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
 def _make_layer_section(
     parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
 ) -> Section:
-    """Make the section `bounds.layers`: a row per layer."""
+    """Make the section `bounds.layers`: a row per layer, with norms of all its heads together.
+
+    `measured` has the arrays of all samples, (samples, heads or layers, ...).
+    """
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding
@@ -265,7 +269,7 @@ def _write_notes(
     yield from base.notes(parts)
     facts = parts[0].facts
     yield from base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
-    # The exact ||P|| of a large map would need more memory than the map itself.
+    # ||P|| of a large map is not proven to be exact: a proof would take more memory than the map.
     if measured["limited"].any():
         text = (
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
@@ -328,7 +332,10 @@ def _explain_missing(
 def _make_ball_section(
     parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
 ) -> Section:
-    """Make the section `bounds.ball`: a row per head and radius."""
+    """Make the section `bounds.ball`: a row per head and radius, with bounds on a ball around X.
+
+    `measured` has the arrays of all samples, (samples, heads or layers, ...).
+    """
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding

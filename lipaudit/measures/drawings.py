@@ -159,6 +159,7 @@ def draw_map(net: Net, layer: Layer, head: int) -> DrawnMap:
         p = p[chunk - first][:, columns]
         pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
     tokens: list[str] = []
+    # Tokens are named only if each row and column of the map is one token of the text.
     if net.kind == "text" and block == 1 and len(rows) == len(columns) <= MOST:
         names = name_tokens(net, layer.batch[:1].trim())[0]
         if len(names) == len(rows):
@@ -241,6 +242,7 @@ def _name_trial(outcome: Outcome) -> str:
 def _draw_example(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
     """Return an image, its adversarial example, and the difference, scaled up around grey."""
     difference = x_adv - x
+    # The factor that makes the largest difference 1/2: drawn around grey, it is black or white.
     times = 0.5 / max(float(difference.abs().max()), torch.finfo(x.dtype).tiny)
     return {
         "image": thumbnail(x, box),

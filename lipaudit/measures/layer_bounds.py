@@ -95,7 +95,7 @@ def measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, flo
         **_list_missing(per_head, len(options.radius)),
         **values,
         "tokens": per_head * keys,
-        # Whether ||P|| is only an upper limit, because the map has too many entries for its norm.
+        # Whether ||P|| is only an upper limit, because the map has too many entries for a proof.
         "limited": per_head * (is_closed_form and queries * keys > POLICY.map_limit),
         "numerical": per_head * (not is_closed_form),
         "forward_error": per_sample(head_norms.forward_error(heads).cpu(), heads.sample),
@@ -128,9 +128,9 @@ def _list_missing(per_head: Tensor, radii: int) -> Reduced:
 def _bound_layer(values: Reduced, out_norm: float) -> Reduced:
     """Return bounds of the whole layer, (samples, 1), from the bounds of its heads and ||W_O||.
 
-    J_h is the Jacobian of head h, and W_O,h the rows of W_O that it meets. ||sum_h J_h W_O,h|| is
-    at most ||W_O|| times the norm of the concatenated heads. That norm is at most the root of the
-    sum of the squares of ||J_h|| (rss), and this root at most their sum.
+    J_h is the Jacobian of head h, and W_O,h the rows of W_O for head h. ||sum_h J_h W_O,h|| is at
+    most ||W_O|| times the norm of the concatenated heads. That norm is at most the root of the sum
+    of the squares of ||J_h|| (rss), and this root at most the sum of ||J_h||.
 
     Args:
         values: bounds of the heads, (samples, heads).
@@ -174,7 +174,7 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
     balls = []
     for radius in options.radius:
         r = float(radius)
-        # X is in the ball: what the search finds is never below the norm there.
+        # The centre X is in the ball: the largest norm in the ball is at least the norm at X.
         found = ascent.ball_norm(heads, r, seeds=seeds)
         found = torch.where(found.isnan(), found, found.maximum(exact.norm.to(found)))
         sharp = head_bounds.ball_sharp(heads, r, sharp=figures["sharp"])

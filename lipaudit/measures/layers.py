@@ -367,9 +367,10 @@ def _list_claims(
         out = heads.out  # (heads, d_v, D_out)
         assert out is not None
         eps = torch.finfo(torch.float64).eps
-        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
+        # A generous limit of the relative error of sums of products with W_O.
+        relative = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
         errors = bound_rounding().square().sum(1, keepdim=True).sqrt()
-        return values["out_norm"] * errors + share * values["layer_sharp_rss"]
+        return values["out_norm"] * errors + relative * values["layer_sharp_rss"]
 
     for name, record in load_bounds().items():
         yield Claim(name, values[name], exact, bound_rounding, record)

@@ -88,16 +88,23 @@ def prepare_chunks(
     if any(trial.norm in COUNTED for trial in trials):
         reader = texts.make_reader(net)
     # Settings of `evaluate_chunk`.
-    how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
-    how["patch"] = options.choose_patch(net)
-    how["target"] = options.find_target(net)
+    how: dict[str, Any] = {
+        "box": net.box,
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+        "patch": options.choose_patch(net),
+        "target": options.find_target(net),
+    }
     # A time limit ends an attack before its next pass. Attacks on continuations run to the end, as
     # their incomplete chunks cannot be resumed.
     if net.scored != "continuation":
         how["check"] = base.require_time
 
     def begin(batch: Batch) -> ChunkRun:
-        """Return the run of a batch, with the outcomes of its incomplete part."""
+        """Return a batch with its attacks, each of which runs when its outcome is asked for.
+
+        Outcomes of an interrupted run are taken from its part.
+        """
         chunk = _make_chunk(net, batch, options, reader)
         earlier = []
         examples = {}
@@ -131,7 +138,9 @@ def _make_chunk(net: Net, batch: Batch, options: AttackOptions, reader: Reader |
         )
     y = base.require_labels(batch, "an attack")
     if options.target is not None and net.scored == "continuation":
-        y = torch.ones_like(y)  # robust: the rival of the continuation (class 1) stays ahead
+        # Attacks make the continuation (class 0) likelier. A sample is robust as long as its rival
+        # (class 1) is ahead.
+        y = torch.ones_like(y)
     drafts = None
     if reader is not None:
         characters = any(trial.norm == "characters" for trial in options.trials())
@@ -374,10 +383,12 @@ def make_part(net: Net, run: ChunkRun, options: AttackOptions, notes: tuple[Note
         "attacks": [len(outcomes) for outcomes in by_trial],
         "cost": costs,
         "square": squares or [(0, 0)],
+        # One sign of masked gradients needs a ball that holds the centre of the box. It holds it
+        # only if every entry of a sample may change.
         "box": net.box if chunk.mask is None else None,
         "nonfinite": sum(outcome.nonfinite for outcome in attacked),
     }
-    if chunk.number * CHUNK < DRAWN:
+    if chunk.number * CHUNK < DRAWN:  # a page draws examples of the first samples only
         run.examples |= drawings.describe_examples(
             net, run.batch, chunk, [clean, *ends], options.batch_size, known=run.examples
         )

@@ -34,14 +34,21 @@ READING = (
 
 
 def _share(label: str, meaning: str, values: str, **how: Any) -> Column:
-    """Return the column of a median share, which can be negative."""
+    """Return the column of a share, the median over the samples.
+
+    Args:
+        label: its label.
+        meaning: its meaning.
+        values: name of the array with the share of each sample.
+        how: attributes of the column that differ from the usual ones.
+    """
     reduction = Reduction("median", values)
     usual: dict[str, Any] = {"format": ".1%", "reading": READING, "reduction": reduction}
     return Column(label, meaning, **(usual | how))
 
 
 def _total(label: str, what: str) -> Column:
-    """Return the column of a share of all parts of one kind together."""
+    """Return the column of the share of all parts of one kind (`what`) together."""
     meaning = f"Share of the sensitivity that passes through {what}."
     reading = (
         "Exact at the sample, along one direction. With all these parts held constant, the norm "
@@ -198,7 +205,8 @@ def measure_shares(
 
     pieces = [slice(0, len(batch))]
     if net.scored:
-        # A continuation of a prompt is a row of its own: only one prompt has all of them.
+        # The model runs on a row per continuation of a prompt: prompts are taken one by one, so
+        # that all rows belong to the same sample.
         pieces = [slice(i, i + 1) for i in range(len(batch))]
     shares_of_pieces = []
     try:

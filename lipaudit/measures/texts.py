@@ -124,7 +124,8 @@ def _reads_padding(reader: Reader, ids: Tensor) -> bool:
 
     Texts of different lengths are then not padded to one batch.
     """
-    ids = ids[max(0, len(ids) + PADDING - reader.most) :]  # keep the end: some models need it
+    # Make room for padding. The beginning is dropped, as some models need the last token.
+    ids = ids[max(0, len(ids) + PADDING - reader.most) :]
     padding = ids.new_full((PADDING,), reader.pad_id)
     longer = torch.cat([ids, padding])[: reader.most][None]
     mask = (torch.arange(longer.shape[1]) < len(ids))[None]
@@ -205,8 +206,8 @@ def _pack_prompt(packer: Packer, continuations: Sequence[str], prompt: str) -> t
 
 
 def count_units(texts: Texts) -> dict[str, list[int]]:
-    """Return how many words, and how many characters, could change in each text."""
-    is_fixed = texts.reader.lexicon.is_fixed
+    """Return how many words, and how many characters, attacks could change in each text."""
+    is_fixed = texts.reader.lexicon.is_fixed  # whether a piece is no word: punctuation...
     words = []
     characters = []
     for draft in texts.drafts:

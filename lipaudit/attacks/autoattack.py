@@ -187,6 +187,7 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
         turn: settings, random starts and targets of this run.
     """
     cube = UnitCube(f, x, y, ball, turn)
+    # This class of the package can run all three losses.
     attack = APGDAttack_targeted(
         cube, turn.attack.steps, NORMS[ball.norm], eps=cube.eps, device=x.device, logger=MUTE
     )

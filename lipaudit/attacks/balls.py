@@ -144,7 +144,7 @@ def check_inside(z: Any, x: Samples, ball: Ball, attack: str) -> Samples:
     projected = project(z, x, ball)
     excess = distance(z, projected, ball.norm, ball.patch)
     rounding = torch.full_like(excess, _bound_rounding(x, ball, torch.float32))
-    if ball.norm == "l1":  # entries that did not move have no error
+    if ball.norm == "l1":  # only the entries that moved have an error: count their share
         moved = (z != x).flatten(1).to(rounding)
         rounding *= moved.mean(1)
     outside = excess > SLACK * ball.eps + rounding
@@ -234,7 +234,10 @@ def select_places(
     x: Float[Tensor, "batch channels height width"],
     patch: tuple[int, int],
 ) -> Bool[Tensor, "batch 1 height width"]:
-    """Return a mask of the pixels in some places of the grid, numbered as in `sum_patches`."""
+    """Return a mask that is True at the pixels of the given patches.
+
+    The patches of an image form a grid; `places` are their numbers, row by row.
+    """
     rows = x.shape[2] // patch[0]
     columns = x.shape[3] // patch[1]
     chosen = torch.zeros(len(x), rows * columns, dtype=torch.bool, device=x.device)

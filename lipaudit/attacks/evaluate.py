@@ -179,6 +179,7 @@ def evaluate_chunk(
         if number < len(finished):  # known from the interrupted run
             outcome = finished[number]
         else:
+            # COUNTED: words, characters and suffix, whose attacks change texts.
             run = session.rewrite if trial.norm in COUNTED else session.search
             meter = Meter(check=check)
             attack_seed = derive_seed(seed, attack.name, chunk.number)
@@ -464,6 +465,11 @@ def require_radius(
 
 def require_grid(k: Fraction, shape: Sequence[int], patch: tuple[int, int] | None) -> None:
     """Refuse patches that do not form a grid of the image, or more patches than it has.
+
+    Args:
+        k: the number of patches that an attack fills.
+        shape: shape of an image, (channels, height, width).
+        patch: height and width of a patch; None: unknown.
 
     Raises:
         UsageError: the size of the patches is unknown, it does not divide the image, or the grid

@@ -87,7 +87,7 @@ class AttackKind:
 
     def can_attack(self, kind: str) -> bool:
         """Say whether it can attack a kind of model: image, tokens or text."""
-        if kind == "text" and not self.masked:
+        if kind == "text" and not self.masked:  # texts have padding, which must not change
             return False
         return any(kind in SPACES[norm] for norm in self.norms)
 
@@ -318,7 +318,7 @@ def read_plan(
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     if attack in PRESETS or attack.startswith("custom:"):
-        names = [attack]
+        names = [attack]  # the commas of custom:NAME,NAME are inside one ensemble
     else:
         names = [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
@@ -333,7 +333,7 @@ def read_plan(
             trials = _plan_paper(norm or "linf", fitting)
         else:
             label = name.partition(":")[0]  # `custom` for custom:NAME,NAME
-            if norm == "l1" and attacks == STANDARD:
+            if norm == "l1" and attacks == STANDARD:  # AutoAttack has other settings in l1
                 attacks = STANDARD_L1
             trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
         notes: tuple[Note, ...] = ()
@@ -341,7 +341,7 @@ def read_plan(
         if changes and preset in PRESETS:
             listed = ", ".join(f"{setting} = {value}" for setting, value in changes.items())
             notes = (Note.info("preset-changed", f"the preset {preset} was changed: {listed}"),)
-        for trial in trials:
+        for trial in trials:  # typed settings replace those of the attacks
             changed = tuple(replace(attack, **changes) for attack in trial.attacks)
             plan.append(replace(trial, attacks=changed, notes=trial.notes + notes))
     return tuple(plan)
@@ -452,7 +452,11 @@ def _refuse_units(
 def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
-    """Return a trial per radius, all with the same attacks."""
+    """Return a trial per radius, all with the same attacks.
+
+    Raises:
+        UsageError: there is no radius, or a number of changes is not whole.
+    """
     if not radii:
         raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
     for radius in radii:

@@ -97,6 +97,8 @@ def examine(
     median = logits.median(1, keepdim=True)[0]
     median_again = again.median(1, keepdim=True)[0]
     change = (logits - median - again + median_again).abs()
+    # A change counts if it is more than rounding, against the height of the largest logit above
+    # the median.
     height = logits.amax(1, keepdim=True) - median
     rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
     moved = change > NOISE * height + ROUNDINGS * rounding
@@ -205,7 +207,7 @@ def note_masking(
     for trial in sorted(trials, key=lambda trial: trial.radius.value):
         ball = (trial.norm, trial.radius)
         # Columns of `robust`: all trials in this ball, and those with iterative gradient attacks.
-        # Without the latter, nothing was to be expected of gradients here.
+        # Without the latter there is nothing to compare with.
         in_ball = [i for i, other in enumerate(trials) if (other.norm, other.radius) == ball]
         iterative = [i for i in in_ball if "steps" in _list_efforts(trials[i])]
         if not iterative:

@@ -55,9 +55,10 @@ class _Place:
     beside: Ids
 
     def spell(self, ids: Ids, reader: Reader) -> Iterator[str]:
-        """Yield the possible characters of a suffix, with and without a blank.
+        """Yield possible spellings of a suffix: with the tokens' own blanks, and with one blank.
 
-        A tokenizer may spell tokens alone without their blanks: they are spelled beside others.
+        A tokenizer drops the blank of a token that is spelled alone. So the suffix is spelled
+        together with the nearest tokens of the text (`beside`), which are then cut off.
         """
         spell = reader.lexicon.spell
         assert spell is not None
@@ -73,9 +74,13 @@ class _Place:
 
 
 def _find_place(draft: Draft, before: bool) -> _Place | None:
-    """Return the place before the first written token of a text, or behind the last one."""
+    """Return where a suffix goes: before the first written token of a text, or behind the last.
+
+    None if the characters of the text are unknown, or it has none.
+    """
     if draft.source is None:
         return None
+    # By token: index of the text in a pair, first character, and one past the last.
     spans = list(chain.from_iterable(draft.source.spans))
     # Special tokens and blanks have no characters.
     tokens = [i for i, (_, start, end) in enumerate(spans) if end > start]
@@ -134,7 +139,7 @@ class _Search:
     def finish(self) -> Draft:
         """Return the best text, with the number of suffixes that were tried.
 
-        How many there are is counted for a single token only.
+        For a suffix of a single token it also counts the possible ones: tokens that can be read.
         """
         if self.most > 1:
             return replace(self.best, tried=self.tried)
@@ -147,7 +152,10 @@ class _Search:
         return replace(self.draft, suffix=suffix)
 
     def write(self, ids: Ids) -> Draft | None:
-        """Return the text with a suffix in characters; None if it is read as other tokens."""
+        """Return the text with the characters of a suffix, given by its tokens.
+
+        None if the tokenizer reads the changed text as other tokens.
+        """
         for text in self.place.spell(ids, self.reader):
             changed = self.add(ids, text)
             if self.reader.read(changed) == changed.input_ids:
@@ -155,7 +163,7 @@ class _Search:
         return None
 
     def make_drafts(self, suffixes: Iterator[Ids], most: int) -> list[Draft]:
-        """Return texts with suffixes that were not seen before, up to a number."""
+        """Return texts with new suffixes, at most `most`; without any, the search has ended."""
         drafts: list[Draft] = []
         for ids in suffixes:
             if ids in self.seen:
@@ -170,17 +178,19 @@ class _Search:
         return drafts
 
     def grow(self) -> Draft:
-        """Add a random token to the current suffix if there is room; return the text with it.
+        """Return the text with the suffix that the next step changes.
 
-        Its place is the only one that the next step changes.
+        It is the current suffix, with a random token added until it has all tokens. After adding
+        one, the next step changes only this token.
         """
         if len(self.current) < self.most:
-            self.lead = math.inf  # whatever the next step finds is the next suffix
+            # The best longer suffix becomes the current one, even if its lead is higher.
+            self.lead = math.inf
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
 
     def propose(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Ids]:
-        """Yield the suffixes that differ in one token, by the gradient and at random in turn.
+        """Yield the suffixes that differ in one token: best by gradient and at random in turn.
 
         Args:
             draft: the text with the suffix of `grow`.
@@ -209,8 +219,11 @@ class _Search:
             yield (*ids[:position], int(self.tokens[token]), *ids[position + 1 :])
 
     def draw(self) -> Iterator[Ids]:
-        """Yield random suffixes of all tokens, each of which the tokenizer reads as such."""
-        if self.most == 1:
+        """Yield random suffixes of `most` tokens, which the tokenizer reads as these tokens.
+
+        It ends after DRAWS failures in all to draw a new one.
+        """
+        if self.most == 1:  # every token once
             for token in self._shuffle(len(self.tokens)):
                 yield (int(self.tokens[token]),)
             return
@@ -230,7 +243,10 @@ class _Search:
                 failures += 1
 
     def note_leads(self, drafts: Sequence[Draft], leads: Sequence[float]) -> None:
-        """Record the leads of texts with suffixes; the best one is the next current suffix."""
+        """Record the leads of texts with suffixes: the lowest of this step, and of all steps.
+
+        The suffix with the lowest lead of this step is the one that the next step changes.
+        """
         self.tried += len(drafts)
         for draft, lead in zip(drafts, leads, strict=True):
             assert draft.suffix is not None
@@ -253,10 +269,11 @@ class _Search:
 def search_suffix(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Add at most `budget` tokens to each text, found by the greedy coordinate gradient.
+    """Add a suffix of at most `budget` tokens to each text, by greedy coordinate gradient (GCG).
 
-    Each of `steps` steps takes a gradient and tries `queries` suffixes of each text that is not
-    broken yet.
+    The search lowers the lead of the label over the other classes: a text is broken once it is
+    negative. Each of `steps` steps takes the gradient of the lead by the tokens of the suffix, and
+    tries `queries` suffixes of each text that is not broken yet.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     for _ in range(turn.attack.steps):
@@ -278,7 +295,8 @@ def draw_suffix(
 ) -> list[Draft]:
     """Add `budget` random tokens to each text, and keep the suffix with the lowest lead.
 
-    A text gets as many suffixes as `search_suffix` takes forward passes, a gradient being three.
+    The lead is that of the label over the other classes. A text gets as many suffixes as
+    `search_suffix` takes forward passes, where a gradient counts as three.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
     queries = turn.attack.queries + 3
@@ -294,8 +312,9 @@ def draw_suffix(
 def _begin(
     oracle: TextOracle, drafts: Sequence[Draft], y: Tensor, budget: int, turn: Turn
 ) -> dict[int, _Search]:
-    """Return the searches of the texts that can have a suffix, by the position of the text."""
+    """Return a search for each text that can have a suffix, by the position of the text."""
     reader = oracle.reader
+    # The tokens of suffixes: ids with a spelling and an embedding, without special tokens.
     reserved = reader.lexicon.reserved
     count = min(len(reader.lexicon.tokens), len(reader.table))
     tokens = torch.tensor([i for i in range(count) if i not in reserved])
@@ -307,7 +326,7 @@ def _begin(
         place = _find_place(draft, turn.attack.place == "before")
         if place is None or not len(tokens):
             continue
-        # Random numbers of the text alone: they do not depend on which others survived.
+        # Each text has a seed of its own: its suffixes do not depend on which others survived.
         rng = random.Random(f"{seed}/{int(turn.rows[i])}")
         searches[i] = _Search(reader, draft, place, tokens, budget, rng, draft, lead)
     return searches
@@ -319,12 +338,16 @@ def _try_suffixes(
     searches: dict[int, _Search],
     changed: dict[int, list[Draft]],
 ) -> None:
-    """Evaluate texts with suffixes together, and record their leads.
+    """Evaluate the changed texts of all searches in one batch, and record their leads.
 
-    Searches and changed texts are by the position of the unchanged text.
+    Args:
+        oracle: the model.
+        y: labels of the unchanged texts.
+        searches: by the position of the unchanged text.
+        changed: texts with suffixes, by the position of the unchanged text.
     """
     texts: list[Ids] = []
-    owners: list[int] = []
+    owners: list[int] = []  # for each changed text, the position of its unchanged text
     for i, drafts in changed.items():
         texts += (draft.input_ids for draft in drafts)
         owners += [i] * len(drafts)

@@ -75,16 +75,19 @@ class Source:
         return self.texts[piece][start:end]
 
     def span(self, i: int) -> Span:
-        """Return the position of a word: from its first token to its last."""
+        """Return the position of a word, from its first token to its last.
+
+        It is the index of the text in a pair, the first character, and one past the last.
+        """
         tokens = self.spans[i]
         piece, start, _ = tokens[0]
         _, _, end = tokens[-1]
         return piece, start, end
 
     def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-        """Return the texts with other characters for some words; all else stays."""
+        """Return the texts with other characters for some words, (number, characters)."""
         texts = list(self.texts)
-        # From the last word to the first: positions before a change stay.
+        # From the last word to the first: a change moves only the characters behind it.
         for i, new in sorted(words, reverse=True):
             piece, start, end = self.span(i)
             text = texts[piece]
@@ -120,7 +123,10 @@ class Lexicon:
     marked: bool = True
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Write token ids as a text, or as a pair of texts, which special ids divide."""
+        """Write token ids as a text, or as a pair of texts with special ids between them.
+
+        One piece, or more than two, make one text.
+        """
         pieces: list[list[int]] = []
         special_before = True
         for token in ids:
@@ -141,7 +147,9 @@ class Lexicon:
         return self.spell(ids).strip()
 
     def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
-        """Split a text into words, with the span of each in the characters if it can be found.
+        """Return a text as a draft, which attacks change: split into words.
+
+        The draft knows the characters of its words if reading the texts gives these ids.
 
         Args:
             ids: the token ids.
@@ -151,7 +159,7 @@ class Lexicon:
         if self.read is None:
             return Draft(self.words(ids))
         texts = texts or tuple(self.texts(ids))
-        # The ids are those of the whole text, or of a text that was cut to this length.
+        # The ids are those of the whole text, or it was cut to this number of tokens.
         for limit in (most + 1, len(ids)):
             tokens, spans = self.read(texts, limit)
             if tokens != tuple(ids):
@@ -174,14 +182,18 @@ class Lexicon:
         return str(token)
 
     def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
-        """Split a text into words; every fixed id is a separate piece.
+        """Split a text into words, each a tuple of ids; every fixed id is a piece of its own.
 
-        A token goes on a word if the vocabulary marks it so, and if the spans are known, only
-        without a gap behind the token before.
+        A token continues the word before it if the vocabulary marks it as a later token of a word.
+        With known spans, there must be no gap between the two.
+
+        Args:
+            ids: the token ids.
+            spans: where each token is in the characters; empty if unknown.
         """
         words: list[list[int]] = []
         kinds = self.kinds[list(ids)].tolist()
-        # Without marks every token may go on a word, and only gaps between spans divide words.
+        # A vocabulary without marks has only first tokens: gaps between spans divide words.
         unmarked = bool(spans) and not self.marked
         continuing = BEGINS if unmarked else GOES_ON
         spans = spans or [NOWHERE] * len(ids)
@@ -260,7 +272,10 @@ class Draft:
 
     @property
     def ids(self) -> Ids:
-        """Return the text as token ids, each word tokenized alone."""
+        """Return the token ids of all words, with those of the suffix at its place.
+
+        Changed words were tokenized alone: the tokenizer may read the whole text as other ids.
+        """
         ids = tuple(token for word in self.words for token in word)
         if self.suffix is None:
             return ids
@@ -290,7 +305,8 @@ class Draft:
     def align(self, slope: Float[Tensor, "inputs width"]) -> Float[Tensor, "tokens width"]:
         """Return the gradient of each token of `ids`, given that of the model's inputs.
 
-        Tokens that the model does not read have gradient 0.
+        They differ for prompts. The model does not read the beginning of a long prompt: it has
+        gradient 0. The continuations behind the prompt are no tokens of the text.
         """
         continuations = self._continuations
         if continuations is None:
@@ -301,7 +317,13 @@ class Draft:
         return torch.cat([zeros, slope[:inputs]])
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
-        """Return the text with one word replaced: one more change."""
+        """Return the text with one word replaced, which counts as one more change.
+
+        Args:
+            i: number of the word.
+            word: its new token ids.
+            spelled: its new characters, if known.
+        """
         words = list(self.words)
         words[i] = word
         # A word that was changed before is spelled anew.
@@ -340,9 +362,10 @@ class Reader:
     tokenize: Callable[[str, int], list[int]] | None = None
 
     def read(self, draft: Draft, *, cut: bool = False) -> Ids:
-        """Return the ids of a text, from its characters; empty if it is too long for the model.
+        """Return the ids of a text, tokenized from its characters if these are known.
 
-        With `cut`, the tokenizer cuts it to what the model takes.
+        Empty if the model cannot read it: it is too long, or has an unknown token. With `cut`, the
+        tokenizer cuts it to what the model takes.
         """
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
@@ -435,7 +458,7 @@ class TextOracle:
         return [slopes[i] for i in range(len(texts))]
 
     def _shorten(self, ids: Ids) -> Ids:
-        """Return a text that the model takes: tokens before the last one are left out."""
+        """Return a text cut to what the model takes. The last token stays: some models need it."""
         most = self.reader.most
         if len(ids) <= most:
             return ids
@@ -466,6 +489,13 @@ def check_drafts(
     after: Sequence[Draft], before: Sequence[Draft], lexicon: Lexicon, budget: int, attack: str
 ) -> None:
     """Check that the result of an attack respects the budget and changes only words.
+
+    Args:
+        after: the changed texts, which also say what they changed.
+        before: the unchanged texts.
+        lexicon: the vocabulary.
+        budget: largest number of changes of a text.
+        attack: name of the attack, for messages.
 
     Raises:
         EvaluationError: the result breaks these rules.

@@ -50,11 +50,11 @@ def encode_examples(
     ids: Sequence[str],
     trials: Sequence[str],
 ) -> bytes:
-    """Return the file of `--save-adv`: tensors, which `--data` does not read.
+    """Return the file of `--save-adv`, a safetensors file that `--data` and `--transfer` read.
 
-    `x` holds, for each sample, the first example that broke it, in the order of the trials, else
-    the last one tried. `y` holds the labels, and a tensor per trial holds its examples. The
-    metadata hold the sample ids.
+    For `--data`, `x` holds for each sample the first example that broke it, in the order of the
+    trials, else the last one tried; `y` holds the labels. For `--transfer`, a tensor per trial
+    holds its examples. The metadata hold the sample ids.
 
     Args:
         chunks: the examples of some samples each; embeddings of shorter texts are padded with

@@ -346,6 +346,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     heads = layer.attention
     samples = layer.samples
     batch, count, queries = heads.q.shape[:3]  # rows of the batch, heads, queries
+    # As many heads at a time as have about ENTRIES entries of P.
     pieces = []
     for chunk in heads.policy.chunks(count, batch * queries * heads.k.shape[2], ENTRIES):
         pieces.append(_read_map(_cast_inputs(heads.pick(chunk)), options))

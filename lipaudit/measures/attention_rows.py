@@ -75,14 +75,16 @@ def count_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Re
     for name, lower in CLASSES.items():
         ends = torch.tensor(lower[1:], dtype=torch.float64, device=sample.device)
         class_of_row = torch.bucketize(values[name], ends, right=True)
-        known = ~values[name].isnan()
+        known = ~values[name].isnan()  # a row without a value is in no class
         members = torch.nn.functional.one_hot(class_of_row, len(lower)) * known[..., None]
         counts[name] = sum_windows(members.sum(-2), sample, samples)
     return counts
 
 
 def join_counts(arrays: Mapping[str, Values], layers: Sequence[int]) -> dict[str, Values]:
-    """Return the share of the rows of each layer in every class: (classes, layers).
+    """Return the histograms of the rows of each layer: their share in every class of `CLASSES`.
+
+    They have the shape (classes, layers), by the name NAME@layers of an array.
 
     Args:
         arrays: counts by name, (samples, heads of all layers, classes); older parts have none.

@@ -346,6 +346,7 @@ def _list_claims(
     """Yield every claim that `require_bounds_hold` checks; the arguments are the same."""
     exact = values["exact"]
 
+    # Cached, because all bounds of heads at one radius share it.
     @cache
     def bound_rounding(r: float = 0.0) -> Tensor:
         """Return by how much rounding may lower a bound of each head, (samples, heads).

@@ -402,10 +402,10 @@ def move_losses(
 ) -> Iterator[Outcome]:
     """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
-    The attacks before lower the margin, and skip samples that are wrong already. So each trial
-    gets one more outcome: at the point or text that broke the sample, else at the one with the
-    higher loss. A sample is robust only if these attacks do not break it either. With a target,
-    they decrease the loss.
+    The attacks that ran before lower the margin, not the loss, and skip samples that are wrong
+    already. So each trial gets one more outcome: at the point or text that broke the sample, else
+    at the one with the higher loss. A sample is robust only if these attacks do not break it
+    either. With a target, they decrease the loss.
 
     Args:
         net: the model, which scores continuations (see `models.sources.classifiers`): the first
@@ -420,7 +420,7 @@ def move_losses(
     size = how["batch_size"]
     correct = outcomes[0].robust
     last_of_trial = {outcome.trial: outcome for outcome in outcomes if outcome.trial is not None}
-    # `end` is the outcome of the attacks before, `top` that of the attacks on the loss.
+    # `end` is the outcome of the attacks that ran before, `top` that of the attacks on the loss.
     for trial, end in last_of_trial.items():
         climb = _climb_texts if trial.norm in COUNTED else _climb_ball
         climbs = climb(net, batch, chunk, trial, sign, how)
@@ -455,10 +455,10 @@ def _climb_ball(
 ) -> list[Outcome]:
     """Raise the loss -log p of every continuation by attacks in a norm ball; return the outcomes.
 
-    Attacks work on classifiers, so the loss becomes one of two classes: class 0, the label of all
-    samples, has the logit log p. Class 1 has a constant logit, the floor. The cross-entropy is
-    softplus(floor - log p) then, and its gradient has the direction of the gradient of -log p. The
-    margin is log p - floor, so the iterate with the smallest margin has the highest loss.
+    Attacks need a classifier, so they get one of two classes. Class 0, the label of all samples,
+    has the logit log p; class 1 has a constant logit, the floor. Its cross-entropy
+    softplus(floor - log p) rises as log p falls, and has a gradient in the direction of that of
+    -log p. Its margin is log p - floor: the iterate with the smallest margin has the highest loss.
 
     Args:
         net: the model, whose first score is log p of the continuation.
@@ -489,9 +489,9 @@ def _climb_texts(
 ) -> list[Outcome]:
     """Raise the loss -log p of every continuation by changes of texts; return the outcomes.
 
-    The arguments are those of `_climb_ball`, and again the loss becomes one of two classes. Class
-    1 has a logit far below log p: a search ends once the margin of class 0 is negative, and this
-    one must go on to the highest loss.
+    The arguments are those of `_climb_ball`, and the attacks get a classifier of two classes, too:
+    class 0, the label of all samples, has the logit log p. The logit of class 1 is far below: a
+    search ends once the margin is negative, and this one must go on to the highest loss.
     """
     assert chunk.texts is not None
     reader = chunk.texts.reader

@@ -188,7 +188,7 @@ def _read_tables(
     # A bound of x + f(x) needs one of f on all inputs: Kim et al. 2021 show that there is none.
     text = "the product of the weights' norms is no bound: attention has no Lipschitz constant"
     notes.append(Note.info("no-bound", text))
-    if any("rotation" in site.kinds[:2] for site in sites):
+    if any("rotation" in site.kinds[:2] for site in sites):  # queries or keys are rotated
         notes.append(Note.info("rotary", "||W_QK|| is that of tokens at one rotary position"))
     heads: list[Cells] = []
     for rows in capture(net, sites, sample, _read_heads):
@@ -234,8 +234,8 @@ def _read_modules(net: Net, used: set[str | int]) -> tuple[list[Cells], list[Cel
 def _multiply_norms(block: str, heads: Sequence[Cells], maps: Sequence[Cells]) -> Cells:
     """Return the row of a block: log10 of (1 + sum ||W_OV||) (1 + MLP).
 
-    MLP is the product of the norms of the block's linear maps outside of heads. Without a linear
-    W_OV of every head, there is no such product.
+    MLP is the product of the norms of the block's linear maps outside of heads; each 1 is a skip
+    connection. Without a linear W_OV of every head, there is no such product.
 
     Args:
         block: path of the block.

@@ -38,7 +38,10 @@ def list_corruptions(kind: str = "") -> tuple[str, ...]:
 
 
 def _find_corruptions(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return corruptions by how their names begin: `jpeg` is jpeg_compression; None: all."""
+    """Return the corruptions whose names begin like this: `jpeg` is jpeg_compression.
+
+    None, which stands for all, if no name was typed.
+    """
     if not names:
         return None
     known = list_corruptions()
@@ -90,10 +93,15 @@ class CorruptOptions(MeasureOptions):
     severity: Severities = option("1,2,3,4,5", "Severities; for texts numbers of typing errors.")
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
-        """Fill in the corruptions of a kind of model.
+        """Return the options with the corruptions of a kind of model, by default all of them.
+
+        Args:
+            kind: image, tokens or text.
+            changes: the units of its texts that can be changed.
+            why: why other units cannot be changed.
 
         Raises:
-            UsageError: it has none, or not these.
+            UsageError: this kind has no corruptions, or not the typed ones.
         """
         if kind == "text" and "characters" not in changes:
             raise UsageError(f"typing errors are not possible for this model: {why}")
@@ -121,7 +129,7 @@ LEVELS = [f"severity_{level}" for level in SEVERITIES]
 
 
 def read_mean(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the accuracy over all corruptions."""
+    """Yield the figure of the section: the accuracy in its row `mean`, over all corruptions."""
     for row in section.rows:
         if row.corruption == "mean":
             yield from read_row(headline, section, row)
@@ -192,25 +200,26 @@ def measure(net: Net, batches: Iterable[Batch], options: CorruptOptions) -> Iter
         y = check(net, batch, options)
         with torch.no_grad():
             predicted = net.output(batch).argmax(1)
-            # The clean samples count at each severity.
+            # Clean samples have a result at each severity, too, so that all rows have one shape.
             right = [predicted == y] * levels
             for number, classes in enumerate(predict(net, batch, options), 1):
                 right.append(classes == y)
                 share = number / len(options.copies)
                 base.report_progress(len(batch) * share)
         values = torch.stack(right, 1).cpu().numpy()
-        # (samples, clean and corruptions, severities)
+        # (samples, 1 + corruptions, severities); the first of axis 1 are the clean samples.
         values = values.reshape(len(batch), -1, levels)
         yield Part(batch.ids, {"right": values}, notes=notes)
 
 
 def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
-    """Yield the predicted classes of every corrupted copy of images."""
+    """Yield the predicted classes of a batch of images, once for each corruption and severity."""
     import torch
 
     from lipaudit.data.arrays import to_box
     from lipaudit.wings.corruptions.images import corrupt_image
 
+    # Corruptions take pixels in [0, 1]; the box of the model may be another one.
     low, high = net.box or (0.0, 1.0)
     seeds = [base.seed_of(i, options.seed) for i in batch.ids]
     pixels = batch.x.cpu().double().numpy()
@@ -226,7 +235,10 @@ def _predict_images(net: Net, batch: Batch, options: CorruptOptions) -> Iterator
 
 
 def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[Tensor]:
-    """Yield the predicted classes of every mistyped copy of texts, cut to what the model takes."""
+    """Yield the predicted classes of a batch of texts, once for each kind and number of errors.
+
+    Texts with errors are cut to what the model takes.
+    """
     from lipaudit.attacks.text import TextOracle
     from lipaudit.measures import texts
     from lipaudit.wings.corruptions.typing_errors import mistype
@@ -256,19 +268,20 @@ def summarise(parts: Sequence[Part], options: CorruptOptions) -> list[Section]:
     import numpy as np
 
     unique = base.mark_unique(parts)
+    # (samples, rows, severities): 1 where the prediction is right. The first row is clean.
     right = base.join_parts(parts, "right") * 1.0
     corrupted = right[:, 1:]  # without the clean samples
-    # (samples, rows, severities): the row of the mean stands behind that of the clean samples.
+    # Insert a row with the mean over all corruptions behind the clean one.
     levels = np.insert(right, 1, corrupted.mean(1), 1)
     figures = {}
     for i, severity in enumerate(options.severity):
         figures[f"severity_{severity}"] = levels[..., i]
     figures["accuracy"] = levels.mean(2)
-    figures["worst"] = levels.min(2)
-    figures["worst"][:, 1] = corrupted.min((1, 2))
+    figures["worst"] = levels.min(2)  # right at every severity
+    figures["worst"][:, 1] = corrupted.min((1, 2))  # right under every corruption, too
     cells = {name: values[unique].mean(0) for name, values in figures.items()}
     limits = base.share_columns("accuracy", figures["accuracy"][unique])
-    clean_accuracy = cells["accuracy"][0] or np.nan
+    clean_accuracy = cells["accuracy"][0] or np.nan  # without any, no share of it can be lost
     rows = base.make_rows(
         CORRUPT_TABLE,
         corruption=["clean", "mean", *(options.corruption or ())],

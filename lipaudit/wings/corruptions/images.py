@@ -45,11 +45,12 @@ def corrupt_image(
         severity: 1 (mild) to 5 (strong).
         seed: of the sample, at least 0; the result depends on it, the name and the severity alone.
     """
+    # Parameters are published for images of some sizes: take those of the nearest.
     side = find_published(max(x.shape[1:]))
     parameters = read_corruptions()[name][str(side)][severity - 1]
-    if not isinstance(parameters, list):
+    if not isinstance(parameters, list):  # a corruption with a single parameter
         parameters = [parameters]
-    number = zlib.crc32(name.encode())
+    number = zlib.crc32(name.encode())  # not `hash`, which differs between processes
     rng = np.random.default_rng((seed, number, severity))
     pixels = np.moveaxis(x, 0, -1).astype(np.float64)
     corrupt = CORRUPTIONS[name]
@@ -70,7 +71,7 @@ def add_shot_noise(x: Pixels, rng: np.random.Generator, photons: Number) -> Pixe
 
 
 def add_impulse_noise(x: Pixels, rng: np.random.Generator, share: Number) -> Pixels:
-    """Replace values by 0 or 1."""
+    """Replace a random share of the values by 0 or 1, each with probability 1/2."""
     is_replaced = rng.random(x.shape) <= share
     is_one = rng.random(x.shape) <= 0.5
     return np.where(is_replaced, is_one, x)
@@ -83,8 +84,14 @@ def _square_distances(reach: int) -> Float[np.ndarray, "size size"]:
 
 
 def blur_defocus(x: Pixels, _: np.random.Generator, radius: Number, sigma: Number) -> Pixels:
-    """Average over a disk with a soft edge."""
-    reach = max(8, math.ceil(radius))  # of the kernel, from its middle
+    """Blur like a lens out of focus: average over a disk with a soft edge.
+
+    Args:
+        x: the image.
+        radius: radius of the disk in pixels.
+        sigma: standard deviation of the Gaussian that softens its edge.
+    """
+    reach = max(8, math.ceil(radius))  # half the side of the kernel
     inside = _square_distances(reach) <= radius**2
     disk = inside / inside.sum()
     # A small Gaussian softens the edge of the disk.
@@ -106,18 +113,27 @@ def _soften(x: Pixels, sigma: Number) -> Pixels:
 def blur_glass(
     x: Pixels, rng: np.random.Generator, sigma: Number, reach: int, repetitions: int
 ) -> Pixels:
-    """Blur, let near pixels replace each other, and blur again."""
+    """Blur as frosted glass does: blur, let near pixels replace each other, and blur again.
+
+    Args:
+        x: the image.
+        rng: source of random numbers.
+        sigma: standard deviation of the Gaussian blurs.
+        reach: largest distance, in rows and columns, from which a pixel comes.
+        repetitions: how often each pixel is replaced.
+    """
     height, width, channels = x.shape
-    # Pixels are numbered row by row: where each one comes from.
+    # For each pixel, numbered row by row: the number of the pixel that it comes from.
     source = list(range(height * width))
     for _ in range(repetitions):
         down, right = rng.integers(-reach, reach, (2, height, width))
         moves = (down * width + right).ravel().tolist()
+        # From the last pixel to the first, without a border of `reach` pixels.
         for row in range(height - reach, reach, -1):
             first = (row + 1) * width - reach
             last = row * width + reach
             for pixel in range(first, last, -1):
-                # The scripts mean to swap two pixels, but views of NumPy only copy one.
+                # The published scripts mean to swap two pixels, but views of NumPy only copy one.
                 source[pixel] = source[pixel + moves[pixel]]
     pixels = _soften(x, sigma).reshape(-1, channels)
     moved = pixels[source].reshape(x.shape)
@@ -129,6 +145,12 @@ def drag(x: Pixels, radius: Number, sigma: Number, degrees: Number) -> Pixels:
 
     The weights are one half of a Gaussian. Offsets are rounded to whole pixels, and the border
     continues beyond the image.
+
+    Args:
+        x: the image.
+        radius: the line has 2 * radius + 1 points.
+        sigma: standard deviation of the Gaussian, in points of the line.
+        degrees: direction of the line.
     """
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
@@ -157,17 +179,19 @@ def blur_motion(x: Pixels, rng: np.random.Generator, radius: Number, sigma: Numb
 
 
 def enlarge(x: Pixels, factor: Number) -> Pixels:
-    """Return the middle of an image, enlarged to its size by linear interpolation.
+    """Return the middle of an image, enlarged to the size of the image by linear interpolation.
 
-    As `scipy.ndimage.zoom` of order 1, whose first and last points stay, and then cut.
+    It equals `scipy.ndimage.zoom` of order 1, which keeps the first and the last point in place,
+    cut to the size of the image.
     """
-    for axis, n in enumerate(x.shape[:2]):
+    for axis, n in enumerate(x.shape[:2]):  # rows, then columns
         cut = math.ceil(n / factor)  # length of the middle that is enlarged
         size = round(cut * factor)  # its length after that
         zoomed = np.linspace(0, cut - 1, size)
         # The position in x of each of the n points in the middle of the enlarged ones.
         start = (size - n) // 2
         positions = (n - cut) // 2 + zoomed[start:][:n]
+        # Interpolate between the two points of x around each position.
         low = positions.astype(int)
         share = positions - low
         if axis == 0:
@@ -181,7 +205,7 @@ def enlarge(x: Pixels, factor: Number) -> Pixels:
 
 
 def blur_zoom(x: Pixels, _: np.random.Generator, end: Number, step: Number) -> Pixels:
-    """Average over enlarged copies, as if the lens moved."""
+    """Average over copies enlarged by factors from 1 to `end`, as if the lens moved."""
     copies = [x]
     for factor in np.arange(1, end, step):
         copies.append(enlarge(x, factor))
@@ -199,12 +223,24 @@ def add_snow(
     sigma: Number,
     share: Number,
 ) -> Pixels:
-    """Whiten the image, and add flakes that fall, once as they are and once turned around."""
+    """Whiten the image, and add snowflakes: a layer of them, and the same layer turned around.
+
+    Args:
+        x: the image.
+        rng: source of random numbers.
+        mean: mean of the noise that makes the flakes.
+        scale: its standard deviation.
+        zoom: factor by which the flakes are enlarged.
+        least: flakes darker than this are removed.
+        radius: of their motion blur, see `drag`.
+        sigma: of their motion blur.
+        share: share of the original image in the whitened one.
+    """
     height, width, channels = x.shape
     flakes = rng.normal(mean, scale, (height, width, 1))
     flakes = enlarge(flakes, zoom)
     flakes = np.where(flakes < least, 0, flakes)
-    degrees = rng.uniform(-135, -45)
+    degrees = rng.uniform(-135, -45)  # the direction in which they fall
     flakes = drag(flakes.clip(0, 1), radius, sigma, degrees)
     if channels == 3:
         grey = x @ GREY
@@ -220,10 +256,15 @@ def add_snow(
 def draw_plasma(
     rng: np.random.Generator, size: int, decay: Number
 ) -> Float[np.ndarray, "size size"]:
-    """Draw a cloud in [0, 1] by the diamond-square algorithm; the size is a power of two.
+    """Draw a cloud in [0, 1] by the diamond-square algorithm.
 
-    A grid of corners gets finer: each new point is the mean of its four neighbours plus noise,
-    which gets weaker. The grid continues at the opposite side.
+    A grid of known points, the corners of squares, gets finer: each new point is the mean of its
+    four neighbours plus noise, which gets weaker. The grid continues at the opposite side.
+
+    Args:
+        rng: source of random numbers.
+        size: side of the cloud, a power of two.
+        decay: factor by which the noise gets weaker at each refinement.
     """
     field = np.zeros((size, size))
     step = size  # between corners
@@ -236,10 +277,11 @@ def draw_plasma(
         # Sums of each corner and the next one, below it and to its right.
         down = corners + np.roll(corners, -1, 0)
         right = corners + np.roll(corners, -1, 1)
-        # The middle of four corners.
+        # Diamond step: the point in the middle of four corners.
         middle = (down + np.roll(down, -1, 1)) / 4 + in_middle
         field[half::step, half::step] = middle
-        # Between two corners of a row, and of a column; the other neighbours are middles.
+        # Square step: the point between two corners of a row, or of a column. Its two other
+        # neighbours are middles.
         above = np.roll(middle, 1, 0)
         field[::step, half::step] = (middle + above + right) / 4 + on_rows
         left = np.roll(middle, 1, 1)
@@ -251,7 +293,14 @@ def draw_plasma(
 
 
 def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) -> Pixels:
-    """Add a random cloud, and scale to the brightest value before."""
+    """Add a random cloud, and scale the image back to its brightest value.
+
+    Args:
+        x: the image.
+        rng: source of random numbers.
+        weight: weight of the cloud.
+        decay: how fast the cloud gets smooth, see `draw_plasma`.
+    """
     height, width, _ = x.shape
     # The smallest power of two that covers the image.
     size = 2
@@ -265,10 +314,13 @@ def add_fog(x: Pixels, rng: np.random.Generator, weight: Number, decay: Number) 
 
 
 def brighten(x: Pixels, _: np.random.Generator, change: Number) -> Pixels:
-    """Raise the value of each pixel in HSV, its largest channel, and keep hue and saturation."""
+    """Raise the value (V) of each pixel in HSV, which is its largest channel.
+
+    Hue and saturation stay, because all channels are scaled alike.
+    """
     value = x.max(2, keepdims=True)
     new = (value + change).clip(0, 1)
-    black = value <= 0
+    black = value <= 0  # has no hue: it becomes grey
     divisor = np.where(black, 1, value)
     return np.where(black, new, x * new / divisor)
 
@@ -280,7 +332,10 @@ def lower_contrast(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
 
 
 def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode: str) -> Pixels:
-    """Return the pixels at positions (row, column) between whole ones, linearly."""
+    """Return the pixels at positions (row, column), interpolated linearly between whole ones.
+
+    `mode` says how the image continues beyond its border, as in scipy.
+    """
     channels = []
     for channel in np.moveaxis(x, 2, 0):
         channels.append(ndimage.map_coordinates(channel, positions, order=1, mode=mode))
@@ -290,8 +345,17 @@ def _interpolate(x: Pixels, positions: Float[np.ndarray, "2 height width"], mode
 def bend(
     x: Pixels, rng: np.random.Generator, alpha: Number, sigma: Number, most: Number
 ) -> Pixels:
-    """Move three points at random, and the image with them; then every pixel by smooth noise."""
+    """Transform an image elastically: by a random affine map, and by smooth noise.
+
+    Args:
+        x: the image.
+        rng: source of random numbers.
+        alpha: weight of the noise that moves each pixel.
+        sigma: standard deviation of the Gaussian that makes the noise smooth.
+        most: largest move, in pixels, of the three points that define the affine map.
+    """
     sides = x.shape[:2]
+    # Lengths in pixels are those of the published size.
     scale = min(sides) / find_published(max(sides))
     # Three points (row, column), and where they move.
     third = max(1, min(sides) // 3)
@@ -315,7 +379,7 @@ def bend(
 
 
 def pixelate(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
-    """Shrink by averaging, and enlarge again."""
+    """Shrink both sides to a share of their length by averaging, and enlarge again."""
     height, width = x.shape[:2]
     columns = max(1, int(width * share))
     rows = max(1, int(height * share))
@@ -329,11 +393,11 @@ def pixelate(x: Pixels, _: np.random.Generator, share: Number) -> Pixels:
 
 
 def compress_jpeg(x: Pixels, _: np.random.Generator, quality: int) -> Pixels:
-    """Store as JPEG and read again; other than three channels one by one."""
+    """Compress an image as JPEG, and read it again."""
     pixels = (255 * x).round().astype(np.uint8)
     if x.shape[2] == 3:
         images = [pixels]
-    else:
+    else:  # not red, green and blue: compress each channel alone
         images = list(np.moveaxis(pixels, 2, 0))
     compressed = []
     for image in images:

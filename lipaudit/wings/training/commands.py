@@ -97,9 +97,12 @@ def train(
             raise
     complete = loop.save_model(net, out, options)
     document = record.write_record(finished=True)
+    # The options with which the trained model is loaded, for the printed command.
     reading = run.reading() | {"arch": run.arch or model}
     path = out / "model.safetensors"
-    if complete:  # a folder names its architecture; the weights alone of a model of py: do not
+    # A complete folder has a config.json with the architecture. Weights alone, as of a model of a
+    # py: factory, need options to be read.
+    if complete:
         path = out
         reading.pop("arch")
         reading.pop("model_kwargs", None)
@@ -117,7 +120,10 @@ def _run_epochs(
     record: TrainingRecord,
     terminal: Terminal,
 ) -> None:
-    """Train, from the state of the record if it has one, and record and print every epoch."""
+    """Train, and record and print every epoch.
+
+    If the record has the state of an interrupted run, the training goes on from there.
+    """
     from lipaudit.wings.training import loop
 
     state = record.read_state()
@@ -141,7 +147,14 @@ def _run_epochs(
 
 
 def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
-    """Return labelled samples; `option` is the one that named them, or should have."""
+    """Return the labelled samples of DATA.
+
+    Args:
+        spec: DATA as typed; None: it is missing.
+        net: the model.
+        run: options of the run; --samples limits only --data.
+        option: the option that takes this DATA: --data or --held-out.
+    """
     from lipaudit.data.loading import load_data
     from lipaudit.engine.prepare import data_options
 
@@ -149,7 +162,7 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
         raise UsageError("training needs labelled samples", f"Add {option} DATA.")
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
-    # Training uses all samples: a note that these are fewer than sys.maxsize is useless.
+    # By default all samples are used. They are fewer than sys.maxsize, which needs no note.
     notes = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=notes)
 
@@ -206,7 +219,7 @@ def watch(
                     checkpoints.measure(checkpoint, observer)
             except UsageError:  # every checkpoint would raise it
                 raise
-            except Exception as error:  # it may be incomplete: the others are measured
+            except Exception as error:  # it may be incomplete: go on with the other checkpoints
                 failures[checkpoint.name] = explain_error(error)
     except KeyboardInterrupt as error:  # raised again once the reports so far are shown
         interruption = error

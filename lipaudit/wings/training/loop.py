@@ -142,6 +142,14 @@ class Training:
     """
 
     def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
+        """Create optimizer, learning rate schedule, augmentation and penalty of a recipe.
+
+        Args:
+            net: the model to train.
+            data: all samples: their number decides how long the schedule is. With the penalty
+                specformer, the model also runs on the first two, to find its weights.
+            recipe: the settings.
+        """
         self.net = net
         self.recipe = recipe
         batches = split_batches(torch.arange(len(data)), recipe.batch_size)
@@ -156,7 +164,8 @@ class Training:
             self.schedule: LRScheduler = OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
         else:
             self.schedule = CosineAnnealingLR(self.optimizer, steps)
-        # An attack starts from the plain image, so it would undo a mix and keep its labels.
+        # Adversarial training does not mix: the attack starts from the unmixed image, whose label
+        # is not that of the mix.
         mixup = cutmix = 0.0
         if net.kind == "image" and recipe.adversarial is None:
             mixup = recipe.mixup
@@ -164,9 +173,11 @@ class Training:
         self.mix = make_mix(mixup, cutmix, net.classes or 0)
         # On the CPU: the order of samples and their shifts are the same on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
+        # It keeps vectors from step to step; other penalties have no state.
         self.specformer: SpecformerPenalty | None = None
         if recipe.penalty == "specformer":
             self.specformer = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
+        # What has a `state_dict` for the checkpoint.
         self.parts: dict[str, Any] = {
             "model": net.module,
             "optimizer": self.optimizer,
@@ -174,7 +185,7 @@ class Training:
         }
 
     def state(self, epochs: int) -> CheckpointState:
-        """Return everything needed to continue after a number of epochs."""
+        """Return everything that a checkpoint needs to continue after this number of epochs."""
         # Copies: the next epoch changes the tensors in place.
         return {
             **{name: deepcopy(part.state_dict()) for name, part in self.parts.items()},
@@ -193,12 +204,20 @@ class Training:
         return int(state["epochs"])
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
-        """Train on all samples once; return the mean loss and the mean penalty."""
+        """Train on all samples once; return the mean loss and the mean penalty.
+
+        Losses stay on the device for READ_EVERY steps: reading one makes the host wait for it.
+
+        Raises:
+            EvaluationError: a loss or a weight is not finite.
+            UsageError: the penalty is 0 for all attention rows.
+        """
         net = self.net
         recipe = self.recipe
         net.module.train()
         sums = np.zeros(2)  # of loss and penalty over the samples
-        sizes: list[int] = []  # of the batches since the last read
+        # Of the batches since the last read: their sizes, and their mean loss and penalty.
+        sizes: list[int] = []
         means: list[Tensor] = []
         order = torch.randperm(len(data), generator=self.rng)
         batches = split_batches(order, recipe.batch_size)
@@ -206,7 +225,6 @@ class Training:
             sizes.append(len(index))
             means.append(self.step(data.rows(index).to(net.device, net.dtype)))
             if number % READ_EVERY == 0 or number == len(batches):
-                # Here the host waits for the device.
                 values = torch.stack(means).cpu().double().numpy()  # (batches, 2)
                 if not np.isfinite(values).all():
                     raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
@@ -225,7 +243,7 @@ class Training:
         return float(loss), float(penalty) if recipe.penalty else None
 
     def step(self, batch: Batch) -> Tensor:
-        """Take one step; return the mean loss and penalty of the samples, (2,).
+        """Take one step of the optimizer on a batch; return its mean loss and penalty, (2,).
 
         It does not wait for the device.
         """
@@ -255,7 +273,14 @@ class Training:
         return torch.stack([loss.detach(), penalty.detach().to(loss)])
 
     def _observe(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
-        """Return a block for a forward pass, which gives a function that returns the penalty."""
+        """Return a context manager for a forward pass, which gives a function for its penalty.
+
+        The function returns the penalty of the pass inside the block. Only the penalty jasmin
+        needs to observe it; specformer depends on the weights alone.
+
+        Args:
+            mask: True at real tokens, (batch, tokens); None: no padding.
+        """
         recipe = self.recipe
         if self.specformer is not None:
             return nullcontext(self.specformer)
@@ -266,7 +291,7 @@ class Training:
         )
 
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return adversarial examples for the model in eval mode."""
+        """Return adversarial examples of images x with labels y, made by PGD in an linf ball."""
         net = self.net
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
@@ -283,7 +308,11 @@ class Training:
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
-    """Refuse a model that cannot be trained, or not with this recipe."""
+    """Refuse a model that cannot be trained, or a recipe that does not suit it.
+
+    Raises:
+        UsageError: the message says why.
+    """
     if net.classes is None:
         advice = "For a timm or transformers model, add a new classifier with --classes."
         raise UsageError(f"training needs a classifier, and {net.name} is not one", advice)
@@ -315,8 +344,11 @@ def _read_labels(batch: Batch) -> Tensor:
 
 
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
-    """Split into batches; a last batch of one sample, without variance, joins the one before."""
-    # Batch normalisation refuses a batch of one sample in train mode.
+    """Return the sample numbers of each batch, in the given order.
+
+    A last batch of a single sample joins the one before: batch normalisation cannot train on it,
+    because one sample has no variance.
+    """
     *full, last = torch.split(order, size)
     if len(last) > 1 or size == 1 or not full:
         return [*full, last]
@@ -324,7 +356,7 @@ def split_batches(order: Tensor, size: int) -> list[Tensor]:
 
 
 def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
-    """Shift each image by up to `pixels` in each direction, and fill with zeros."""
+    """Shift each image at random by up to `pixels` in each direction, and fill with zeros."""
     samples, _, height, width = x.shape
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
     # All shifts as views: (samples, channels, shifts down, shifts right, height, width).
@@ -341,12 +373,17 @@ def flip_images(x: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
-    """Return timm's MixUp and CutMix of a batch with labels; they use numpy's random state.
+    """Return a function (x, y) -> (x, target) that applies timm's MixUp and CutMix to a batch.
 
-    Labels become shares of the classes. Samples are mixed in pairs; in a batch of odd size the
-    last one is not mixed.
+    The target of a sample is the share of each class in it, (samples, classes). Samples are mixed
+    in pairs; in a batch of odd size the last one is not mixed. Random numbers are numpy's.
+
+    Args:
+        mixup: alpha of MixUp; 0: no MixUp.
+        cutmix: alpha of CutMix; 0: no CutMix.
+        classes: number of classes.
     """
-    if not mixup and not cutmix:
+    if not mixup and not cutmix:  # x and labels stay as they are
         return lambda x, y: (x, y)
     from timm.data import Mixup
 
@@ -355,8 +392,8 @@ def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
     def mix(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return mixed samples, and the share of each class in them."""
         count = len(x) // 2 * 2  # of samples that have a partner
-        unmixed = F.one_hot(y[count:], classes).to(x.dtype)
-        if not count:
+        unmixed = F.one_hot(y[count:], classes).to(x.dtype)  # target of the last one
+        if not count:  # a batch of one sample
             return x, unmixed
         images, shares = mixer(x[:count].clone(), y[:count])
         return torch.cat([images, x[count:]]), torch.cat([shares, unmixed])
@@ -365,7 +402,7 @@ def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
 
 
 def check_target(out: Path, *, resume: bool) -> None:
-    """Refuse to overwrite another run or a model, or to continue without a run."""
+    """Refuse a folder that holds another run or a model, or with --resume one without a run."""
     if resume and not (out / CHECKPOINT).exists():
         raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
     for name in (CHECKPOINT, RECORD, "config.json", "model.safetensors"):
@@ -393,10 +430,21 @@ class TrainingRecord:
         *,
         command: str,
     ) -> None:
+        """Collect what the record says of a run; nothing is written yet.
+
+        Args:
+            out: the directory.
+            net: the model before the training.
+            data: the samples to train on.
+            held_out: the samples to measure the accuracy on.
+            recipe: settings of the training.
+            command: the typed command.
+        """
         self.out = out
         self.device = str(net.device)
         self.command = command
         self.notes = [note.text for note in net.notes + data.notes]
+        # A run that is resumed must have the same identity: model, data and settings.
         self.identity: dict[str, dict[str, Any] | None] = {
             "model": {
                 "spec": net.name,
@@ -428,7 +476,8 @@ class TrainingRecord:
             if out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
-        changed = [name for name, own in self.identity.items() if identity.get(name) != own]
+        # By name: model, data, held-out data and recipe. All must be those of this run.
+        changed = [name for name, now in self.identity.items() if identity.get(name) != now]
         if changed:
             raise UsageError(
                 f"{self.out} was trained with another {' and another '.join(changed)}",
@@ -439,7 +488,7 @@ class TrainingRecord:
 
     def add(self, epoch: Epoch) -> None:
         """Write an epoch: the record, and everything needed to continue."""
-        # Created only now: a command that is refused leaves no folder behind.
+        # Only after the first epoch, so that a command that fails leaves no folder behind.
         self.out.mkdir(parents=True, exist_ok=True)
         figures = ("number", "loss", "penalty", "accuracy", "lr")
         self.epochs.append({name: getattr(epoch, name) for name in figures})
@@ -468,12 +517,16 @@ class TrainingRecord:
 
 
 def _describe(samples: Samples) -> dict[str, Any]:
-    """Return what identifies the samples of a run."""
+    """Return what identifies the samples: DATA as typed, their number, and a hash of them."""
     return {"spec": samples.spec, "samples": len(samples.batch), "suite_id": samples.suite_id}
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
-    """Write the model atomically; return whether `out` is now a MODEL."""
+    """Write the model into a folder; return whether the folder can be loaded as a MODEL.
+
+    Otherwise it has only weights, which need --arch. Files are written into a temporary folder and
+    then moved, so that an interruption leaves no broken file.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:
             complete = save_net(net, Path(folder), options)

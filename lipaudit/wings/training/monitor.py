@@ -16,6 +16,8 @@ CALLBACKS = {
 
 
 def __getattr__(name: str) -> object:
+    # Python calls this for a name that the module lacks. The callbacks are created on first use,
+    # because that imports transformers or Lightning.
     if name not in CALLBACKS:
         raise AttributeError(f"module 'lipaudit.wings.training.monitor' has no attribute {name!r}")
     callback = CALLBACKS[name]()

@@ -106,27 +106,29 @@ class _PenaltyObserver:
         self.batch = len(tensors[0]) if tensors else None
 
     def add_layer(self, call: AttentionCall, _address: Address) -> None:
-        """Add the penalty of a layer."""
+        """Add the penalty of the attention call of a layer, averaged over the batch."""
         if self.batch is None:
             text = "the batch size, over which the penalty is averaged, is unknown"
             advice = "Call the same module that was given to attention_penalty, on tensors."
             raise InputError(text, advice)
-        # Autocast would take the products of the penalty itself in 16 bits.
+        # Without autocast, which would compute the products of the penalty itself in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
             values, counts = _measure_rows(call, self.k, self.entries)
         if self.mask is not None:
             counts = self.exclude_padding(counts, self.mask.to(counts.device))
+        # `counts` says which rows count; the penalty of a map is their maximum or mean.
         by_map = penalties.reduce_rows(values, counts, self.reduction)
         self.layers.append(by_map.sum() / self.batch)
 
     def exclude_padding(self, counts: Tensor, mask: Tensor) -> Tensor:
-        """Return which rows of a layer count, without padding.
+        """Return which attention rows of a layer count: those of padding do not.
 
         Args:
             counts: which rows count, (batch, heads, queries), or (batch * heads, queries).
             mask: True at real tokens, (batch, tokens).
         """
         batch, tokens = mask.shape
+        # A layer with other queries, such as windows or pooled tokens, has no such padding.
         if counts.shape[-1] != tokens or len(counts) % batch:
             return counts
         self.masked = True
@@ -152,15 +154,22 @@ class _PenaltyObserver:
 
 
 def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
-    """Return the penalty of every row of P, (..., queries), and whether it counts."""
+    """Return the penalty of every attention row, (..., queries), and whether the row counts.
+
+    Args:
+        call: a call of attention in the model, with its q and k.
+        k: as in `attention_penalty`.
+        entries: number of entries of the attention map in memory at a time.
+    """
     form = call.form
-    if isinstance(form, Explicit):
+    if isinstance(form, Explicit):  # the model computed the map P itself
         return penalties.jasmin_rows(form.p, k)
+    # Fused attention hides its map: compute it again, in chunks of queries.
     q = call.q * form.scale
     keys = call.k
     queries = q.shape[-2]
     width = keys.shape[-2]
-    mask = None
+    mask = None  # added to the logits
     if form.causal:
         visible = torch.ones(queries, width, dtype=torch.bool, device=q.device).tril()
         mask = make_additive(visible, call.q.dtype)
@@ -173,7 +182,7 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
     for first in range(0, queries, size):
         rows = slice(first, first + size)
         bias = mask
-        if mask is not None and mask.shape[-2] > 1:
+        if mask is not None and mask.shape[-2] > 1:  # else one row of the mask is for all queries
             bias = mask[..., rows, :]
         values_of_rows, counts_of_rows = fused_rows(q[..., rows, :], keys, bias, k)
         values.append(values_of_rows)
@@ -182,9 +191,16 @@ def _measure_rows(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Te
 
 
 def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return the penalty of some rows, and whether each counts.
+    """Return the penalty of the attention rows of some queries, and whether each counts.
 
-    The backward pass computes P again: stored, it would need memory of queries x keys.
+    Their map P is not stored, which would need memory of queries x keys: the backward pass
+    computes it again.
+
+    Args:
+        q: scaled queries, (..., queries, d).
+        keys: (..., keys, d).
+        bias: added to the logits; None: nothing.
+        k: as in `attention_penalty`.
     """
     rows = _Rows(bias, k)
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -206,7 +222,7 @@ class _Rows:
     largest: Tensor | None = None
 
     def __call__(self, q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the penalty of each row, and whether it counts."""
+        """Return the penalty of each row of softmax(q k^T + bias), and whether it counts."""
         logits = q @ keys.mT
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -218,6 +234,8 @@ class _Rows:
             is_empty = logits.isneginf().all(-1, keepdim=True)
             p = torch.softmax(logits.masked_fill(is_empty, 0.0), -1)
             p = p.masked_fill(is_empty, 0.0)
+        # The penalty needs only the largest entries. They are chosen once: when the backward pass
+        # runs this again, rounding must not choose others.
         if self.largest is None:
             count = penalties.count_entries(p.shape[-1], self.k)
             self.largest = p.detach().topk(count).indices
@@ -225,15 +243,16 @@ class _Rows:
 
 
 def _read_heads(parameter: nn.Parameter, weight: Tensor, columns: Tensor) -> Tensor:
-    """Return W of every head, (heads, D, d), with its gradient.
+    """Return the weight of every head, (heads, D, d), through which gradients reach the parameter.
 
     Args:
-        parameter: holds the weight.
-        weight: a view of the same memory, (channels in, channels out).
-        columns: columns of each head.
+        parameter: a parameter of the model that holds the weight.
+        weight: a view of its memory, (channels in, channels out), which has no gradient.
+        columns: columns of each head, (heads, d).
     """
-    whole = parameter.as_strided(weight.shape, weight.stride(), weight.storage_offset())
-    return whole[:, columns].transpose(0, 1)
+    # The same view, but of the parameter.
+    matrix = parameter.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+    return matrix[:, columns].transpose(0, 1)
 
 
 class SpecformerPenalty:
@@ -248,9 +267,11 @@ class SpecformerPenalty:
     """
 
     def __init__(self, net: Net, batch: Batch) -> None:
+        # Functions that return the current weights of q, k and v of each layer.
         self._weights = list(_find_weights(net, batch))
         generator = torch.Generator().manual_seed(0)
-        # Where the power iteration starts; each call goes on from the vectors of the last one.
+        # A vector per head, at which the power iteration for its largest singular value starts.
+        # Each call continues from the vectors of the last one.
         self.vectors: Sequence[Tensor] = []
         for read_weight in self._weights:
             heads, _, width = read_weight().shape
@@ -258,7 +279,10 @@ class SpecformerPenalty:
             self.vectors.append(start.to(net.device, net.dtype))
 
     def __call__(self) -> Tensor:
-        """Return the penalty at the current weights, after one more power step."""
+        """Return the sum of sigma_1(W)^2 over all heads' weights of q, k and v.
+
+        sigma_1, the largest singular value, is estimated by one step of power iteration per call.
+        """
         values = []
         vectors = []
         for read_weight, start in zip(self._weights, self.vectors, strict=True):
@@ -270,8 +294,12 @@ class SpecformerPenalty:
 
 
 def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
-    """Yield functions that return the weights of q, k and v of each layer."""
-    weights: dict[Address, Tensor] = {}  # of every linear map that an attention reads
+    """Yield functions that return the current weights of q, k and v of each layer, by head.
+
+    The model runs once, to find which parameters they are.
+    """
+    # Weights of the linear maps before each attention, by the address of the call in the pass.
+    weights: dict[Address, Tensor] = {}
 
     def collect_weights(call: AttentionCall, _address: Address) -> None:
         """Store the weights of the linear maps before a call."""
@@ -279,10 +307,12 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
             if origin.linear is not None:
                 weights[origin.address] = origin.linear.weight
 
-    with restore(net.module), trace.fork_random(net.module):  # the model may be in training
+    # Flags and random states are restored: the model may be in training.
+    with restore(net.module), trace.fork_random(net.module):
         net.module.eval().requires_grad_(False)
         sites = survey(net, batch).sites
         trace.run(net, batch, trace.Tracer(collect_weights))
+    # By address of their memory: a weight may be a view or a slice of a parameter.
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         where = f"layer {site.index} ({site.module})"
@@ -294,7 +324,9 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
                 "they have no weight of their own"
             )
         for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
-            first = 0  # the first column of a map among those of all maps of the same input
+            # Several linear maps may make q together: their columns are numbered one map after
+            # the other. `first` is the first column of a map.
+            first = 0
             for source in form.source:
                 weight = weights[source]
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
@@ -306,13 +338,14 @@ def _find_weights(net: Net, batch: Batch) -> Iterator[Callable[[], Tensor]]:
 
 
 def _select_heads(columns: Tensor, first: int, count: int, where: str) -> Tensor:
-    """Return the columns of the heads that a linear map computes, counted within the map.
+    """Return the columns of the heads that one linear map computes, numbered within this map.
 
     Args:
-        columns: the columns of each head, (heads, d), among those of all maps of one input.
-        first: the first column of the map.
+        columns: the columns of each head, (heads, d), numbered over all maps that compute q (or k,
+            or v) together.
+        first: the first column of the map in this numbering.
         count: its number of columns.
-        where: the layer in words.
+        where: the layer, for a message.
 
     Raises:
         InputError: a head has columns of several maps.

@@ -157,10 +157,12 @@ class Monitor:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Load the samples, on which all steps are measured: an error shows before the first."""
-        self._step = self._begin
+        """Load the samples, on which every step is measured, so that errors show before training.
+
+        In a distributed run only the process of rank 0 measures; in the others nothing happens.
+        """
+        self._step = self._begin  # number of finished steps of the training
         self._last_measured: int | None = None
-        # In a distributed run, the process of rank 0 measures.
         is_distributed = distributed.is_available() and distributed.is_initialized()
         self._active = not is_distributed or distributed.get_rank() == 0
         if not self._active:
@@ -170,7 +172,9 @@ class Monitor:
         with protected, open_job(self._model, request, self._data) as job:
             samples = job.samples
         notes = samples.notes
-        if request.run.samples is None:  # nobody asked for more samples
+        # A note says that DATA has fewer samples than wanted, which means nothing if nobody typed
+        # a number.
+        if request.run.samples is None:
             notes = tuple(note for note in notes if note.code != "fewer-samples")
         self._samples = replace(samples, notes=notes)
         self._reports = StepReports(self.folder)
@@ -194,7 +198,10 @@ class Monitor:
             self.measure(step)
 
     def measure(self, step: int) -> None:
-        """Measure now, at any step; a step that was just measured is not measured again."""
+        """Measure the model now: write the report of this step, and send its figures to loggers.
+
+        A step that was just measured is not measured again.
+        """
         if not self._active or step == self._last_measured:
             return
         self._step = step
@@ -250,7 +257,7 @@ def _get_module(model: Watched) -> nn.Module:
 
 
 def _unwrap_model(model: Watched) -> Watched:
-    """Return the model without wrappers for several devices.
+    """Return the model without wrappers, such as those of torch.compile or for several devices.
 
     Raises:
         InputError: no process has all weights.
@@ -267,7 +274,8 @@ def _unwrap_model(model: Watched) -> Watched:
     elif not isinstance(model, Net):
         model = replace(model, module=inner)
     for name, part in (*inner.named_modules(), *inner.named_parameters()):
-        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:  # ds_id: DeepSpeed
+        # DeepSpeed gives its sharded parameters a `ds_id`.
+        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
             raise InputError(
                 f"the weights are sharded over processes ({name or 'all'}), so no process can "
                 "measure the whole model",
@@ -278,13 +286,13 @@ def _unwrap_model(model: Watched) -> Watched:
 
 @contextmanager
 def _protect(module: nn.Module, seed: int) -> Iterator[None]:
-    """Restore what a forward pass may change in addition to what `borrow` restores.
+    """Restore random states and buffers after the block, so that measuring changes no training.
 
-    These are the random states of torch, numpy and Python, and buffers (a module may count its
-    forward passes). Buffers are replaced by copies in the block: changing them would break a later
-    backward pass.
+    The random states are those of torch, numpy and Python. Buffers, such as a count of forward
+    passes, are replaced by copies in the block: changing the originals would break a later
+    backward pass. (Flags and gradients are restored elsewhere, by `borrow`.)
     """
-    # The buffers of each submodule, and what they were.
+    # The dict of buffers of each submodule, and a copy of it with the original tensors.
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     copies: dict[int, torch.Tensor | None] = {}  # a buffer that modules share has one copy
     state = random.getstate()
@@ -306,9 +314,9 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
 
 
 def collect_figures(report: Report) -> dict[str, float]:
-    """Return the figures of a report for loggers, under names that every logger accepts.
+    """Return the figures of a report for loggers: value by name, without those not finite.
 
-    Figures that are not finite are left out.
+    Names have only characters that every logger accepts.
     """
     figures: dict[str, Any] = {}
     for row in summarise(report).rows:
@@ -342,7 +350,7 @@ class StepReports:
     def __init__(self, folder: Path, suffix: str = "") -> None:
         require_folder(folder)
         self.folder = folder
-        self.suffix = suffix
+        self.suffix = suffix  # of the names of reports
 
     def path(self, step: int) -> Path:
         """Return the path of a step's report."""
@@ -412,7 +420,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
             if not weights:
                 continue  # no weights yet
             files = [path / name for name in (*weights, CONFIG) if name in names]
-            if CONFIG not in names:
+            if CONFIG not in names:  # no MODEL folder: load the file of weights
                 model = files[0]
         elif path.suffix not in SUFFIXES:
             continue
@@ -456,14 +464,17 @@ class CheckpointFolder:
     def __init__(self, folder: Path, request: Request, to: Path) -> None:
         self.folder = folder
         self.request = request
+        # Names of reports end in a hash of all options that change results: reports of other
+        # options stay, and are not mistaken for these.
         measures = {name: options.model_dump() for name, options in request.measures.items()}
         settings = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
         digest = hashlib.sha256(settings.encode()).hexdigest()
         self.reports = StepReports(to, f"-{digest[:8]}")
+        # Loaded with the first checkpoint; all others are measured on the same samples.
         self.samples: Samples | None = None
 
     def list_pending(self) -> list[Checkpoint]:
-        """Return the checkpoints that are new, or newer than their report, in order."""
+        """Return the checkpoints to measure, by step: those without a report, or newer than it."""
         pending = []
         for checkpoint in list_checkpoints(self.folder):
             report = self.reports.path(checkpoint.step)
@@ -504,14 +515,21 @@ class WatchingCallback:
         to: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.part = part
-        self.to = to
-        self.options = options
-        self.monitor: Monitor | None = None
+        super().__init__()  # of the callback class of the trainer's library
+        self.part = part  # returns the part of the model to watch
+        self.to = to  # folder of the reports
+        self.options = options  # of `watch`
+        self.monitor: Monitor | None = None  # created when the training begins
 
     def start_watching(self, model: Any, folder: str, step: int, **defaults: Any) -> None:
-        """Measure before the first step, or before the first one after a checkpoint."""
+        """Create the monitor of a training, and measure before its first step.
+
+        Args:
+            model: the model of the trainer.
+            folder: the folder of the trainer.
+            step: number of steps done, more than 0 if the training continues from a checkpoint.
+            defaults: arguments of `lipaudit.watch`, unless the user gave them.
+        """
         if self.part is not None:
             model = self.part(model)
         to = Path(folder) / FOLDER if self.to is None else self.to
@@ -531,12 +549,12 @@ class WatchingCallback:
 
 @cache
 def make_trainer_callback() -> type:
-    """Return the callback of transformers' Trainer."""
+    """Return the class TrainerCallback, for the Trainer of transformers, which it imports."""
     import transformers
 
     class TrainerCallback(WatchingCallback, transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            if state.is_world_process_zero:
+            if state.is_world_process_zero:  # one process measures
                 self.start_watching(known["model"], args.output_dir, state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
@@ -547,17 +565,18 @@ def make_trainer_callback() -> type:
 
 @cache
 def make_lightning_callback() -> type:
-    """Return the callback of Lightning's Trainer."""
+    """Return the class LightningCallback, for the Trainer of Lightning, which it imports."""
     try:
         from lightning.pytorch import Callback
     except ModuleNotFoundError as error:
-        if error.name != "lightning":  # Lightning itself is broken: say what it says
+        if error.name != "lightning":  # Lightning is installed, but lacks another module
             raise
         raise UsageError("Lightning is not installed", "Run pip install lightning.") from None
 
     class LightningCallback(WatchingCallback, Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
+            # Processes communicate when they read `log_dir`: all of them must do so.
+            folder = trainer.log_dir or trainer.default_root_dir
             if trainer.is_global_zero:
                 loggers = [logger.log_metrics for logger in trainer.loggers]
                 self.start_watching(pl_module, folder, trainer.global_step, loggers=loggers)

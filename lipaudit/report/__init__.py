@@ -176,8 +176,8 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
         shown = of_reports(shown)
     elif not isinstance(shown, Subject):
         shown = of_reports(*shown)
-    how = find_format(format, shown.forms)
-    return how.render(shown.take(how.takes))
+    known = find_format(format, shown.forms)
+    return known.render(shown.take(known.takes))
 
 
 def summarize(report: Report) -> str:
@@ -217,6 +217,7 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
         names = {known.name: known for known in able}
     if name in names:
         return names[name]
+    # The format exists, but it cannot show this result.
     if any(name in (known.name, *known.suffixes) for known in RENDERERS.values()):
         raise UsageError(f"{name} is not possible here", suggestion("", names))
     raise UsageError(unknown, suggestion(name, names))

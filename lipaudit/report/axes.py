@@ -47,7 +47,15 @@ def write_label(column: Column) -> str:
 def set_axis(
     axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
 ) -> None:
-    """Scale and label an axis, whose ends are slightly beyond the values."""
+    """Scale and label an axis, whose ends are slightly beyond the values.
+
+    Args:
+        axes: the axes of a picture.
+        which: x or y.
+        values: the values along the axis.
+        column: the column that formats them, with its label and unit.
+        log: whether the axis is logarithmic; it then shows positive values only.
+    """
     # Bounds may be infinite or overflow; the other values still need an axis.
     known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
     if log:
@@ -88,6 +96,7 @@ def set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     places: list[float] = []
     if log:
         places = _list_decades(low, high)
+    # A linear axis, or a logarithmic one over too few decades: round numbers.
     if sum(low <= v <= high for v in places) < 3:
         whole = column.format == "d"
         locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
@@ -109,7 +118,7 @@ def _list_decades(low: float, high: float) -> list[float]:
     """Return decades, or 1, 2 and 5 times them; matplotlib's LogLocator may find one or none."""
     first = math.ceil(math.log10(low))
     last = math.floor(math.log10(high))
-    step = max(last - first, 0) // 8 + 1
+    step = max(last - first, 0) // 8 + 1  # of many decades, every second, third, ... one
     decades = [10.0**power for power in range(first, last + 1, step)]
     if len(decades) >= 3:
         return decades

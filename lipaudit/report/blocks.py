@@ -349,8 +349,12 @@ class Token:
 
 
 def shade_tokens(block: Passage) -> list[Token]:
-    """Return the tokens of a text in their drawn form; invisible spaces get a sign."""
+    """Return the tokens of a text as pages show them: each with its share and a shade.
+
+    The shade is the share relative to the largest one. Spaces, which are invisible, become a sign.
+    """
     largest = max(block.shares, default=0.0) or 1.0
+    # The shares of the tokens that are also listed beside the text.
     listed = [share for share in sorted(block.shares)[-TOP:] if share >= LEAST]
     tokens = []
     for token, share in zip(block.tokens, block.shares, strict=True):
@@ -368,7 +372,7 @@ def explain_shades(block: Passage) -> str:
     names = ", ".join(f"{token.text} {token.share}" for token in top)
     text = f"{column.label} ({cells.describe_standing(column)}): {names}"
     if block.left_out:
-        share = max(0.0, 1 - sum(block.shares))
+        share = max(0.0, 1 - sum(block.shares))  # all shares of the text sum to 1
         others = cells.format_value(share, column)
         text += f"; {block.left_out} more tokens are left out: {others}"
     return text
@@ -418,7 +422,7 @@ def lay_out(block: Table | Heatmap | Card | Curve) -> Grid:
 
 
 def _lay_out_card(block: Card) -> Grid:
-    """Return a card as lines of a name, a figure if it has figures, and prose."""
+    """Return a card as a table without headings: a name, a figure if it has figures, and prose."""
     rows = [tuple(map(visible, row)) for row in block.rows]
     align = "lp"
     if max(map(len, rows)) == 3:
@@ -494,7 +498,7 @@ def compute_scale(block: Heatmap) -> Scale:
     low = min(known, default=0.0)
     high = max(known, default=1.0)
     centre = block.centre
-    if centre is not None:
+    if centre is not None:  # of changes, for example: no change is in the middle
         far = max(high - centre, centre - low) or 1.0
         return Scale(centre - far, centre + far, log=False)
     if high <= low:

@@ -32,9 +32,10 @@ STATUS = {
 
 
 def format_with_limits(value: Any, low: float | None, high: float | None, column: Column) -> Any:
-    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits the figure alone.
+    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits return it as it is.
 
-    A figure with an upper limit alone is one itself: ≤ 62.5%.
+    If only the upper limit is known, the figure is an upper limit itself: ≤ 62.5%. Such is a
+    robust accuracy if some attacks did not run.
     """
     if value is None or high is None:
         return value

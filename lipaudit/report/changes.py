@@ -44,7 +44,10 @@ PICTURES = 12
 
 def write_answer(pair: Pair) -> str:
     """Say in a sentence or two what became worse and what better."""
+    # A verdict with a reason is on a figure that cannot be compared.
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    # The main figure of a model, such as robust accuracy: it is named first, also if its change is
+    # not proven.
     leading = _find_leading(judged)
     parts = []
     for status, word in (("regressed", "worse"), ("improved", "better")):
@@ -72,7 +75,10 @@ def write_answer(pair: Pair) -> str:
 
 
 def _name_figures(verdicts: Sequence[Verdict]) -> str:
-    """Name the first figures that have words, and count the others."""
+    """Name the first figures that have words, and count the others.
+
+    Other figures have only their metric (`bounds.exact:each`), which is no text for a sentence.
+    """
     worded = [verdict for verdict in verdicts if not verdict.subject.startswith(verdict.metric)]
     named = [f"{verdict.subject} ({write_values(verdict)})" for verdict in worded[:NAMED]]
     others = len(verdicts) - len(named)
@@ -128,6 +134,7 @@ def draw_changes(changes: Iterable[tuple[str, Verdict]], title: str = "") -> lis
         change = f"{name} {verdict.values}"  # several measures have the clean accuracy
         if len(known) == 3 and all(map(math.isfinite, known)) and change not in drawn:
             drawn.add(change)
+            # Differences have the unit of their figure: each metric gets a picture of its own.
             units.setdefault(verdict.unit or verdict.metric, []).append((name, verdict))
     found: list[Block] = []
     for unit in sorted(units, key=lambda unit: ORDER.get(unit, len(ORDER))):
@@ -152,7 +159,14 @@ def _read_size(verdict: Verdict) -> float:
 
 
 def _draw_unit(unit: str, title: str, bars: tuple[Bar, ...]) -> Forest:
-    """Draw the changes of one unit."""
+    """Return the forest plot of the changes of one unit: ratios, percentage points, differences.
+
+    Args:
+        unit: "%", "pp", or a metric for differences in its own unit.
+        title: printed above the plot.
+        bars: the changes with their intervals, in the units of the axis.
+    """
+    # The meaning of the colours that occur.
     colours = {bar.colour for bar in bars}
     legend = {place: word for place, word in WORDS.items() if place in colours}
     if unit == "%":
@@ -172,6 +186,7 @@ def _draw_bar(name: str, verdict: Verdict) -> Bar:
     change = format_change(value, unit)
     if verdict.paired is not None:
         change = f"paired {change}"  # the median over samples, which the two medians need not give
+    # The limit of a rule of the gate (`<= +10%`), which is marked; a comparison has none.
     limit = LIMIT.search(verdict.rule)
     bound = None
     if limit is not None and limit[2] == unit:
@@ -229,7 +244,13 @@ def show_flipped(flipped: Sequence[SampleChange], reports: Sequence[Report]) -> 
 def _show_sample(
     sample: SampleChange, title: str, reports: Sequence[Report]
 ) -> blocks.Item | None:
-    """Return a sample with what is stored of it; None if that is nothing."""
+    """Return a sample with its adversarial example, or else its text; None if neither is stored.
+
+    Args:
+        sample: a sample whose result changed between two reports.
+        title: the name of the sample.
+        reports: the reports; the first one with something stored counts.
+    """
     changed = describe_flip(sample)
     for report in reports:
         attack = report.section("attack")

@@ -104,7 +104,7 @@ PLACES = re.compile(r' (d|x|y|transform)="([^"]*)"')
 
 
 def _shorten(file: str) -> str:
-    """Reduce an SVG file to its element, without what a page does not need."""
+    """Return the <svg> element of an SVG file, without the parts that a page does not need."""
     element = file[file.index("<svg") :]
     element = NEEDLESS.sub("", element)
     # Pictures of one page share ids, such as axes_1: keep only the ids in use.
@@ -133,7 +133,15 @@ def _round_number(found: re.Match[str]) -> str:
 
 
 def _embed(element: str, alternative: str, marks: str, width: float) -> str:
-    """Return an SVG element in the page's font and colours, with tooltips."""
+    """Return an SVG element in the page's font and colours, with tooltips.
+
+    Args:
+        element: the element as matplotlib draws it.
+        alternative: the picture in words, for screen readers.
+        marks: elements with the tooltips.
+        width: width of the picture in pixels.
+    """
+    # The style sheet of the page may redefine each colour, for example in dark mode.
     for index, colour in enumerate(CATEGORIES):
         element = element.replace(colour, f"var(--c{index}, {colour})")
     element = element.replace(INK, "currentColor")
@@ -144,13 +152,20 @@ def _embed(element: str, alternative: str, marks: str, width: float) -> str:
 
 
 def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
-    """Write invisible shapes with a tooltip each; points at one place share a tooltip."""
+    """Return SVG elements that show a tooltip and are invisible; equal places share one.
+
+    Args:
+        axes: the axes, after the figure is drawn.
+        tips: the text of each tooltip, and the ends of its place along x and y, in the units of
+            the axes. Equal ends are a point, which becomes a circle; others become a rectangle.
+    """
     figure: Any = axes.get_figure(root=True)
     scale = POINTS / figure.dpi
     height = figure.get_figheight() * POINTS
     texts: dict[str, list[str]] = {}
     for text, x, y in tips:
         corners = list(zip(x, y, strict=True))
+        # In points from the lower left corner; SVG counts from the upper left one.
         (x0, y0), (x1, y1) = (axes.transData.transform(corners) * scale).tolist()
         left = min(x0, x1)
         top = height - max(y0, y1)

@@ -88,24 +88,38 @@ def make_page(report: Report, *, short: bool = False) -> Document:
 def _open_report(
     report: Report, summary: Section, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
 ) -> Chapter:
+    """Return the beginning of the page of a report: the answer, what is missing, facts, notes.
+
+    Args:
+        report: the report.
+        summary: its main figures, from which the answer is written.
+        facts: facts on model, data and run, by name.
+        notes: warnings, and notes on all figures.
+    """
     answer = opening.write_answer(summary)
     return opening.open_page(answer, opening.describe_gaps(report), facts, notes)
 
 
 def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
-    """Yield the chapters of sections, with notes that the page does not show yet."""
-    names = model_labels(reports) if len(reports) > 1 else [""]
-    # By measure: its section in every report that has one.
+    """Yield a chapter for each measure: of one report, or of several side by side.
+
+    Args:
+        reports: the reports.
+        shown: notes that the page shows already, so that the chapter leaves them out.
+    """
+    names = model_labels(reports) if len(reports) > 1 else [""]  # a single report has no name
+    # By measure, then by report: the section, where the report has one.
     measures: dict[str, dict[str, Section]] = {}
     for name, report in zip(names, reports, strict=True):
         for section in report.sections:
             measures.setdefault(section.measure, {})[name] = section
     for number, (measure, sections) in enumerate(measures.items()):
         first = next(iter(sections.values()))
-        if "" in sections:
+        if "" in sections:  # a single report
             parts = show_section(first, shown)
         else:
             parts = tuple(show_sections(sections))
+        # Beside the shares of heads, one report also maps their exact norms on the same scale.
         if measure == "jacobian.shares" and "" in sections:
             beside = [*compare_steepness(reports[0].section("bounds"), first)]
             # One map of the shares is enough.
@@ -148,6 +162,13 @@ def make_card(report: Report) -> Document:
 
 
 def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
+    """Return the page of a report for one screen: the answer, few facts and the scorecard.
+
+    Args:
+        report: the report.
+        notes: notes to show at the top.
+        more: the last line, which says where all sections are.
+    """
     facts = opening.list_facts(report)
     facts["run"] = f"{facts['status']}; {facts['run']}"
     few = [(name, facts[name]) for name in SHORT if name in facts]
@@ -194,7 +215,16 @@ def make_pages(
 
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
-    """Return the opening of a page of several reports: what they lack, share and warn of."""
+    """Return the beginning of a page of several reports.
+
+    It has the answer, what is missing from each report, the facts that all reports share, and
+    their warnings.
+
+    Args:
+        reports: the reports.
+        answer: the answer of the page; empty for none.
+        short: for one screen: with few facts.
+    """
     gaps = []
     for name, report in zip(model_labels(reports), reports, strict=True):
         gap = opening.describe_gaps(report)
@@ -252,8 +282,8 @@ class SampleColumn:
     values: Mapping[str, Any]
 
     def describe(self, sample: str) -> Cells:
-        """Return the cells of a sample: the value, the typical value, and its rank."""
-        kind, trial = parse_column(self.name)
+        """Return the cells of a sample: its value, the typical value of all samples, its rank."""
+        kind, trial = parse_column(self.name)  # `robust` and the attack of `robust@pgd,linf,0.1`
         value = self.values[sample]
         column = self.column
         # The gate and a comparison count distinct samples, too.
@@ -451,9 +481,9 @@ def show_worst(report: Report) -> tuple[Block, ...]:
             figures[key] = figure
             columns[key] = figure.column
     for row, name in zip(rows, names, strict=True):
-        fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
+        broken = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
-        smallest = {ball.norm: ball.ball for ball in fallen}
+        smallest = {ball.norm: ball.ball for ball in broken}
         row["broken"] = ", ".join(smallest.values()) or cells.MISSING
         for key, figure in figures.items():
             row[key] = figure.values.get(name)
@@ -504,11 +534,15 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
 
 
 def list_carriers(section: Section, sample: str) -> list[Table]:
-    """Return a table of the heads with the largest shares on a sample, if shares were measured."""
+    """Return a table of the heads that carry most of the sensitivity on a sample.
+
+    The share of a head has a part through its attention map (pattern) and one through its values.
+    No table if shares were not measured.
+    """
     names: list[str] = [n for n in ("share", "pattern", "value") if n in section.arrays]
     if section.measure != "jacobian.shares" or not names:
         return []
-    place = section.ids.index(sample)
+    place = section.ids.index(sample)  # column of the arrays, which are (heads, samples)
     values = {name: section.arrays[name].numpy()[:, place].tolist() for name in names}
     order = sorted(range(len(section.rows)), key=lambda i: -order_values(values["share"][i]))
     columns = cells.pick_columns("head")

@@ -136,7 +136,7 @@ def make_comparison_page(
 
 
 def _list_excluded(pair: Pair) -> Iterator[str]:
-    """Yield each condition that differs, and the metrics that it excludes."""
+    """Yield a text for each reason why metrics cannot be compared, with these metrics."""
     refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
     for why, names in refused.items():
         yield f"not compared, {why}: {', '.join(names)}"
@@ -150,9 +150,17 @@ def _list_chapters(
     several: bool,
     short: bool,
 ) -> Iterator[Chapter]:
-    """Yield the chapters of a pair that have something to show."""
+    """Yield the chapters of the comparison of two reports, without empty ones.
+
+    Args:
+        pair: the comparison of one model with the first.
+        places: the place of each sample in the data, by id.
+        reports: all reports of the page, which may have images and texts of samples.
+        several: whether the page compares several models, so that titles name the model.
+        short: for one screen.
+    """
     of = f" ({pair.new})" if several else ""
-    most = FEW if short else TOP
+    most = FEW if short else TOP  # rows of a table
     figures = _show_figures(pair, short=short)
     if figures:
         yield Chapter("change", f"What changed from {pair.old} to {pair.new}?", figures)
@@ -168,6 +176,7 @@ def _list_chapters(
         samples += show_flipped(flipped, reports)
     if samples:
         yield Chapter("samples", f"Which samples changed?{of}", samples)
+    # Norms that heads carry in the whole model, apart from the norms of the heads themselves.
     carriers = [head for head in pair.heads if head.metric.startswith(CARRIED)]
     heads = _show_heads([head for head in pair.heads if head not in carriers], most)
     if heads:
@@ -181,7 +190,7 @@ def _list_chapters(
 
 
 def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
-    """Show the verdicts, the most severe first, and note what permits the comparison."""
+    """Show the verdicts on all figures, the most severe first, and notes on the comparison."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
     shown = judged
@@ -208,6 +217,7 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     """Return the heads that moved, the largest change first; ratios up and down count equally."""
 
     def size(head: HeadChange) -> float:
+        # How far a head moved; -1 if that is unknown.
         value = read_change(head)
         if value is None or math.isnan(value):
             return -1.0
@@ -219,18 +229,24 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
 
 
 def _show_heads(heads_moved: Sequence[HeadChange], most: int) -> list[Block]:
-    """Show the heads that moved most; unless they are few, also the changes of all as maps."""
+    """Show the heads that moved most in a table, and the changes of all heads as maps.
+
+    Args:
+        heads_moved: the changes of heads in one or several columns. The first column ranks the
+            heads; the table has old and new values of all columns.
+        most: number of heads in the table; with FEW, for one screen, there are no maps.
+    """
     groups = group_values((head.metric.rpartition(":")[0], head) for head in heads_moved)
     if not groups:
         return []
     first, changes = next(iter(groups.items()))
     ranked = rank_heads(changes)
-    whole = most > FEW
+    has_maps = most > FEW
     shown = ranked[:most]
-    if whole and len(ranked) <= FIT:
+    if has_maps and len(ranked) <= FIT:
         shown = ranked
     rows = [_list_head_cells(head) for head in shown]
-    if not whole:
+    if not has_maps:
         groups = {}
     maps = list[Block]()
     columns = dict(HEADS)
@@ -262,10 +278,10 @@ def _list_head_cells(head: HeadChange) -> Cells:
 
 
 def _map_changes(metric: str, heads: Mapping[tuple[int, int], HeadChange]) -> Block:
-    """Draw the change of every head of a column."""
+    """Return a map of the change of every head in a column, by layer and head."""
     column = find_column(metric)
     unit = next(iter(heads.values())).unit
-    times = 100.0 if unit == "pp" else 1.0
+    times = 100.0 if unit == "pp" else 1.0  # shares become percentage points
     values = dict[tuple[int, int], float | None]()
     for place, head in heads.items():
         value = read_change(head)
@@ -292,11 +308,11 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
     # Columns with most samples come first; norms come before others.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         name, _, trial = metric.partition("@")
-        # A figure is shown if half of the samples have it; yes and no are in the column before.
+        # A figure is shown if half of the samples have it, and none of them on one screen.
         known = sum(metric in sample.figures for sample in shown)
         if most <= FEW or 2 * known < len(shown):
             continue
-        if name.split(".")[-1] in FLAGS:
+        if name.split(".")[-1] in FLAGS:  # yes or no, which the column `became` shows
             continue
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
@@ -400,6 +416,7 @@ def write_verdicts(judgement: Judgement) -> list[str]:
     lines += (f"! warning: {text}" for text in judgement.warnings)
 
     def rank(group: tuple[str, list[Verdict], Counter[str]]) -> int:
+        # The sort key of a rule: that of the gravest of its listed verdicts.
         return min((rank_verdict(judgement, verdict) for verdict in group[1]), default=2)
 
     # Rules that fail come first, then those that are open.
@@ -480,9 +497,9 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
 
 
 def _rank_excess(judgement: Judgement, verdict: Verdict) -> tuple[bool, float]:
-    """Order the verdicts of a rule: those that fail first, then by the excess over the limit.
+    """Return the sort key of a verdict of a rule: those that fail first, then the worst value.
 
-    For an upper limit the largest value comes first, for a lower one the smallest.
+    For an upper limit the largest value is the worst, for a lower one (>=) the smallest.
     """
     passes = not judgement.fails(verdict)
     if verdict.reason:

@@ -95,7 +95,9 @@ class Places(NamedTuple):
 
 
 def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
-    """Decide which columns of a table fit a page, from the lengths of their texts.
+    """Decide how a table fits a page: beside a picture or not, and which columns appear when.
+
+    The width of a column is estimated from the lengths of its texts.
 
     Args:
         block: the table.
@@ -117,7 +119,7 @@ def place_columns(block: Table, grid: blocks.Grid, *, cut: bool) -> Places:
     if block.folded:  # it keeps its columns in a narrow window
         return Places("wide", classes, "")
     appears = ""
-    for index in range(block.keys, len(ends)):
+    for index in range(block.keys, len(ends)):  # columns that name a row always appear
         appears = _find_place(ends[index])
         classes[index] = f"{classes[index]} {appears}".strip()
     return Places("half" if cut else "wide", classes, appears)
@@ -149,36 +151,43 @@ UNIT = re.compile(r"[^\d.)]*$")
 
 
 def align_numbers(grid: blocks.Grid) -> list[tuple[str, ...]]:
-    """Return what is missing behind each cell, so that the points of a column are in a line.
+    """Return the padding behind each cell that aligns the decimal points of a column.
+
+    The page writes the padding invisibly behind the number, which is aligned on the right.
 
     Args:
         grid: the table; its texts are not padded.
 
     Returns:
-        For each row and column the characters whose width the cell lacks.
+        For each row and column the characters to write; empty if a cell needs no padding.
     """
     columns = []
     for side, texts in zip(grid.align, zip(*grid.rows, strict=True), strict=False):
         pads = [""] * len(texts)
-        if side == "r":
+        if side == "r":  # a column of numbers
             pads = _align_column(texts)
         columns.append(pads)
     return list(zip(*columns, strict=True))
 
 
 def _align_column(texts: Sequence[str]) -> list[str]:
-    """Return what is missing behind each number of a column; texts miss nothing."""
-    # Of each number what is behind the integer part, without its unit.
+    """Return the padding behind each number of a column that aligns the decimal points.
+
+    Every number gets as many characters behind its integer part as the longest one has: beside
+    1.25 the number 3 gets ".25". Texts get none.
+    """
+    # By row: the characters of a number behind its integer part, without the unit.
     fractions: dict[int, str] = {}
     for i, text in enumerate(texts):
         whole = WHOLE.match(text)
-        if whole is not None:
+        if whole is not None:  # the text begins with a number
             fractions[i] = UNIT.sub("", text[whole.end() :])
     longest = max(fractions.values(), key=len, default="")
     pads = [""] * len(texts)
     for i, fraction in fractions.items():
         pads[i] = longest[len(fraction) :]
-        if " " in longest:  # an interval: its figures are what differs in length
+        # With an interval, "0.5 (0.25 to 0.75)", the missing characters are digits of its ends.
+        if " " in longest:
             pads[i] = "0" * len(pads[i])
     return pads
 
@@ -194,15 +203,16 @@ def find_passport(opening: blocks.Chapter | None) -> Card | None:
     if opening is None:
         return None
     for block in opening.blocks:
-        if isinstance(block, Card) and not block.note:
+        if isinstance(block, Card) and not block.note:  # a card of figures has a note on them
             return block
     return None
 
 
 def list_sort_keys(block: Table, grid: blocks.Grid) -> list[tuple[str, ...]]:
-    """Return the numbers by which scripts sort the cells; empty where the text says as much.
+    """Return the number by which the script of a page sorts each cell; empty if the text does.
 
-    A text says as much if it is a number that no other row of its column has.
+    The text is enough if it is a number that no other row of its column has. Equal texts may be
+    rounded from different values.
     """
     columns = []
     pairs = zip(zip(*block.rows, strict=True), zip(*grid.rows, strict=True), strict=True)

@@ -160,13 +160,13 @@ def write_answer(summary: Section) -> Paragraph | None:
     if at_chance:
         texts.append(NO_BASELINE[CHANCE])
     for name, rows in figures.items():
-        said = [row for row in rows if row.sentence]
+        worded = [row for row in rows if row.sentence]
         if name == ATTACKED:
             texts.append(_describe_attacked(clean, attacked, broken))
-        elif said and not (name == NORM and attacked):
+        elif worded and not (name == NORM and attacked):  # attacks say more than the norm
             # Of several balls the largest with a positive figure.
-            positive = [row for row in said if order(row.value) > 0]
-            texts.append((positive or said)[-1].sentence)
+            positive = [row for row in worded if order(row.value) > 0]
+            texts.append((positive or worded)[-1].sentence)
     if not texts:
         return None
     text = " ".join(texts)
@@ -178,7 +178,14 @@ def write_answer(summary: Section) -> Paragraph | None:
 def _describe_attacked(
     clean: Sequence[Row], attacked: Sequence[Row], broken: Sequence[Row]
 ) -> str:
-    """Say how many samples survive the attacks, in the first ball that breaks the model."""
+    """Say how many samples survive the attacks in one ball.
+
+    Args:
+        clean: the figure of the accuracy without attack, if there is one.
+        attacked: the accuracy under attack in every ball, the smallest ball first.
+        broken: those of these figures that are proven to be below the clean accuracy. The first
+            one is described; without any, the largest ball.
+    """
     if broken:
         weakest = broken[0]
         verdict = "not robust there"
@@ -189,8 +196,15 @@ def _describe_attacked(
 
 
 def _count_broken(clean: Sequence[Row], attacked: Row) -> str:
-    """Count the correct samples that attacks broke, too few to compare limits."""
-    if not clean or clean[0].samples != attacked.samples:
+    """Say how many of the correct samples the attacks broke.
+
+    Their number says more than limits if the loss of accuracy is too small to be proven.
+
+    Args:
+        clean: the figure of the accuracy without attack, if there is one.
+        attacked: the figure of the accuracy under attack.
+    """
+    if not clean or clean[0].samples != attacked.samples:  # not of the same samples
         return "the limits of clean accuracy overlap"
     correct = round(clean[0].value * attacked.samples)
     if not correct:
@@ -231,7 +245,7 @@ def find_file(command: str) -> str | None:
     flags = "--output|-q?o"
     if words[1:2] in (["gate"], ["compare"]):
         flags = "--report"
-    joined = "\0".join(words)
+    joined = "\0".join(words)  # no word contains this character, so words may contain spaces
     found = re.search(rf"\0(?:{flags})[\0=]?([^\0]+[.]json)(?=\0|$)", joined)
     if found is not None:
         return found[1]

@@ -80,8 +80,15 @@ def _list_points(label: str, bound: str, rows: Sequence[Row]) -> blocks.Series:
 
 
 def _measure_tightness(bound: str, column: Column, model: str, section: Section) -> Cells:
-    """Return how many times a bound is above the exact norm: median and largest over heads."""
-    ratios = finite(log10_ratio(row, bound) for row in section.rows)
+    """Return how many times a bound is above the exact norm: median and largest over heads.
+
+    Args:
+        bound: name of the column of the bound.
+        column: its description.
+        model: name of the model, if several are shown.
+        section: the heads of the model.
+    """
+    ratios = finite(log10_ratio(row, bound) for row in section.rows)  # logarithms
     line: Cells = {"bound": column.label, "status": column.status}
     if model:
         # The model replaces the domain, so that a row fits a terminal.
@@ -96,7 +103,7 @@ def _measure_tightness(bound: str, column: Column, model: str, section: Section)
 
 
 def _write_power(exponent: float) -> float | str:
-    """Return 10^exponent: as a text if no float is as large."""
+    """Return 10^exponent; as a text if it is too large for a float."""
     if exponent < 300:
         return 10**exponent
     return f"1e{exponent:.0f}×"
@@ -122,7 +129,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
     """Draw accuracy over the radius: a line per attack, or one per report."""
     columns = find_columns(sections)
     rows = read_rows(sections)
-    if "" not in sections:
+    if "" not in sections:  # several reports, with one line each: all attacks together
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_values((str(row.norm), row) for row in rows).items():
@@ -145,7 +152,11 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
 
 
 def list_classes(sections: Sections) -> Iterator[Table]:
-    """List the accuracy of every class, without attack and in the worst case of each ball."""
+    """List the accuracy of every class, without attack and under all attacks in each ball.
+
+    Args:
+        sections: the section of attacks of one report (named "") or of several models.
+    """
     for model, section in sections.items():
         samples: Mapping[str, Any] = section.samples
         if "label" not in samples or "loss" in samples:  # scored texts have no classes
@@ -162,6 +173,7 @@ def list_classes(sections: Sections) -> Iterator[Table]:
         }
         for ball in flags:
             columns.setdefault(ball, replace(section.columns["robust"], label=ball))
+        # The indices of the samples of each class; a sample that is repeated counts once.
         places: dict[Any, list[int]] = {}
         for i, sample in enumerate(section.ids):
             if not is_repeat(sample):
@@ -171,17 +183,23 @@ def list_classes(sections: Sections) -> Iterator[Table]:
             n = len(members)
             line: Cells = {"class": section.classes.get(label, str(label)), "samples": n}
             for ball, column in flags.items():
-                # Not known to be broken: attacks may still be to come.
-                k = sum(samples[column][i] != 0 for i in members)
-                low, high = wilson(k, n)
-                line[ball] = cells.format_with_limits(k / n, low, high, columns[ball])
+                # A sample counts as robust until an attack breaks it: after a time limit, some
+                # attacks did not run.
+                robust = sum(samples[column][i] != 0 for i in members)
+                low, high = wilson(robust, n)
+                line[ball] = cells.format_with_limits(robust / n, low, high, columns[ball])
             lines.append(line)
         title = add_model(model, "How accurate is each class?")
         yield from tabulate_rows(columns, lines, title, folded=True)
 
 
 def draw_depth(sections: Sections) -> Iterator[Curve]:
-    """Draw norms from the outputs of blocks (`layer:5`) over the number of the layer."""
+    """Draw the norm from the output of each block to the model's output, over the layers.
+
+    Args:
+        sections: the Jacobian section of one report (named "") or of several models. Its rows from
+            `layer:5` and the like have the mean and 95th percentile over the samples.
+    """
     series: list[blocks.Series] = []
     for label, section in sections.items():
         rows = []
@@ -209,7 +227,11 @@ def draw_depth(sections: Sections) -> Iterator[Curve]:
 
 
 def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
-    """Stack the mean shares of every step: they add up to 1, as medians do not."""
+    """Draw a bar for every step of the model: how much sensitivity passes through each part.
+
+    Shares are means over the samples, which add up to 1; medians do not. The parts of a step are
+    attention maps (pattern), values, the MLP and the skip connection.
+    """
     names = {"pattern": "pattern", "value": "value", "mlp": "MLP", "rest": "skip"}
     title = "Through which parts the sensitivity passes, step by step (means)"
     for label, section in sections.items():
@@ -218,7 +240,7 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
             continue
         parts: dict[str, tuple[float, ...]] = {}
         for name, word in names.items():
-            shares = section.arrays[name].numpy()
+            shares = section.arrays[name].numpy()  # (rows, samples)
             parts[word] = tuple(fmean(finite(shares[i].tolist()) or [0.0]) for i in steps)
         others = tuple(1 - sum(shares) for shares in zip(*parts.values(), strict=True))
         if max(map(abs, others)) > VISIBLE:  # such as a gate beside the heads
@@ -229,7 +251,15 @@ def draw_paths(sections: Sections) -> Iterator[blocks.Stack]:
 
 
 def compare_steepness(bounds: Section | None, shares: Section) -> Iterator[blocks.Heatmap]:
-    """Map exact norms and shares of heads on one scale: of the largest head of each."""
+    """Map the exact norms of heads and their shares beside each other, on one scale.
+
+    Each value is divided by that of the largest head. A steep head may carry little of the model's
+    sensitivity: the two maps show which.
+
+    Args:
+        bounds: the section with the exact norms; None if they were not measured.
+        shares: the section with the share of each head in the sensitivity of the model.
+    """
     if bounds is None or "exact" not in bounds.columns:
         return
     column = Column("of the largest", "Value of the head over the largest one.", format=".0%")
@@ -271,21 +301,28 @@ def draw_attention(sections: Sections) -> Iterator[blocks.Heatmap | blocks.Passa
 def _draw_map(
     label: str, section: Section, head: str
 ) -> Iterator[blocks.Heatmap | blocks.Passage]:
-    """Draw the attention map of a head; of a text also how much attention each token receives."""
-    values = section.arrays[f"map@{head}"].numpy()
-    sample = section.attended.get(f"map@{head}")
+    """Draw the attention map of a head; of a text also how much attention each token receives.
+
+    Args:
+        label: name of the model, if several are shown.
+        section: the section with the map and, of a text, its tokens.
+        head: LAYER.HEAD.
+    """
+    values = section.arrays[f"map@{head}"].numpy()  # (queries, keys)
+    attended = section.attended.get(f"map@{head}")  # the id and the tokens of the text
     where = "first sample"
-    if sample:
-        where = f"sample {sample.sample[:12]}"
-    # Long maps are stored as means of square blocks; the last block may be narrower.
+    if attended:
+        where = f"sample {attended.sample[:12]}"
+    # The map of many tokens is stored as means over square blocks, of which the last one may be
+    # narrower. So an entry stands for `block` queries and keys.
     tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
     block = math.ceil(int(tokens) / max(values.shape))
     title = f"Attention map of head {head}, {where}"
     if block > 1:
         title += f", means of {block} x {block} tokens"
-    if sample:
-        rows = sample.tokens
-        columns = sample.tokens
+    if attended:
+        rows = attended.tokens
+        columns = attended.tokens
     else:
         rows = tuple(str(block * i) for i in range(values.shape[0]))
         columns = tuple(str(block * i) for i in range(values.shape[1]))
@@ -294,15 +331,20 @@ def _draw_map(
     axes = ("query", "key")
     title = add_model(label, title)
     yield blocks.Heatmap(title, matrix, rows, columns, column, axes=axes, square=True)
-    if sample:
+    if attended:
         title = f"How much attention each token receives from head {head} (mean), {where}"
-        received = tuple(map(float, values.mean(0)))
+        received = tuple(map(float, values.mean(0)))  # over the queries
         column = cells.HEADINGS["mean P"]
-        yield blocks.Passage(add_model(label, title), sample.tokens, received, column)
+        yield blocks.Passage(add_model(label, title), attended.tokens, received, column)
 
 
 def draw_rows(sections: Sections) -> Iterator[blocks.Heatmap]:
-    """Draw how the rows of each layer are distributed over classes of two statistics."""
+    """Draw, for each layer, how many attention rows have a small or large statistic.
+
+    For a row p of an attention map these are its two largest entries together, p(1) + p(2), and
+    the bound g1 over the norm of the row's softmax Jacobian M = diag(p) - p p^T. CLASSES has the
+    lower ends of the ranges that rows are counted in.
+    """
     titles = {
         "top_two": ("p(1) + p(2)", "How much of a row do its two largest entries hold?"),
         "tightness": ("g1/||M||", "How close is the bound g1, row by row?"),

@@ -54,7 +54,7 @@ def draw_block(axes: Axes, block: Picture) -> list[Tip]:
 
 
 def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
-    """Draw the entries as coloured cells."""
+    """Draw the entries of a matrix as coloured cells, with their numbers if there are not many."""
     import numpy as np
     from matplotlib import colormaps
 
@@ -81,24 +81,24 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
             most = MOST_NAMED
     frames.name_ticks(axes.xaxis, block.columns, most)
     frames.name_ticks(axes.yaxis, block.rows, most)
-    written = not block.square and values.size <= MANY and width <= 20
-    tips = values.size <= MOST_TIPS
+    has_numbers = not block.square and values.size <= MANY and width <= 20
+    has_tips = values.size <= MOST_TIPS
     for y, x in np.ndindex(values.shape):
         value = block.values[y][x]
         text = cells.format_value(value, block.column)
-        if written:
+        if has_numbers:
             ink = INK
-            if scale.share(value) is not None:
+            if scale.share(value) is not None:  # the cell has a colour: white on dark, else black
                 luma = np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11))
                 ink = "#ffffff" if luma < DARK else "#000000"
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
-        if tips:
+        if has_tips:
             place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
             yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 
 
 def _choose_norm(block: Heatmap, scale: blocks.Scale) -> Any:
-    """Return the map from values to places on the scale of colours."""
+    """Return matplotlib's map from values to [0, 1], the range of its colours."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
     if block.square:
@@ -317,7 +317,14 @@ def _draw_bar(axes: Axes, row: int, bar: Bar) -> None:
 
 
 def _clip(known: Sequence[float], block: Forest) -> list[float]:
-    """Return the finite ends of an axis; an interval is not drawn beyond ten times the values."""
+    """Return the finite values that an axis has to show, cut where an interval is very wide.
+
+    An interval is not drawn beyond ten times the values, which would be too small to see.
+
+    Args:
+        known: the values, the ends of their intervals and the limits of rules.
+        block: the plot.
+    """
     values = [bar.value for bar in block.bars if math.isfinite(bar.value)]
     values.append(block.centre)
     if block.log:

@@ -98,7 +98,7 @@ def write_junit(judgement: Judgement) -> bytes:
 
 
 def _choose_kind(judgement: Judgement, verdict: Verdict) -> str:
-    """Return the JUnit element of a verdict."""
+    """Return the name of the JUnit element of a verdict; `system-out` for a test that passes."""
     if not judgement.fails(verdict):
         return "skipped" if verdict.status == "inconclusive" else "system-out"
     if verdict.reason:
@@ -137,7 +137,7 @@ def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) 
 
 
 def _list_cells(report: Report) -> Iterator[Cells]:
-    """Return a report in long form: a line for each cell of its rows, then of its samples.
+    """Yield a report in long form: a line for each cell of its rows, then of its samples.
 
     Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
     `text`. Truth values are 1 and 0.
@@ -178,7 +178,10 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
 
 
 def _list_samples(comparison: Comparison) -> Iterator[Cells]:
-    """Return a row per sample and pair of models: figures in both, `.old` and `.new`."""
+    """Yield a row for each sample and pair of models: its figures, as NAME.old and NAME.new.
+
+    `lost` and `gained` count the answers that changed from yes to no, and from no to yes.
+    """
     for pair in comparison.pairs:
         for sample in pair.samples:
             cells: Cells = {"old": pair.old, "new": pair.new, "sample": sample.id}

@@ -68,10 +68,11 @@ def _read_usual_head(report: Report) -> float | None:
 
 
 def _read_tightness(report: Report) -> float | None:
-    """Return how many times the bound sharp is the exact norm, at the median head."""
+    """Return how many times the bound `sharp` is the exact norm, at the median head."""
     section = report.section("bounds")
     if section is None:
         return None
+    # Of logarithms, because a bound may be too large for a float.
     exponent = middle(log10_ratio(row, "sharp") for row in section.rows)
     if exponent is None:
         return None
@@ -79,7 +80,7 @@ def _read_tightness(report: Report) -> float | None:
 
 
 def _read_fragile(report: Report) -> float | None:
-    """Return the share of fragile rows (mean over heads)."""
+    """Return the share of attention rows that are neither flat nor one-hot (mean over heads)."""
     shares = _list_cells(report, "attention", "intermediate")
     if not shares:
         return None
@@ -132,7 +133,7 @@ def _read_robust(report: Report) -> float | None:
 
 
 def _name_ball(report: Report) -> str:
-    """Return the ball of that accuracy."""
+    """Return the ball of the accuracy under attack in words; empty if no attack ran."""
     row = _find_attacked(report)
     if row is None:
         return ""
@@ -168,7 +169,11 @@ def list_known() -> tuple[Mapping[str, Any], ...]:
 
 
 def compare_with_known(report: Report) -> Iterator[Chapter]:
-    """Yield a chapter with the figures of a report beside those of known models."""
+    """Yield a chapter with the figures of a report beside those of known models.
+
+    A figure is shown if a known model has it under equal conditions, such as the ball of an
+    attack; no chapter without such a figure.
+    """
     rows: list[Cells] = []
     for yardstick in YARDSTICKS:
         value = yardstick.read(report)

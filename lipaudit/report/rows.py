@@ -34,7 +34,7 @@ def find_columns(sections: Sections) -> dict[str, Column]:
     if "head" not in columns:
         return columns
     head = {"head": cells.HEADINGS["head"]}
-    return head | columns | head
+    return head | columns | head  # first for the order, last because its description counts
 
 
 def read_rows(sections: Sections) -> list[Row]:
@@ -88,7 +88,10 @@ def map_heads(
 
 
 def read_verdict(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of a verdict as cells, with the texts of its figures."""
+    """Return the fields of a verdict as cells of a table, with its figures as texts.
+
+    Empty texts become None, so that a column without any is left out.
+    """
     texts = {name: text or None for name, text in verdict.texts.items()}
     figure = f"{verdict.metric} {verdict.row}".rstrip()
     return {**dict(verdict), **texts, "metric": figure, "samples": verdict.samples or None}
@@ -153,7 +156,12 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
 
 
 def _select_rows(sections: Sections, by: str) -> list[Row]:
-    """Return the rows of all reports; of many rows, the first by a column."""
+    """Return the rows of all reports; of many rows, those with the largest values of a column.
+
+    Args:
+        sections: the sections by report.
+        by: the column; empty: all rows.
+    """
     rows: list[Row] = []
     for label, section in sections.items():
         group = read_rows({label: section})
@@ -168,7 +176,13 @@ def _select_rows(sections: Sections, by: str) -> list[Row]:
 def _choose_columns(
     columns: Mapping[str, Column], rows: Sequence[Row], names: Sequence[str]
 ) -> dict[str, Column]:
-    """Return the columns of a table: `names` and bounds, or all; none without values."""
+    """Return the columns of a table by name, without columns that say nothing of any row.
+
+    Args:
+        columns: all columns of the section.
+        rows: the rows of the table.
+        names: the columns to show, which the closest bounds follow; empty: all.
+    """
     hidden = set()
     for name in columns:  # limits are shown beside their value
         hidden |= {f"{name}_low", f"{name}_high"}
@@ -186,7 +200,7 @@ def _choose_columns(
         if name not in columns:  # in a report of another version
             continue
         column = columns[name]
-        # A column of texts or truth values that says the usual of every row is left out.
+        # Texts and truth values that equal their default in every row are left out, too.
         empty: set[Any] = {"", None}
         if column.format in ("s", ""):
             empty.add(column.default)
@@ -197,11 +211,14 @@ def _choose_columns(
 
 
 def find_closest_bounds(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, str]:
-    """Return the bound closest to the exact norm, at the median head, by status."""
+    """Return the name of the closest bound for each status: certified, or at the samples only.
+
+    It has the smallest ratio to the exact norm at the median head.
+    """
     closest: dict[str, str] = {}
     smallest: dict[str, float] = {}
     for name, column in find_bounds(columns).items():
-        ratios = finite(log10_ratio(row, name) for row in rows)
+        ratios = finite(log10_ratio(row, name) for row in rows)  # logarithms
         if not ratios:
             continue
         ratio = median(ratios)

@@ -40,7 +40,11 @@ def harmonise(chapters: Iterable[Chapter], models: Sequence[str] = ()) -> tuple[
 
 
 def _name_unit(block: Heatmap) -> str:
-    """Return what maps with one scale have in common: shares, changes, or the same figure."""
+    """Return the key of the maps that share a scale of colours with this one.
+
+    All maps of shares have one scale, all maps of changes in the same unit, and all maps of the
+    same figure.
+    """
     column = block.column
     if block.centre is not None:
         return f"change in {column.unit or column.format[-1]}"
@@ -50,9 +54,10 @@ def _name_unit(block: Heatmap) -> str:
 
 
 def _pool_scale(group: Sequence[Heatmap]) -> Scale:
-    """Return the scale of the values of several maps; shares begin at 0."""
+    """Return one scale of colours for the values of several maps; shares begin at 0."""
     rows = chain.from_iterable(block.values for block in group)
     scale = compute_scale(replace(group[0], values=tuple(rows), scale=None))
+    # Some maps had a scale before, which must fit into the new one.
     known = [scale, *(block.scale for block in group if block.scale is not None)]
     low = min(each.low for each in known)
     high = max(each.high for each in known)
@@ -62,7 +67,13 @@ def _pool_scale(group: Sequence[Heatmap]) -> Scale:
 
 
 def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str, int]) -> Block:
-    """Return a block with the scale of its unit, or with the colours of its models."""
+    """Return a block with the scale of its unit, or with the colours of its models.
+
+    Args:
+        block: a block; those without values of models or heads are returned as they are.
+        scales: the scale of colours of each unit.
+        places: the index of the colour of each model.
+    """
     if isinstance(block, Heatmap) and not block.square:
         return replace(block, scale=scales[_name_unit(block)])
     if isinstance(block, Histogram):
@@ -75,8 +86,9 @@ def _colour_block(block: Block, scales: Mapping[str, Scale], places: Mapping[str
 
 
 def _colour_series(series: Series, places: Mapping[str, int]) -> Series:
-    """Return a series in the colour of the model that it is of."""
+    """Return a series of points in the colour of its model."""
     for name, place in places.items():
+        # The label begins with the name of the model, if the page shows several.
         if series.label == name or series.label.startswith(f"{name} "):
             return replace(series, colour=place)
     return series

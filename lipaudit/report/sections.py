@@ -44,7 +44,7 @@ def find_display(section: Section) -> Display:
     samples = section.sample_columns
     required = {name for name, column in columns.items() if column.needed}
     maps: list[str] = []
-    if {"layer", "head"} <= required:
+    if {"layer", "head"} <= required:  # every row is a head
         maps = [name for name, column in columns.items() if column.better]
     counted = [n for n, column in samples.items() if column.format not in cells.UNMEASURED]
     return Display(about="", maps=tuple(maps), histograms=tuple(counted))
@@ -109,8 +109,13 @@ def describe_closeness(section: Section) -> str:
 
 
 def list_settings(section: Section) -> list[str]:
-    """Return the settings of a section: a switch that is on by its name, without what is unset."""
-    if "." in section.measure:  # a part of a measure has its settings, which are above
+    """Return the settings of a section as texts: `steps 20`; a switch that is on by its name.
+
+    Settings that are off, unset or without an effect are left out.
+    """
+    # A part of a measure, such as `jacobian.shares`, has the settings of the measure, which are
+    # in its own chapter.
+    if "." in section.measure:
         return []
     settings = []
     idle = _find_idle_settings(section)
@@ -127,18 +132,23 @@ def list_settings(section: Section) -> list[str]:
 def _find_idle_settings(section: Section) -> set[str]:
     """Return the settings without an effect, such as those of attacks that did not run."""
     measure = load_measures().get(section.measure)
-    if measure is None:
+    if measure is None:  # of a plug-in that is not installed
         return set()
     try:
         options = measure.options.parse(section.settings)
     except UsageError:  # of another version
         return set()
+    # An option has an effect if it needs no other one, or if its need is fulfilled.
     known = options.options().values()
     return {each.name for each in known if each.need and not each.need.holds(options)}
 
 
 def show_sections(sections: Sections) -> Iterator[Block]:
-    """Yield the tables and pictures of one measure; first the failures."""
+    """Yield the tables and pictures of one measure; first the failures.
+
+    Args:
+        sections: the section of one report (named ""), or of several by the names of their models.
+    """
     measured = {}
     failed = False
     for label, section in sections.items():
@@ -168,8 +178,9 @@ def show_sections(sections: Sections) -> Iterator[Block]:
         rows = first.rows
         columns = first.columns.items()
         shown = {n: c for n, c in columns if any(row.get(n) != "" for row in rows)}
+        # The table above has all of these columns and rows.
         if tables and len(tables[0].columns) == len(shown) and len(tables[0].rows) == len(rows):
-            return  # the table above has everything
+            return
         lines = []
         for row in rows:
             lines.append(tuple(row.get(name) for name in shown))
@@ -183,22 +194,23 @@ def show_sections(sections: Sections) -> Iterator[Block]:
 
 
 def map_column(sections: Sections, name: str) -> Iterator[blocks.Heatmap]:
-    """Map a column over layers and heads, of each report."""
+    """Yield a map of a column over layers and heads for each report that has values."""
     for label, section in sections.items():
         column = section.columns.get(name, cells.HEADINGS["value"])
-        asked = find_display(section).titles
+        titles = find_display(section).titles  # of maps and histograms, by column
         values = {(row.layer, row.head): row.get(name) for row in section.rows}
         if any(value is not None for value in values.values()):
-            title = asked.get(name, f"{column.label} of each head")
+            title = titles.get(name, f"{column.label} of each head")
             yield map_heads(add_model(label, cells.write_math(title)), values, column)
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[blocks.Histogram]:
-    """Collect the values of a per-sample column, unless they are all equal."""
+    """Yield the histogram of a per-sample column over all reports, unless all values are equal."""
     values = {}
     for label, section in sections.items():
         if name in section.samples:
             known = finite(section.samples[name])
+            # matplotlib overflows at larger values.
             values[label or "samples"] = tuple(v for v in known if abs(v) < EXTREME)
     distinct = set(chain.from_iterable(values.values()))
     if len(distinct) > 1:

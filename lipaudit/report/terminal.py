@@ -144,9 +144,9 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
 
 
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
-    """Yield a text whose largest shares are in brackets; of one of several, the shares alone."""
+    """Yield the tokens of a text, those with the largest shares followed by their share."""
     shares = blocks.explain_shades(block)
-    if block.folded:
+    if block.folded:  # one of several texts: only the largest shares, in a line
         yield _prose(f"{block.title}: {shares}", width, mark="• ")
         return
     words = []
@@ -159,7 +159,10 @@ def _write_passage(block: Passage, width: int) -> Iterator[Text]:
 
 
 def _write_points(block: Points, width: int) -> Iterator[Text]:
-    """Yield each sentence behind its level or a dot, and its command on a line below."""
+    """Yield the sentences of a list, each with its mark in front and its command on a line below.
+
+    The mark is the level of a note (`warning`), or a dot.
+    """
     yield Text("")
     for mark, text, command in block.points:
         yield _prose(text, width, mark=f"{mark}: " if mark else "• ")
@@ -168,7 +171,7 @@ def _write_points(block: Points, width: int) -> Iterator[Text]:
 
 
 def _add_bars(block: Heatmap) -> Grid:
-    """Lay a map out, with bars behind its numbers in place of colours."""
+    """Return a map as a table of texts, with bars behind the numbers in place of colours."""
     grid = blocks.lay_out(block)
     scale = blocks.compute_scale(block)
     rows = []
@@ -232,7 +235,14 @@ def _write_grid(grid: Grid, width: int, *, cut: bool = False) -> Iterator[Render
 def _write_piece(
     grid: Grid, rows: Sequence[Sequence[str]], widths: Sequence[int], group: Sequence[int]
 ) -> RichTable:
-    """Return some columns of a table."""
+    """Return some columns of a table for the terminal.
+
+    Args:
+        grid: the table.
+        rows: its rows, in which emphasised ones are marked.
+        widths: the width of every column.
+        group: the indices of the columns to write.
+    """
     piece = RichTable(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
         show_header=bool(grid.heads),
@@ -262,7 +272,7 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
             texts += grid.heads[i].split()
         widths.append(max(map(cell_len, texts), default=0))
     gaps = GAP * (len(widths) - 1)
-    if sum(widths) + gaps <= width:
+    if sum(widths) + gaps <= width:  # everything fits
         return widths
     if grid.align.endswith("p"):  # prose gets the remaining width
         *names, _ = widths

@@ -106,7 +106,7 @@ def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
     if not found:
         plain = strip_name(name)
         found = [topic for topic in known if plain in map(strip_name, topic.names)]
-    # A value of an option, which is not in the index, is meant only if nothing else is.
+    # Values of options are not in the index: they count only if no other topic has the name.
     found = [topic for topic in found if topic.group] or found
     return sorted(found, key=lambda topic: topic.title != name)
 
@@ -123,7 +123,7 @@ def _list_measures() -> Iterator[Topic]:
     group = "Measures and sections"
     for name, measure in load_measures().items():
         text = inspect.getdoc(measure.options) or ""
-        # Without examples and lists, whose lines are indented.
+        # Paragraphs with indented lines are examples and lists, which are left out.
         paragraphs = [each.replace("\n", " ") for each in text.split("\n\n") if "\n " not in each]
         meaning, *more = paragraphs
         yield Topic(group, name, name, meaning, (" ".join(more),) if more else ())

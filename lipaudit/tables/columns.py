@@ -201,6 +201,7 @@ class Row(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:
+        # `row.from_` is the column `from`: a keyword of Python cannot be an attribute.
         if name.startswith("_") or (column := name.removesuffix("_")) not in self:
             raise AttributeError(f"the row has no column {name!r}")
         return self[column]
@@ -211,9 +212,9 @@ class Row(dict[str, Any]):
 
     @property
     def key(self) -> TrialKey | None:
-        """Return the attack or ball of the row, which also names per-sample columns.
+        """Return the attack and ball of the row, which also name its per-sample columns.
 
-        If a report lacks the typed radius, the radius is rounded.
+        None if the row has no ball. If a report lacks the radius as typed, it is rounded.
         """
         if not {"norm", "eps"} <= self.keys():
             return None
@@ -236,11 +237,11 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     if strange := sorted(cells.keys() - columns.keys()):
         raise ValueError(f"a row has no column {strange[0]!r}")
     given = {}
-    for n, c in columns.items():
-        given[n] = cells.get(n, None if c.needed else c.default)
+    for name, column in columns.items():
+        given[name] = cells.get(name, None if column.needed else column.default)
     row = Row({name: columns[name].read(name, cell) for name, cell in given.items()})
     try:
-        _ = row.key
+        _ = row.key  # raises if the radius of the row cannot be read
     except LipauditError as error:
         raise ValueError(error.message) from None
     return row
@@ -321,7 +322,7 @@ def group_values(pairs: Iterable[tuple[Group, T]]) -> dict[Group, list[T]]:
 
 def order(value: Any) -> float:
     """Sort key that puts missing values and NaN last in descending order."""
-    if isinstance(value, int | float) and value == value:
+    if isinstance(value, int | float) and value == value:  # NaN is not equal to itself
         return float(value)
     return -math.inf
 
@@ -332,7 +333,13 @@ def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
 
 
 def log10_ratio(row: Row, bound: str) -> float | None:
-    """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
+    """Return log10(bound / exact) of a head; None if one of them is missing or 0.
+
+    Args:
+        row: the row of the head.
+        bound: name of the column of the bound. Where the bound is too large for a float, its
+            logarithm is stored in another column.
+    """
     logarithm = row.get(f"log10_{bound}")
     values = finite([row.get(bound)])
     if values:
@@ -369,6 +376,7 @@ def sign_test_place(count: int, level: float) -> int:
     >>> [sign_test_place(count, 0.025) for count in (5, 6, 20, 255)]
     [0, 1, 6, 112]
     """
+    # In exact integers: the condition is C(count, 0) + ... + C(count, k - 1) <= level 2^count.
     most = int(Fraction(level) * 2**count)
     sums = accumulate(_list_binomials(count))
     return min(sum(1 for _ in takewhile(lambda total: total <= most, sums)), count // 2)

@@ -59,6 +59,8 @@ class Wing:
     public: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A plug-in may come from anybody: check the type of every field. A field whose default is
+        # () is a tuple, all others are mappings.
         for known in fields(self):
             kind = tuple if known.default == () else Mapping
             value = getattr(self, known.name)
@@ -121,7 +123,7 @@ def collect(
     found: dict[str, T] = {}
     for point, wing in load_wings().items():
         given = getattr(wing, name)
-        if isinstance(given, tuple):
+        if isinstance(given, tuple):  # objects have their own names; without one, a number
             given = {getattr(value, "name", number): value for number, value in enumerate(given)}
         for key, value in given.items():
             fault = ""
@@ -151,7 +153,10 @@ def load_object(place: str) -> Any:
 
 
 def explain_missing() -> str:
-    """Return what to do if wings of this folder are not installed; empty if all of them are."""
+    """Return what to do if one of lipaudit's own wings is not installed; empty if all are.
+
+    A folder of `lipaudit/wings` without an entry point belongs to an outdated installation.
+    """
     folder = Path(__file__).parents[1] / "wings"
     missing = {module.name for module in iter_modules([str(folder)])}
     missing -= {point.name for point in load_wings() if _is_own(point)}
@@ -165,6 +170,7 @@ def _is_own(point: EntryPoint) -> bool:
 
 
 def _refuse_entry(point: EntryPoint, reason: str) -> UsageError:
+    """Return the error of a plug-in that cannot be used: its package, and the reason."""
     package = point.dist.name if point.dist else "an unknown package"
     return UsageError(
         f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",

@@ -217,7 +217,7 @@ class Section(Frozen):
 
     @pydantic.model_serializer(mode="wrap")
     def _leave_out_empty(self, plain: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what there is none of, as in most sections."""
+        """Return the fields to write: those that are not empty, and some in any case."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
         values = plain(self)
         return {name: value for name, value in values.items() if value or name in always}
@@ -227,6 +227,7 @@ class Section(Frozen):
     def _read_rows(cls, rows: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
+        # The columns, which were read before, check the cells and give missing ones a default.
         columns = info.data.get("columns", {})
         return tuple(make_row(columns, row) for row in rows)
 
@@ -235,6 +236,7 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _check_flags(self) -> Section:
+        # Columns of yes and no, such as `robust@pgd,linf,2/255`, may hold 1, 0 or nothing.
         flags = FLAGS & self.sample_columns.keys()
         for name in (name for name in self.samples if name.partition("@")[0] in flags):
             for cell in self.samples[name]:
@@ -333,6 +335,7 @@ class Layout:
         """Return the columns by name, in printed order."""
         if self.declared is None:
             return dict(self.fixed)
+        # Columns declared elsewhere, such as those of bounds, follow the column `behind`.
         items = list(self.fixed.items())
         place = list(self.fixed).index(self.behind) + 1
         return dict([*items[:place], *self.declared().items(), *items[place:]])
@@ -346,7 +349,11 @@ class Layout:
         return make_row(self.columns, {n.removesuffix("_"): cell for n, cell in cells.items()})
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
-        """Return the cells that columns reduce from these values of each sample."""
+        """Return the cells that are statistics over samples, such as a median norm.
+
+        Args:
+            samples: the values of each sample, (samples,), by the name of their column.
+        """
         cells = {}
         for name, column in self.columns.items():
             reduction = column.reduction

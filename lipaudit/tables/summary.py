@@ -31,7 +31,16 @@ LAST = 100
 
 
 def read_rows(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the figure of every row of a section; of several without balls, by their names."""
+    """Yield a figure of the summary for every row of a section.
+
+    Rows of balls differ by their ball. Several other rows differ by the columns that name them,
+    such as layer and head: these are added to the name of the figure and to its metric.
+
+    Args:
+        headline: names the column, and how the figure is shown.
+        section: the section.
+        report: its report, which other functions of this kind need.
+    """
     for row in section.rows:
         cells = {}
         if len(section.rows) > 1 and row.key is None:
@@ -188,9 +197,12 @@ def summarise(report: Report, layouts: Mapping[str, Layout]) -> Section:
                 continue
             for row in headline.read(headline, section, report):
                 radius = float(parse_radius(row.radius or "0"))
+                # Figures whose places have the same tens are sorted by their balls.
                 order = (headline.place // 10, row.norm, radius, headline.place)
                 found.append((order, row))
     found.sort(key=lambda pair: pair[0])
+    # Several sections may have a figure of one name and ball, such as clean accuracy: the first
+    # one counts.
     first: dict[tuple[str, str, float], Row] = {}
     for order, row in found:
         first.setdefault((row.name, row.norm or row.figure, order[2]), row)
@@ -230,13 +242,21 @@ def read_row(headline: Headline, section: Section, row: Row, *remarks: str) -> I
 
 
 def read_worst(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the figure of every ball under all of its attacks together."""
+    """Yield the accuracy under all attacks together for every ball, the smallest ball first.
+
+    A remark names the attacks.
+
+    Args:
+        headline: names the column, and how the figure is shown.
+        section: the section of attacks; a row of all attacks together has the attack WORST.
+        report: its report, which other functions of this kind need.
+    """
     balls = group_values(((row.norm, row.trial.radius.value), row) for row in section.rows)
-    before: list[str] = []
+    before: list[str] = []  # the attacks of the ball before, which are not named again
     for _, group in sorted(balls.items()):
         attacks = [row.attack for row in group if row.attack != WORST]
         rows = [row for row in group if row.attack == WORST]
-        if not rows and len(group) == 1:
+        if not rows and len(group) == 1:  # a single attack is the worst one
             rows = group
         remarks = attacks
         if len(attacks) > 1:
@@ -250,7 +270,10 @@ def read_worst(headline: Headline, section: Section, report: Report) -> Iterator
 
 
 def describe_survivors(figure: Row, attacks: Sequence[str]) -> Row:
-    """Return an accuracy under attacks with its sentence, which a verdict may follow."""
+    """Return an accuracy under attacks with a sentence for the answer of a page.
+
+    The sentence has no full stop, because the page adds how many samples were broken.
+    """
     attackers = f"all {len(attacks)} attacks"
     if len(attacks) <= FEW:
         attackers = ", ".join(attacks)
@@ -315,6 +338,7 @@ def list_shared_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share: on model and data, not on single figures."""
     if not report.sections:
         return []
+    # A section with a dot in its name is a part of a measure, such as `jacobian.shares`.
     main = [section for section in report.sections if "." not in section.measure]
     first, *others = main or report.sections
     shared = list(first.notes)

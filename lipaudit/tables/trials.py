@@ -71,7 +71,7 @@ def parse_radius(text: str) -> Radius:
     Raises:
         UsageError: the text is not a non-negative number, or divides by zero.
     """
-    radius = _radius(text)
+    radius = _read_radius(text)
     if radius is None:
         raise UsageError(f"{text!r} is not a radius", "Write it as 2/255, 1.1/255 or 0.03.")
     return radius
@@ -109,8 +109,8 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     count = 0
     match = re.fullmatch(r"([^:]*):([^:]*):\s*(\d{1,4})\s*", text)
     if match is not None:
-        start = _radius(match[1])
-        stop = _radius(match[2])
+        start = _read_radius(match[1])
+        stop = _read_radius(match[2])
         count = int(match[3])
     if not (start and stop and start.value < stop.value and 2 <= count <= _MOST):
         advice = "Write it as START:STOP:COUNT, for example 0:8/255:9, with START below STOP"
@@ -129,7 +129,8 @@ def parse_range(text: str) -> tuple[Radius, ...]:
     return (start, *inside, stop)
 
 
-def _radius(text: str) -> Radius | None:
+def _read_radius(text: str) -> Radius | None:
+    """Return the exact radius that a text spells: `0.03`, `2/255`; None if it spells none."""
     match = _RADIUS.fullmatch(text.strip())
     if match is None:
         return None
@@ -141,7 +142,7 @@ def _radius(text: str) -> Radius | None:
 
 def name_unit(norm: str) -> str:
     """Return the unit in which a norm counts changes: `words`, `tokens` of a suffix."""
-    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)
+    *_, plural = (unit for unit, counted in UNITS.items() if counted == norm)  # listed last
     return plural
 
 
@@ -167,10 +168,10 @@ class TrialKey:
         if len(words) not in (2, 3):
             return None
         *attack, norm, eps = words
-        radius = _radius(eps)
+        radius = _read_radius(eps)
         if radius is None:
             return None
-        return cls("".join(attack), norm, radius)
+        return cls("".join(attack), norm, radius)  # no attack: the key of a ball
 
     def __str__(self) -> str:
         """Write the key as in a report's columns: `pgd,linf,2/255`, for a ball `linf,2/255`."""
@@ -188,7 +189,10 @@ class TrialKey:
 
     @property
     def typed(self) -> str:
-        """Return the radius as typed with its unit, of balls without: `2words`, `3tokens`."""
+        """Return the radius as people type it: `2/255`, or `2words` where a norm counts changes.
+
+        The norm `suffix` counts tokens, so its unit is typed: `3tokens`.
+        """
         if self.norm not in WHOLE:
             return self.radius.text
         unit = self.norm if self.norm in UNITS else name_unit(self.norm)
@@ -205,15 +209,17 @@ class TrialKey:
         """
         key, equals, value = word.partition("=")
         if not equals:
-            return word in (self.attack, self.norm) or self.radius == _radius(word)
+            return word in (self.attack, self.norm) or self.radius == _read_radius(word)
         if key == "eps":
-            return self.radius == _radius(value)
+            return self.radius == _read_radius(value)
         names = {"attack": self.attack, "norm": self.norm}
         return names.get(key) == value
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
-    """Return the worst case of every ball, with its trials: all those inside the ball.
+    """Return the worst case of every ball, with the trials whose examples lie in this ball.
+
+    These are all trials of the same norm with the same or a smaller radius.
 
     >>> small, large = (TrialKey("pgd", "linf", parse_radius(eps)) for eps in ("2/255", "4/255"))
     >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]

@@ -38,7 +38,8 @@ def find_broken(report: Report) -> dict[str, set[TrialKey]]:
     balls: dict[str, set[TrialKey]] = {}
     for section in report.sections:
         for sample, trial in _list_fallen(section):
-            balls.setdefault(sample, set()).add(replace(trial, attack=""))
+            ball = replace(trial, attack="")  # whichever attack it was
+            balls.setdefault(sample, set()).add(ball)
     return balls
 
 
@@ -54,6 +55,8 @@ def find_worst(report: Report, count: int = SHOWN) -> list[str]:
     proven = _find_figures(report, "radius")
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
+        # The sort key: misclassified samples last, then most broken balls first, then the largest
+        # norm, then the smallest certified radius.
         wrong = right.get(sample) == 0
         broken_balls = len(balls.get(sample, ()))
         norm = order(norms.get(sample))
@@ -75,13 +78,14 @@ def _find_figures(report: Report, name: str) -> dict[str, Any]:
 
 
 def find_contradictions(report: Report) -> list[Contradiction]:
-    """Return, for each sample broken in a certified ball, the first such pair.
+    """Return the samples with an adversarial example inside a ball that is certified.
 
-    The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
+    One of the two results is wrong. A sample with several such pairs is returned once.
     """
     certified = list(_list_certified(report))
     if not certified:
         return []
+    # The balls that contain an adversarial example, by sample.
     attacks: dict[str, list[TrialKey]] = {}
     for section in report.sections:
         # An attack may stop before its radius: the example is then inside a smaller ball.
@@ -105,10 +109,11 @@ def find_contradictions(report: Report) -> list[Contradiction]:
 
 
 def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the certified samples with their balls."""
+    """Yield the samples that the report certifies, each with its ball."""
     for section in report.sections:
         column = section.sample_columns.get("certified")
-        # Certificates of a smoothed classifier hold elsewhere, and not for this model.
+        # Only certificates of the model itself: those of a smoothed classifier, which have another
+        # domain, do not contradict an attack on the model.
         if column is None or column.domain != "ball":
             continue
         for kind, trial, sample, value in _list_figures(section):
@@ -118,16 +123,18 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _is_inside(inner: TrialKey, outer: TrialKey) -> bool:
-    """Say whether a ball is known to lie inside another one."""
+    """Say whether a ball around a sample is known to lie inside another one around it."""
     if inner.norm not in INSIDE or outer.norm not in INSIDE:
         return False
+    # The norms of INSIDE never grow from one to the next: l1 >= l2 >= token-l2 >= linf. So a ball
+    # of one norm lies in the ball of the same radius of every later norm.
     if INSIDE.index(inner.norm) > INSIDE.index(outer.norm):
         return False
     return inner.radius.value <= outer.radius.value
 
 
 def _list_fallen(section: Section) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the correct samples, with each trial that broke them."""
+    """Yield each correctly classified sample that an attack broke, with the attack and ball."""
     figures = list(_list_figures(section))
     right = {sample: value for kind, _, sample, value in figures if kind == "correct"}
     for kind, trial, sample, value in figures:
@@ -145,7 +152,13 @@ def _list_figures(section: Section) -> Iterator[tuple[str, TrialKey | None, str,
 
 
 def _list_searched(section: Section, column: str) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the balls of certified and adversarial radii, if these were searched."""
+    """Yield each sample with the ball of its own radius, if a search found one.
+
+    Args:
+        section: the section.
+        column: `radius` for the largest certified radius of each sample, `radius_adversarial` for
+            the smallest radius at which a search found an adversarial example.
+    """
     for kind, _, sample, value in _list_figures(section):
         if kind == column and finite([value]) and value > 0:
             norm = section.settings.get("norm") or "linf"

@@ -36,9 +36,10 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
         seeds: one per sample.
     """
     if heads.x_kv is not None or not are_affine(heads):
+        # The search moves q, k and v with the tokens X by X W, which affine projections do.
         return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
     unit, size = unit_values(heads.to(torch.float64))
-    # A constant added to all values changes no derivative, but its rounding error: `mean_value`.
+    # Values less their mean: this changes no derivative, and makes its rounding error smaller.
     mean = mean_value(unit.attention(), unit.v)
     unit = unit.with_same_map(v=unit.v - mean)
     n, dv = unit.v.shape[2:]  # self-attention has as many queries as values
@@ -49,12 +50,19 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
 
 
 def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    """Return the largest ||J^T u|| of any step, (batch, heads), from start vectors u.
+    """Return the largest ||J^T u|| with |u| = 1 that gradient ascent finds, (batch, heads).
 
-    The first steps are at X, a power iteration; the others move the tokens as well.
+    J is the Jacobian at tokens within r of X. The first steps are at X, a power iteration for u;
+    the others move the tokens as well.
+
+    Args:
+        heads: the heads at X.
+        r: radius of the ball.
+        u: start vectors, in the shape of the outputs.
     """
-    # Tokens moved by dX change q, k, v by dX W, W = [W_Q W_K W_V]. With W = Z R (Z^T Z = 1) it is
-    # enough to search over moves dX = move Z^T: then dX W = move R, and ||dX||_F = ||move||_F.
+    # A move dX of the tokens changes q, k, v by dX W, W = [W_Q W_K W_V]. With W = Z R (Z^T Z = 1)
+    # it is enough to search over moves dX = move Z^T: then dX W = move R, and
+    # ||dX||_F = ||move||_F.
     weights = [projection.weight for projection in projections(heads)]
     triangle = torch.linalg.qr(torch.cat(weights, -1), mode="r").R  # R, (heads, channels, 3 d)
     move = heads.q.new_zeros(*heads.q.shape[:3], triangle.shape[1])
@@ -63,7 +71,7 @@ def _climb_in_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
     for step in range(AT_X + UPHILL):
         norm, move_gradient, u = _differentiate_norm(heads, triangle, move, _unit_matrices(u))
         largest = torch.maximum(largest, norm)
-        if step >= AT_X:  # to the edge of the ball in half of the ascent, along it in the other
+        if step >= AT_X:  # to the edge of the ball in half of the ascent, along the edge after it
             share = min(1.0, 2 * (step - AT_X + 1) / UPHILL)
             move = r * share * _unit_matrices(move_gradient)
     return largest
@@ -75,6 +83,12 @@ def _differentiate_norm(
     """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u.
 
     The gradient in a unit vector u is J J^T u / ||J^T u||: the next u of a power iteration.
+
+    Args:
+        heads: the heads at X.
+        triangle: R; q, k and v side by side move by move R.
+        move: the move of the tokens, in the coordinates of R.
+        u: unit vectors in the shape of the outputs.
     """
     move = move.detach().clone().requires_grad_()
     u = u.detach().clone().requires_grad_()

@@ -65,11 +65,12 @@ BALANCES = (0.5, 1.0, 2.0)
 
 @torch.inference_mode()
 def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[str, PerHead]:
-    """Return the bounds of every head, and what the bounds are made of, in float64.
+    """Return the bounds of every head, and the quantities that they are computed from, in float64.
 
-    The ingredients: `p_norm` ||P||, `softmax_norm_max` over the rows of P, `x_norm` the norm of X
-    as it enters the formulas, `radius` R. A bound that cannot be given is NaN: see `AFFINE_ONLY`,
-    and for hu its domain.
+    The quantities are `p_norm` ||P||, `softmax_norm_max` max_i ||M(P_i)|| over the rows of P with
+    M(p) = diag(p) - p p^T, `x_norm` the norm of X as it enters the formulas, and `radius`
+    R = max_i ||x_i||. A bound that does not apply to a head is NaN: see `AFFINE_ONLY`, and for hu
+    its domain.
 
     Args:
         heads: all heads of a layer, any kind, any precision.
@@ -89,6 +90,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
         bounds = load_bounds().values()
     records = list(bounds)
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
+        # Attention maps too large to be stored for all batch rows: one row at a time.
         rows = []
         for b in range(len(heads.q)):
             rows.append(head_bounds(heads.row(b), bounds=records))
@@ -101,6 +103,7 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
                 "Look for overflow in the model: run it in float32 or float64.",
             )
     tokens = Tokens(heads)
+    # J is proportional to the values: bounds of values of size one, then times `size`.
     heads, size = unit_values(heads)
     parts = []
     for group in split_heads(heads):
@@ -115,7 +118,6 @@ def head_bounds(heads: Heads, *, bounds: Iterable[Bound] | None = None) -> dict[
             terms[bound.name] = _compute(bound, ingredients) * (1 + ROUNDING)
         parts.append(terms)
     whole = _concatenate(parts, 1)
-    # The bounds are those of values divided by `size`; J is proportional to the values.
     size = size.to(heads.v.device)
     for bound in records:
         whole[bound.name] = whole[bound.name] * size
@@ -131,7 +133,10 @@ def _concatenate(parts: list[dict[str, Tensor]], axis: int) -> dict[str, Tensor]
 
 
 def split_heads(heads: Heads) -> Iterator[Heads]:
-    """Yield some heads of a layer at a time: a temporary stays near `map_entries` numbers."""
+    """Yield groups of the heads of a layer, so that computations on a group fit into memory.
+
+    The largest tensor of a group has about `map_entries` numbers.
+    """
     batch, count, n, d = heads.q.shape
     m, dv = heads.v.shape[2:]
     # The largest temporary of one head on one batch row: P, or local Jacobians of its tokens.
@@ -157,7 +162,8 @@ def _compute(bound: Bound, ingredients: Ingredients) -> Tensor:
         if values.shape != shape or not values.is_floating_point():
             raise _describe_result(tuple(values.shape), shape)
     except Exception as error:
-        # An OSError is about a file of the plug-in's own.
+        # Errors of memory or device are not the bound's fault and stay as they are. An OSError is
+        # about a file that the function of the bound opens.
         machine = of_machine(error) and not isinstance(error, OSError)
         if isinstance(error, LipauditError) or machine:
             raise
@@ -188,14 +194,15 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
     """
     if not r >= 0:
         raise UsageError(f"the radius of a ball cannot be negative: {r}")
-    if heads.x_kv is not None or not are_affine(heads):
+    if heads.x_kv is not None or not are_affine(heads):  # the bound is not proven for them
         return torch.full(heads.q.shape[:2], torch.nan, dtype=torch.float64, device=heads.q.device)
     heads = heads.to(torch.float64)
     if sharp is None:
         sharp = head_bounds(heads, bounds=[SHARP])["sharp"]
     if r == 0:
         return sharp
-    # ||J(X')|| <= ||J(X)|| + integral of C, for values of size one, times their size.
+    # ||J(X')|| <= ||J(X)|| + growth. The growth is computed for values of size one, and is
+    # proportional to their size.
     unit, size = unit_values(heads)
     parts = [bound_growth(group, r) for group in split_heads(unit)]
     growth = torch.cat(parts, 1)
@@ -203,7 +210,11 @@ def ball_sharp(heads: Heads, r: float, *, sharp: PerHead | None = None) -> PerHe
 
 
 def bound_growth(heads: Heads, r: float) -> Tensor:
-    """Bound the integral of C from 0 to r: what ||J|| can grow by on the ball, (batch, heads)."""
+    """Bound the growth of ||J|| on the ball of radius r around X, (batch, heads).
+
+    It is at most the integral of C(rho) for rho from 0 to r, where C(rho) is the largest second
+    derivative of the head's output on the ball of radius rho.
+    """
     point = read_point(heads)
     curvatures = []
     for panel in range(PANELS):
@@ -219,8 +230,9 @@ def bound_growth(heads: Heads, r: float) -> Tensor:
 def ball_size_bounds(heads: Heads, r: float) -> dict[str, PerHead]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
-    castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `AFFINE_ONLY`
-    gives a reason, and hu where N (N + 1) (||X||_F + r)^2 < sqrt N.
+    castin and mean_field hold for all inputs with every ||x_i|| <= R + r, R = max_i ||x_i|| at X.
+    Heads that are not affine self-attention have NaN (`AFFINE_ONLY`), and so has hu if
+    N (N + 1) (||X||_F + r)^2 < sqrt N for N tokens.
 
     Args:
         heads: all heads of a layer, any kind.
@@ -253,30 +265,38 @@ class BallPoint:
 
 
 def read_point(heads: Heads) -> BallPoint:
-    """Return the quantities at X from which the limits on every ball follow."""
+    """Return the quantities at X from which upper limits on every ball around X follow.
+
+    They are the attention map P, distances of keys and values from their means under its rows P_i,
+    norms of weights, and how fast log P_ij can grow. `BallPoint` lists them.
+    """
     ingredients = Ingredients(heads, Tokens(heads))
     at = ingredients.at
     rows = affine_rows(ingredients)
     visible = heads.visible(0, at.p.shape[2])
-    # An entry that underflowed is at most the smallest number.
+    # An entry that underflowed to 0 is at most the smallest number, which is used in its place.
     tiny = torch.finfo(at.p.dtype).tiny
     p = at.p.clamp_min(tiny) * visible
-    # z_ij = ||z_j - E_i z||, the mean under P_i
+    # ||z_j - E_i z||, where z_j = s W_Q k_j is the gradient of the logits of key j in the token of
+    # a query, and E_i z = sum_j P_ij z_j
     mean = p @ rows.z
     mean2 = mean.square().sum(-1, keepdim=True)
     z2 = rows.z.square().sum(-1, keepdim=True)
     z = squared_distances(mean, rows.z, mean2, z2).sqrt()
-    w = at.w2.sqrt() * visible
-    # ||A|| = |s| ||R_Q R_K^T||
+    w = at.w2.sqrt() * visible  # ||v_j - o_i||
+    # ||A|| for A = s W_Q W_K^T, as |s| ||R_Q R_K^T|| with R^T R = W^T W
     to_q, to_k, _ = projections(heads)
     a = spectral_norm(factor(to_q) @ factor(to_k).mT)
     a = at.s.abs() * a[..., None]
     slope, bend = _log_growth(p, z, rows.u)
-    # Two limits of the variance of f under P_i hold: the one with the smaller largest entry.
+    # For any vectors f_j the variance sum_j P_ij ||f_j - E_i f||^2 is at most
+    # sum_j h_ij ||f_j||^2 with h = 2 P (1 - P), and with h = P. Each row uses the h whose largest
+    # entry is smaller: 2 P (1 - P) if it is nearly one-hot.
     twice = 2 * p * _others(p)
     largest = p.amax(-1, keepdim=True)
     one_hot = twice.amax(-1, keepdim=True) < largest
-    # Two limits of the variance with weights w_ij: by w_ij, or by the largest of the row.
+    # The same sum with weights w_ij = ||v_j - o_i|| has two limits as well: with each w_ij
+    # (`uneven`), or with the largest w_ij of the row (`even`). Each row uses the shorter one.
     uneven, _ = bound_weights(p, p, w)
     widest = w.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * widest
@@ -300,12 +320,13 @@ def _row_length(rows: Tensor) -> Tensor:
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a_ij and b_ij: no log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
+    """Return a_ij and b_ij: on a ball of radius rho no log P_ij grows by more than its limit.
 
-    e_l are the moves of the tokens, ||E||_F <= rho. By the convexity of exp, log P_ij grows by at
-    most dS_ij - E_i dS, the change of its logit less the mean change. With c_l = delta_jl - P_il
-    that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves with a coefficient of
-    length a_ij, and e_i^T A sum_l c_l e_l, which is at most
+    The limit is a_ij rho + b_ij ||A|| rho^2, A = s W_Q W_K^T. e_l are the moves of the tokens,
+    sum_l ||e_l||^2 <= rho^2. By the convexity of exp, log P_ij grows by at most the change of its
+    logit less the mean change of row i under P_i. With c_l = delta_jl - P_il that is
+    <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in the moves with a coefficient of length
+    a_ij, and e_i^T A sum_l c_l e_l, which is at most
     ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
 
     Args:
@@ -319,10 +340,12 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     diagonal = p.diagonal(0, -2, -1)[..., None]
     c_i = diagonal * (1 - identity) + others * identity
     square = others.square() + _others(p.square())  # sum_l c_l^2
-    # a_ij^2 = ||(z_j - E_i z, u_i c)||^2, where both act on e_i at once.
+    # a_ij^2 is an upper limit of the squared length of the coefficients of all e_l: c_l u_i, and
+    # of e_i z_j - E_i z + c_i u_i.
     slope = z.square() + u.square() * square + 2 * z * u * c_i
     slope = slope.sqrt()
-    # b_ij: the largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
+    # b_ij is the largest value of |c_i| x^2 + h x y for x^2 + y^2 = 1, h^2 = square - c_i^2: the
+    # largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]].
     bend = 0.5 * (c_i + square.sqrt())
     return slope, bend
 
@@ -346,27 +369,34 @@ class BallLimits:
 
 
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
-    """Return upper limits on the ball of radius rho: of P, and of how far keys and values spread.
+    """Return upper limits on the ball of radius rho around X: of P, and of spreads under its rows.
 
-    E_i is the mean over the keys with weights P_i; f_j are the rows of a move of all tokens.
+    The spreads are standard deviations of keys and values over the keys, with weights P_i. E_i is
+    the mean with these weights, and f_j are the rows of a move of all tokens.
+
+    Args:
+        at: quantities at X.
+        rho: radius of the ball.
     """
-    # P grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2), and to 1: `_log_growth`.
+    # P_ij grows by a factor of at most exp(a_ij rho + b_ij ||A|| rho^2) (`_log_growth`), and to 1
+    # at most.
     bend = at.bend * at.a
     log_p = at.p.log() + at.slope * rho + bend * (rho * rho)
     p = log_p.clamp_max(0.0).exp()
-    # The variance of f, sum_j P_ij ||f_j - E_i f||^2, is at most E_i ||f||^2; and it is
-    # sum_{j < l} P_ij P_il ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    # The variance sum_j P_ij ||f_j - E_i f||^2 is at most sum_j P_ij ||f_j||^2. It is equal to
+    # sum_{j < l} P_ij P_il ||f_j - f_l||^2, and so at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
     others = _others(p).clamp_max(1.0)
     spread = torch.where(at.one_hot, 2 * p * others, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
     u = at.u + rho * at.a
-    # Standard deviations under P_i. The variance around any point is at least that around the
-    # mean, so distances from the mean at X will do; the moves of z_j and v_j deviate by at most
-    # `widest` times the length of the move.
+    # Standard deviations under P_i on the ball. The variance around any point is at least that
+    # around the mean, so distances from the mean at X give a limit. The moves of z_j and v_j
+    # deviate by at most `widest` times the length of the move.
     z = _deviation(p, at.z) + rho * at.a * widest
     v = _deviation(p, at.w) + rho * at.wv * widest
-    # v_j moves by rho ||W_V|| at most, and o_i by rho times its derivative, which is
-    # sum_j P_ij W_V^T f_j + Cov_i(sigma, v) for changes sigma of the logits.
+    # v_j - o_i moves by at most rho ||W_V|| through v_j, and by rho times the derivative of o_i,
+    # which is sum_j P_ij W_V^T f_j + Cov_i(sigma, v): Cov_i is the covariance under P_i, sigma_j
+    # the change of logit ij.
     largest = p.amax(-1, keepdim=True)
     output = at.wv * largest.sqrt() + (z + u * widest) * v
     shift = rho * (at.wv + output)
@@ -374,20 +404,29 @@ def bound_moves(at: BallPoint, rho: float) -> BallLimits:
 
 
 def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
-    """Bound C, the largest second derivative on a ball, given upper limits on it.
+    """Bound the largest second derivative of the output O on a ball, given upper limits there.
 
-    With x_j = ||f_j||^2 and y = spread x, row i of D^2 O is at most, in norm,
-    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last is split into x and
-    y, so the row is (H x)_i, and C is at most the length of the longest column of H.
+    f_j are the moves of the tokens. With x_j = ||f_j||^2, which add up to 1, and y = spread x, row
+    i of the second derivative is at most, in norm,
+    sum_j columns_ij x_j + diagonal_i x_i + 2 mixed_i (x_i y_i)^1/2. The last term is at most a sum
+    of a multiple of x_i and one of y_i. So the row is at most (H x)_i, and the second derivative
+    at most the length of the longest column of H.
+
+    Args:
+        at: quantities at the centre X.
+        on: upper limits on the ball.
     """
     widest = at.w.amax(-1, keepdim=True)
     longest = widest + on.shift  # of v_j - o_i, on the whole ball
-    # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2.
+    # The changes sigma_ij of the logits have a standard deviation of at most z x_i^1/2 + u y_i^1/2
+    # under P_i. Terms in (x_i y_i)^1/2 are collected in `mixed`, in y_i in `columns`, in x_i in
+    # `diagonal`.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = 2 * at.wv * on.u + on.shift * on.u.square()
     columns = columns * on.spread
-    # `weighted` has sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j weighted_ij x_j, w that at X. Where
-    # `uneven` is no limit (`holds`), the larger of both stands: no limit falls as rho grows.
+    # `weighted` has sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j weighted_ij x_j with
+    # w_ij = ||v_j - o_i|| at X. If `uneven` does not hold, the larger of both limits is used: a
+    # limit must not fall as the radius grows.
     even = on.spread * widest
     uneven, holds = bound_weights(at.p, on.p, at.w)
     uneven = torch.where(holds, uneven, torch.maximum(uneven, even))
@@ -405,21 +444,27 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> PerHead:
 
 
 def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
-    """Return (sum_j P_ij lengths_ij^2)^1/2, (..., n, 1)."""
+    """Return (sum_j P_ij lengths_ij^2)^1/2, a standard deviation under P_i, (..., n, 1)."""
     variance = (p * lengths.square()).sum(-1, keepdim=True)
     return variance.sqrt()
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, and where it holds.
+    """Return h that bounds a weighted variance, and in which rows it does.
 
+    sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2 for all vectors f_j, where
+    E_i f = sum_j P_ij f_j, and for every P <= p with rows that sum to 1.
     h_ij = p_ij (w_ij + |d_ij| D_i / (m_i - D_i)) with m_i = sum_j centre_ij w_ij, d = w - m and
-    D_i = sum_j p_ij |d_ij|, for every P <= p; it holds where D_i <= m_i / 2.
+    D_i = sum_j p_ij |d_ij|. It holds in rows with D_i <= m_i / 2.
 
-    In one coordinate t of f, with means over P_i, E w (t - E t)^2
-    = E w t^2 - 2 E t E w t + E w (E t)^2 = E w t^2 - 2 E t E d t - (m - E d) (E t)^2
-    <= E w t^2 + (E d t)^2 / (m - E d); and (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
+    Args:
+        centre: P at the centre of the ball.
+        p: upper limits of P on the ball.
+        w: the weights, >= 0.
     """
+    # Proof. In one coordinate t of f, with means over P_i, E w (t - E t)^2
+    # = E w t^2 - 2 E t E w t + E w (E t)^2 = E w t^2 - 2 E t E d t - (m - E d) (E t)^2
+    # <= E w t^2 + (E d t)^2 / (m - E d); and (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
     mean = (centre * w).sum(-1, keepdim=True)  # m
     distance = (w - mean).abs()  # |d|
     total = (p * distance).sum(-1, keepdim=True)  # D

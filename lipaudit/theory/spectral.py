@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 def shift_exponent(
     t: Float[Tensor, "*shape"], exponent: Int[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return t 2^exponent, exact if it fits: in two steps, as 2^exponent alone may overflow.
+    """Return t 2^exponent, exact unless the result overflows or underflows.
+
+    It multiplies twice by half of the power, because 2^exponent alone may overflow.
 
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
@@ -73,10 +75,15 @@ def shift_exponent(
 
 
 def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
-    """Divide by the power of two next to the largest entry along some axes, or of all without any.
+    """Divide a tensor by powers of two such that its largest entries are about one.
+
+    Args:
+        t: the tensor.
+        axes: along which the largest entry is taken; all without any.
 
     Returns:
-        The quotient, and the exponents of the other axes, flat, on the CPU; 0 for 0.
+        The quotient, and the exponents of the powers, one for each index of the other axes, flat,
+        on the CPU. The exponent of zeros is 0.
 
     >>> take_size(torch.tensor([[3.0, 1.0], [0.0, 0.0]]), 1)[1]
     tensor([2, 0], dtype=torch.int32)
@@ -87,21 +94,24 @@ def take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
 
 
 def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
-    """Return the t above theta_1 with log det(t - T) = level, for every problem.
+    """Return an upper limit t of the largest eigenvalue of A, from k Lanczos steps on A.
 
-    With level = log(beta_1 ... beta_k / delta) this is an upper limit of lambda_1 with probability
-    1 - ETA: see the top of this file. Newton's method in y = log(t - theta_1), where the left side
-    is convex and increasing: started to the right it only descends, so every iterate is a limit
-    too.
+    It holds with probability 1 - ETA over the start vector. T is the tridiagonal matrix of the
+    Lanczos steps, theta_1 its largest eigenvalue. t > theta_1 solves log det(t - T) = level. The
+    solver is Newton's method in y = log(t - theta_1), where the left side is convex and
+    increasing: from a start above the solution it only descends, so every iterate is a limit too.
 
     Args:
         ritz: eigenvalues theta of T, ascending, (problems, k).
-        level: right side of the equation, (problems,).
+        level: log(beta_1 ... beta_k / delta) of each problem: beta are the entries beside the
+            diagonal of T, and the start has a component of at least delta along the leading
+            eigenvector, with this probability.
     """
     top = ritz[:, -1].clamp_min(0.0)  # theta_1
     gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
-    # f(y) = y + sum_i log(e^y + gap_i) lies above k y and above y + sum_i log gap_i: where either
-    # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
+    # f(y) = log det(t - T) = y + sum_i log(e^y + gap_i) is above k y and above
+    # y + sum_i log gap_i: where either reaches the level, f is not below it. That is a start above
+    # the solution.
     k = ritz.shape[1]
     y = torch.minimum(level / k, level - gaps.sum(1))
     for _ in range(60):
@@ -110,18 +120,22 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
         slope = 1 + torch.sigmoid(column - gaps).sum(1)
         step = (value - level).clamp_min(0.0) / slope
         y = y - step
-        if not (step > 1e-5).any():  # what is left is of the order of its square
+        if not (step > 1e-5).any():  # the next step would be of the order of its square
             break
     return top + y.exp()
 
 
 def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
-    """Estimate lambda_1 / theta_1 - 1: |A x - theta_1 x|^2 over the gap to theta_2.
+    """Estimate the relative error of theta_1, the largest eigenvalue of A from Lanczos steps.
+
+    With the residual r = A x - theta_1 x of its vector x, |x| = 1, the error is about |r|^2 over
+    the gap to the next eigenvalue. No eigenvector is computed.
 
     Args:
-        ritz: eigenvalues of T, ascending.
+        ritz: eigenvalues of the tridiagonal matrix T of the Lanczos steps, ascending.
         shorter: eigenvalues of T one step earlier.
-        beta: coupling of the newest basis vector to T.
+        beta: the newest entry beside the diagonal: |r| is beta times the last entry of T's leading
+            eigenvector.
 
     Source: Kato, J. Phys. Soc. Japan 4, 1949.
     """
@@ -136,7 +150,8 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     distances = distances.clamp_min(0.0)
     last_square = (distances / gaps).prod(1)
     residual_square = (beta / top[:, 0]).square() * last_square  # |r|^2, r = A x - theta_1 x
-    # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
+    # |lambda - theta_1| <= |r| for some eigenvalue lambda of A, and <= |r|^2 / gap if no other one
+    # is within the gap. One step has no gap yet.
     if ritz.shape[1] == 1:
         return residual_square.sqrt()
     return torch.minimum(residual_square.sqrt(), residual_square / gaps[:, -1])
@@ -184,7 +199,10 @@ class Norms:
 
     @classmethod
     def join(cls, parts: Sequence[Norms], join: Callable[[list[Tensor]], Tensor]) -> Norms:
-        """Return the norms of several groups as one, without vectors; `join` joins tensors."""
+        """Return the norms of several groups of problems as one record, without vectors.
+
+        `join` joins the tensors of an attribute, as `torch.cat` does.
+        """
         return Norms(
             norm=join([part.norm for part in parts]),
             upper=join([part.upper for part in parts]),
@@ -211,7 +229,8 @@ def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems si
     >>> torch.equal(random_starts([7], 3)[0], random_starts([5, 7], 20)[1, :3])
     True
     """
-    blocks = math.ceil(size / 16)  # randn fills blocks of 16, and draws a partial one differently
+    # randn fills blocks of 16, and draws a partial block differently: only full ones are drawn.
+    blocks = math.ceil(size / 16)
     starts = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -326,10 +345,11 @@ class _Krylov:
         u = F.normalize(take_size(start, 1)[0], dim=1)
         length = torch.ones(count).double()
         if guess is not None:
-            # Start from u = (g + h) / |g + h|, g random, h the guess, both of length one. With
-            # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
-            # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did. In one
-            # dimension, where two opposite vectors would cancel, every start is exact: no guess.
+            # Start from u = (g + h) / |g + h|, g random, h the guess, both of length one. The
+            # limits `upper` need |<u, v>| >= delta for the leading v, with probability 1 - ETA.
+            # <u, v> = (<g, v> + <h, v>) / |g + h|, and P(|<g, v> + c| < delta) is largest for
+            # c = 0 (Anderson, symmetric unimodal density): delta / |g + h| holds for u as delta
+            # does for g. In one dimension two opposite vectors would cancel: no guess is added.
             unit = F.normalize(take_size(guess, 1)[0], dim=1)
             mixed = u + unit * (live > 1)[:, None]
             length = vector_norm(mixed, dim=1).to("cpu", torch.float64)
@@ -347,13 +367,16 @@ class _Krylov:
         self.beta = torch.zeros(count, dtype=torch.float64)
         self.ritz = torch.zeros(count, 0, dtype=torch.float64)
         self.shorter = self.ritz
-        # log(1 / delta); `advance` adds log beta_k. p_k(t) = 1 / delta is log det(t - T) = level.
+        # log(1 / delta); `advance` adds log beta_k of each step. See `probabilistic_limit`.
         self.level = length.log() - _compute_log_delta(self.size)
         self.exponent = torch.zeros(count, dtype=torch.int64)
         self.repeated = torch.zeros(count, dtype=torch.int64)
 
     def image(self, products: Products) -> Tensor:
-        """Return A times the newest basis vector; the first time, scale A to about size one."""
+        """Return A times the newest basis vector; in the first step, scale A to about size one.
+
+        A is scaled by a power of two, so that products neither overflow nor underflow.
+        """
         last = self._vector(self.steps).squeeze(1)
         image = self._apply(products, last)
         if self.steps:
@@ -363,7 +386,7 @@ class _Krylov:
         change = _choose_exponents(size)
         is_far = change.abs() > _ROOM // 2
         if is_far.any():
-            # It overflowed, or lost digits to underflow: once more, with A scaled.
+            # The image overflowed, or lost digits to underflow: compute it again, with A scaled.
             self.exponent += change.where(is_far, 0)
             self.repeated += is_far
             image = self._apply(products, last)
@@ -376,10 +399,10 @@ class _Krylov:
         return shift_exponent(image, change[:, None])
 
     def _apply(self, products: Products, u: Tensor) -> Tensor:
-        """Return 2^exponent A u."""
+        """Return 2^exponent A u: the product with A as it is scaled."""
         if not self.exponent.any():
             return products(u)
-        # As much of the power as u can hold multiplies u, the rest its image.
+        # Multiply u by as much of the power as keeps it in range, and its image by the rest.
         before = self.exponent.clamp(-_ROOM, _ROOM)
         after = self.exponent - before
         image = products(shift_exponent(u, before[:, None]))
@@ -396,7 +419,8 @@ class _Krylov:
         alpha = (w * last).sum(2, keepdim=True)
         w = torch.addcmul(w, alpha, last, value=-1)
         if self.steps:
-            # The recurrence first: the sweep below then removes rounding only, and one suffices.
+            # The recurrence first: the products with all vectors below then remove rounding errors
+            # only, so they need not be repeated.
             before = self._vector(self.steps - 1)
             w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
@@ -431,27 +455,39 @@ class _Krylov:
         torch.div(w, length, out=self._vector(self.steps))
 
     def has_converged(self, tol: float, within: float) -> Tensor:
-        """Return which problems fulfil the stop rule: see `Norms.converged`."""
-        # Of A = J J^T: its eigenvalues are squares of the norms.
+        """Return which problems have converged.
+
+        The norm must be proven to `within`, and accurate to `tol` by an estimate or a proof.
+        """
+        # Eigenvalues of A = J J^T are squares of the norms: so are the limits of their errors.
         estimate = kato_temple(self.ritz, self.shorter, self.beta)
         is_accurate = estimate <= (1 + tol) ** 2 - 1
         is_accurate |= self.proves(tol)
         return (self.proves(within) & is_accurate) | self.exhausted
 
     def proves(self, share: float) -> Tensor:
-        """Return where the norm is proven to be at most 1 + share times the estimate."""
-        # Of A, the estimate is theta_1, the largest Ritz value, and the limit t. lambda_1 <= t if
-        # log det(t - T) = sum_i log(t - theta_i) reaches the level: see `probabilistic_limit`.
+        """Return where the norm is proven to be at most 1 + share times the estimate.
+
+        The proof has the probability 1 - ETA.
+        """
+        # The largest eigenvalue of A is estimated by the largest Ritz value theta_1. It is at most
+        # t if log det(t - T) = sum_i log(t - theta_i) reaches the level: `probabilistic_limit`.
         t = (1 + share) ** 2 * self.ritz[:, -1:]
         log_det = (t - self.ritz).log().sum(1)
         return log_det >= self.level
 
     def record(self, norms: Norms, mask: Tensor) -> None:
-        """Write the results of some problems, True in the mask, into the norms of all."""
+        """Write the results so far of some problems into the record of all.
+
+        Args:
+            norms: the record of all problems of the caller.
+            mask: which of the running problems to write.
+        """
         problems = self.index[mask]
         ritz = self.ritz[mask]  # estimates of the eigenvalues of A, ascending
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
+        # In an exhausted space the eigenvalues are exact.
         limit = torch.where(self.exhausted[mask], top, limit)
         # Norms are roots of eigenvalues of A, which is scaled by 2^exponent.
         half_exponent = -self.exponent[mask] // 2
@@ -469,7 +505,12 @@ class _Krylov:
             norms.second_vector[problems] = self._combine(mask, eigenvectors[:, :, -2])
 
     def _combine(self, mask: Tensor, weights: Tensor) -> Tensor:
-        """Return U w of some problems, (problems, size), for weights w, one per step."""
+        """Return sums of the basis vectors U with weights w, U w, (problems, size).
+
+        Args:
+            mask: which of the running problems.
+            weights: w of these problems, (problems, steps).
+        """
         weights = weights.to(self.basis[0])
         rows = mask.nonzero()[:, 0].to(weights.device)
         total = torch.zeros_like(self.basis[0][rows, :1])
@@ -480,7 +521,7 @@ class _Krylov:
         return total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
-        """Remove the problems that are False in the mask."""
+        """Keep only the problems that are True in the mask, and drop the state of the others."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
         self.basis = [block[rows] for block in self.basis]
         self.coupling = self.coupling[rows]
@@ -496,8 +537,12 @@ class _Krylov:
 def _compute_log_delta(size: Tensor) -> Tensor:
     """Return log delta with P(|<u, v>| < delta) <= ETA, for u uniform on the sphere and v fixed.
 
-    `size` is the dimension n of each space. P is at most 2 delta times the density of <u, v>,
-    which for n >= 3 is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+    A random start u has a component of at least delta along the leading vector v, except with
+    probability ETA. P is at most 2 delta times the density of <u, v>, which for n >= 3 dimensions
+    is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+
+    Args:
+        size: dimension n of each space.
     """
     half = size.double() / 2
     log_quotient = torch.lgamma(half) - torch.lgamma(half - 0.5)
@@ -506,11 +551,11 @@ def _compute_log_delta(size: Tensor) -> Tensor:
 
 
 def _choose_exponents(size: Tensor) -> Tensor:
-    """Return even exponents that bring numbers to about one; 0 for those within 2^+-20 of it."""
-    # Even, because norms are roots: 2^exponent must have an exact one.
+    """Return even exponents of two that scale numbers to about one; 0 for those within 2^+-20."""
+    # Even, because norms are roots of what is scaled, and the root of 2^exponent must be exact.
     half = (size.log2() / 2).round()
     change = -2 * half.clamp(-450, 450)
-    # It underflowed to 0, or overflowed: by how much is unknown.
+    # A number underflowed to 0 or overflowed, by an unknown factor: the exponent 100 or -100.
     change = change.where(size > 0, _ROOM)
     change = change.where(size.isfinite(), -_ROOM)
     return change.where(change.abs() > 20, 0).long()

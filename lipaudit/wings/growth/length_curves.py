@@ -15,16 +15,21 @@ LINES = 5
 
 
 def draw_lengths(sections: Sections) -> Iterator[Curve]:
-    """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
+    """Yield one chart of norms for each mode of the measure `scaling`, for reports.
+
+    The x axis is the number of tokens n, with the lines n^(1/4) and n^(1/2) for comparison. In
+    mode radius it is R, the largest norm of a token.
+    """
     columns = find_columns(sections)
     rows = [row for row in read_rows(sections) if order(row.norm) > 0]
     by_mode = group_values((row["mode"], row) for row in rows)
     for mode, group in by_mode.items():
-        x = "n"
+        x = "n"  # the column of the x axis
         axis = "the length"
         if mode == "radius":
             x = "radius"
             axis = "R"
+        # Rows of the same head, mask and radius are one line.
         lines = group_values((_name_line(row, mode), row) for row in group)
         series = []
         for name in _spread(list(lines)):
@@ -36,7 +41,7 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
 
 
 def _spread(names: list[str]) -> list[str]:
-    """Return at most LINES of the names, spread evenly."""
+    """Return at most LINES of the names, evenly spaced, so that a chart stays readable."""
     if len(names) <= LINES:
         return names
     step = (len(names) - 1) / (LINES - 1)
@@ -44,7 +49,10 @@ def _spread(names: list[str]) -> list[str]:
 
 
 def _draw_guides(series: list[Series]) -> Iterator[Series]:
-    """Yield lines of the slopes 1/4 and 1/2 from the beginning of the first series."""
+    """Yield the reference lines c n^(1/4) and c n^(1/2), from the first point of the first line.
+
+    They are straight in a chart with logarithmic axes.
+    """
     start = min(line.x[0] for line in series)
     end = max(line.x[-1] for line in series)
     first = series[0].y[0]
@@ -54,7 +62,7 @@ def _draw_guides(series: list[Series]) -> Iterator[Series]:
 
 
 def _name_line(row: Row, mode: str) -> str:
-    """Name a line of norms by its model, its head and what is fixed along it."""
+    """Return the legend of a line of norms: the model, the head, and the fixed n or radius R."""
     name = f"{row.model} {row.head}"
     if row.masked:
         name += ", masked"
@@ -62,6 +70,6 @@ def _name_line(row: Row, mode: str) -> str:
     if mode == "radius":
         if row.n is not None:
             name += f", n = {row.n:.3g}"
-    elif mode != "real" and row.radius is not None:  # real data define the radius
+    elif mode != "real" and row.radius is not None:  # on real data R is measured, not fixed
         name += f", R = {row.radius:.3g}"
     return name

@@ -43,9 +43,14 @@ Cells = dict[str, Any]
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
-    """Return the samples that have n tokens, cut to n tokens, and their indices.
+    """Return the samples with at least n tokens, cut to n tokens, and their indices in the batch.
 
-    Text keeps its closing special tokens; images are resized to as many patches as fit into n.
+    Text keeps its closing special tokens. Images are resized to a square of at most n patches.
+
+    Args:
+        net: the model.
+        batch: samples.
+        n: number of tokens.
 
     Raises:
         InputError: the patches of an image model are unknown.
@@ -59,7 +64,8 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
     else:
         lengths = batch.mask.sum(1).cpu()
     index = (lengths >= n).nonzero()[:, 0]
-    # (samples, n): the positions of the first tokens, then of the closing ones.
+    # The positions to keep, (samples, n): of the first tokens, then of the closing special tokens,
+    # which end at the length of each sample.
     closing = _count_closing(net)
     starts = torch.arange(n - closing).expand(len(index), -1)
     ends = lengths[index, None] - closing + torch.arange(closing)
@@ -70,10 +76,14 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
 
 
 def _find_patch(net: Net) -> int:
-    """Return the side of the patches of an image model in pixels."""
+    """Return the side of the patches of an image model in pixels.
+
+    Raises:
+        InputError: the patch embedding (`net.entry`) has no convolution.
+    """
     if net.entry is not None:
         for module in net.entry.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d):  # it moves by one patch at a time
                 return int(module.stride[0])
     raise InputError(
         f"the patch size of {net.architecture} was not found",
@@ -85,7 +95,7 @@ def _count_closing(net: Net) -> int:
     """Return the number of special tokens that the tokenizer puts behind every text."""
     if net.tokenize is None:
         return 0
-    # They are the last tokens that two different texts have in common.
+    # Tokenize two different texts (of at most 64 tokens): the last tokens that both share.
     first = net.tokenize("one", 64)
     second = net.tokenize("other words", 64)
     pairs = zip(reversed(first), reversed(second), strict=False)
@@ -96,18 +106,24 @@ def _count_closing(net: Net) -> int:
 
 
 def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
-    """Require that the model takes sequences of other lengths than its own.
+    """Run the model on one sample of the first length, before anything is measured.
+
+    Args:
+        net: the model.
+        batch: samples.
+        lengths: the numbers of tokens to measure.
 
     Raises:
-        InputError: the model takes one length only.
+        InputError: the model takes sequences of one length only.
     """
     try:
         with torch.no_grad():
             net.output(cut(net, batch[:1], lengths[0])[0])
     except (AssertionError, ValueError, RuntimeError) as error:
-        if of_machine(error):
+        if of_machine(error):  # out of memory or a device error: nothing to do with the length
             raise
         advice = "Leave out the modes that use data: --mode adversarial,radius,ascent."
+        # An image model of timm can be loaded to take any size.
         if any(hasattr(module, "dynamic_img_size") for module in net.module.modules()):
             advice = "Add --model-kwargs dynamic_img_size=true."
         reason = first_line(error) or type(error).__name__
@@ -136,7 +152,10 @@ class WorstHead:
     options: ScalingOptions
 
     def rows(self) -> Iterator[Cells]:
-        """Yield the rows of every mode but `real`, which is measured on data."""
+        """Yield the rows of a head in the report, for every mode but `real`, which needs data.
+
+        Each row has the largest norm found for a number of tokens n within a radius R.
+        """
         for mode in ("adversarial", "radius", "ascent"):
             if mode not in self.options.modes:
                 continue
@@ -149,15 +168,20 @@ class WorstHead:
                 lengths = self.options.lengths
             for masked, radius in product(self.masks, radii):
                 cells: Cells = {"mode": mode, "masked": masked, "radius": radius}
+                # The number of tokens at which the norm peaks.
                 cells["n_max"] = self.worst.n_max(radius)
                 for n, norms in measure(radius, lengths, masked=masked):
                     yield self.name | cells | {"n": n} | norms
 
     def _choose_radii(self) -> list[float]:
-        """Return R, and the given radius or one at which norms rise and fall over the lengths."""
+        """Return the radii of the worst-case tokens: that of the layer, and a second one.
+
+        The second is the user's. By default it is one at which norms rise and fall over the
+        lengths, if it is smaller than the layer's.
+        """
         if self.options.radius is not None:
             return [self.layer_radius, self.options.radius]
-        # Norms peak at n_max: here in the middle of the lengths.
+        # Norms peak at n_max tokens: choose the radius that puts it in the middle of the lengths.
         lengths = self.options.lengths
         smaller = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
         if smaller < self.layer_radius:
@@ -165,7 +189,11 @@ class WorstHead:
         return [self.layer_radius]
 
     def _spread_radii(self) -> list[float]:
-        """Return radii from n_max = 3 to n^2, evenly in R^2: norms grow until n_max = n."""
+        """Return the radii of mode radius, evenly spaced in R^2, for a number of tokens n.
+
+        They range from the radius with n_max = 3 to that with n_max = n^2, or to the layer's.
+        Norms grow fast until about n_max = n.
+        """
         first = self.worst.radius(3.0)
         last = min(self.layer_radius, self.worst.radius(self.options.lengths[-1] ** 2.0))
         count = RADII if first < last else 1
@@ -176,7 +204,10 @@ class WorstHead:
     def _measure_worst(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
-        """Yield ||J|| at n worst-case tokens, for each length n."""
+        """Yield each length n and ||J|| at n worst-case tokens within a radius.
+
+        Without a mask, the largest norm for any number of copies (`mean_field`) is given as well.
+        """
         if masked:
             # Behind a mask the copies of a token see different keys: all n tokens are needed.
             for n in lengths:
@@ -196,9 +227,13 @@ class WorstHead:
     def _search(
         self, radius: float, lengths: Sequence[int], *, masked: bool
     ) -> Iterator[tuple[int, Cells]]:
-        """Run independent searches for the tokens with the largest norm, and keep the best."""
+        """Yield each length n and the largest ||J|| that independent searches find, with a range.
+
+        The range says how far the searches differ.
+        """
+        # A seed of its own for every layer and head.
         seed = int(self.options.seed * 10**6 + 1000 * self.name["layer"] + self.name["head"])
-        if masked:
+        if masked:  # without a closed form for copies, long searches are too expensive
             lengths = [n for n in lengths if n <= SEARCHED]
         found = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
         for n, steepest in zip(lengths, found, strict=True):
@@ -226,13 +261,14 @@ def worst_case(
     """
     sites = find_layers(net, sample)
     chosen = choose_layers(sites, options.layers)
+    # Requested heads that no chosen layer has.
     unknown = set(options.heads or ()) - {"all"}
     for site in chosen:
         unknown -= {f"{site.index}.{head}" for head in range(site.heads)}
     if unknown:
         advice = "Give heads as LAYER.HEAD, counted from 0, or all."
         raise UsageError(f"there is no head {min(unknown)}", advice)
-    if set(options.modes) == {"real"}:
+    if set(options.modes) == {"real"}:  # data only: heads are checked, no worst case is wanted
         return [], ()
     measure = partial(_measure_layer, options=options)
     cases = capture(net, sites, sample, measure, layers={site.index for site in chosen})
@@ -258,19 +294,20 @@ class LayerCase(NamedTuple):
 
 
 def _measure_layer(layer: Layer, options: ScalingOptions) -> LayerCase:
-    """Return the worst case of the chosen heads of a layer."""
+    """Return the rows of the worst case of the chosen heads of a layer, and reasons for none."""
     index = layer.site.index
     heads = _fit_heads(layer)
-    if isinstance(heads, str):
+    if isinstance(heads, str):  # the reason why the worst case of this layer is unknown
         return LayerCase([], [(heads, f"layer {index}")])
     case = LayerCase([], [])
-    radius = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
+    radius = float(torch.linalg.vector_norm(heads.x, dim=-1).max())  # R = max_i ||x_i||
+    # Whether later keys are masked: the options to measure. `own` is the mask of the model.
     masks = {"none": (False,), "causal": (True,), "both": (False, True)}
     mask = masks.get(options.mask, (heads.is_causal(),))
     for number in _choose_heads(layer, heads, options):
         head = heads.pick(slice(number, number + 1))
         worst = worst_tokens.adversary(head)
-        if worst is None:
+        if worst is None:  # the construction needs a real eigenvalue of W_K W_Q^T
             case.reasons.append(("no real eigenvalue", f"head {index}.{number}"))
             continue
         name = {"layer": index, "head": number, "module": layer.site.module}
@@ -290,7 +327,10 @@ def _choose_heads(layer: Layer, heads: Heads, options: ScalingOptions) -> list[i
 
 
 def _fit_heads(layer: Layer) -> Heads | str:
-    """Return the heads of a layer in float64, or why the construction does not apply to it."""
+    """Return the heads of a layer at the first sample in float64.
+
+    If the construction of worst-case tokens does not apply to the layer, return the reason.
+    """
     if layer.site.reason is not None:
         return layer.site.reason
     try:

@@ -99,7 +99,11 @@ def _list_bounds() -> list[str]:
 
 
 def _join_columns(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
-    """Return the columns of all bounds that are measured over the length."""
+    """Return the columns of a table for all bounds that are measured over the length, by name.
+
+    Args:
+        columns_of: returns the columns of one bound, such as `Bound.exponent`.
+    """
     columns: dict[str, Column] = {}
     for name in _list_bounds():
         columns |= columns_of(load_bounds()[name])
@@ -192,7 +196,11 @@ AGREED = 1.02
 
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
-    """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
+    """Yield a part of the measurement for every batch of samples.
+
+    A part has the norms and bounds of every sample at every length (mode real). Its facts have the
+    rows of the worst case of the heads (other modes), which needs the first sample only.
+    """
     from lipaudit.wings.growth.lengths import cut, require_lengths, worst_case
 
     worst_rows: list[Cells] = []
@@ -200,7 +208,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     for number, batch in enumerate(batches):
         if number == 0 and "real" in options.modes and net.kind != "text":
             require_lengths(net, batch, options.lengths)
-        if batch.start == 0:  # the worst case belongs to the first sample of the run
+        if batch.start == 0:  # the batch with the first sample of the run
             first = batch[:1]
             if first.mask is not None:  # without padding
                 first, _ = cut(net, first, int(first.mask.sum()))
@@ -217,9 +225,11 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
 def _measure_lengths(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
-    """Return arrays (samples, lengths, heads or layers), facts and notes on data.
+    """Measure a batch of samples, cut to each length, with the measures `bounds` and `jacobian`.
 
-    Arrays have NaN where a sample is too short.
+    Returns:
+        Arrays by name, (samples, lengths, heads or layers), NaN where a sample is too short; facts
+        on the run; and notes.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -230,7 +240,7 @@ def _measure_lengths(
 
     cuts: list[Batch] = []
     places = []  # of each cut: the indices of its samples, and of its length
-    # The longest first: the model may be surveyed there.
+    # The longest first: the measures look for attention layers in the first batch that they get.
     for i in reversed(range(len(options.lengths))):
         shortened, samples = cut(net, batch, options.lengths[i])
         if len(shortened):
@@ -246,13 +256,14 @@ def _measure_lengths(
     # One rival: the first-order radius is not needed here.
     of_model = list(jacobian.measure(net, cuts, JacobianOptions(rivals=1, **how)))
     arrays: dict[str, Values] = {}
-    missed = 0
-    within = []
+    missed = 0  # number of norms that did not converge
+    within = []  # their largest proven relative errors
     for place, heads, model in zip(places, of_heads, of_model, strict=True):
         columns = {name: heads.values[name] for name in (*OF_HEADS, *_list_bounds(), *OF_LAYERS)}
         columns["model"] = model.values["norm"][:, None]
         for name, column in columns.items():
             shape = (len(batch), len(options.lengths), column.shape[1])
+            # `place`: the samples that are long enough, and the number of this length.
             arrays.setdefault(name, np.full(shape, np.nan))[place] = column
         missed += int(heads.values["missed"].sum()) + int((~model.values["converged"]).sum())
         for values in (
@@ -287,7 +298,12 @@ class NormCurve:
 
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
-    """Make the sections `scaling` and `scaling.fit`."""
+    """Return the sections `scaling` (norms over the length) and `scaling.fit` (growth exponents).
+
+    Args:
+        parts: all that `measure` yields.
+        options: options of the measure.
+    """
     values = base.join_arrays(parts)
     facts = {**parts[0].facts, "within": max(part.facts.get("within", 0.0) for part in parts)}
     rows: list[Row] = []
@@ -311,6 +327,8 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         if group[0].mode != "ascent":
             fits.append(fit)
             continue
+        # Searches are at random: how far they differ is part of the error of the exponent, and
+        # there is no exponent if they differ too much.
         widened = _widen(fit, group)
         if widened is None:
             disagreeing.append(group)
@@ -331,7 +349,7 @@ OF_FIT = ("mode", "layer", "head", "masked", "radius")
 
 
 def _group_rows(rows: Sequence[Cells]) -> list[list[Row]]:
-    """Return the rows of worst cases, those of one fit together."""
+    """Return the rows of worst cases in groups; each group gets one fit of norm = c n^a."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for cells in rows:
         row = SCALING_TABLE.row(**cells)
@@ -340,7 +358,10 @@ def _group_rows(rows: Sequence[Cells]) -> list[list[Row]]:
 
 
 def _identify_fit(row: Row) -> tuple[Any, ...]:
-    """Return the values of OF_FIT; in mode radius the radius varies within a fit."""
+    """Return the values that rows of one fit share: mode, layer, head, mask and radius.
+
+    In mode radius the radius varies within a fit, so it is None.
+    """
     values = [row[name] for name in OF_FIT]
     if row.mode == "radius":
         values[-1] = None
@@ -348,7 +369,11 @@ def _identify_fit(row: Row) -> tuple[Any, ...]:
 
 
 def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
-    """Fit the norms of worst cases against n, where a power law is expected."""
+    """Fit norm = c n^a to a group of rows, those for which theory expects a power law.
+
+    Returns:
+        The fit, and its row in the section `scaling.fit`.
+    """
     import numpy as np
 
     in_law = [row for row in group if _is_in_law(row)]
@@ -359,13 +384,14 @@ def _fit_group(group: Sequence[Row]) -> tuple[PowerLaw, Row]:
 
 
 def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
-    """Return the windows that reach the largest measured length, and the number of the others.
+    """Return the arrays of the samples that have the largest measured length, without the others.
 
-    A law is fitted through the same windows at every length.
+    So the growth is fitted through the same samples at every length. The number of samples left
+    out is returned as well.
     """
     import numpy as np
 
-    short = np.asarray(np.isnan(values["tokens"]).all(2))  # (samples, lengths)
+    short = np.asarray(np.isnan(values["tokens"]).all(2))  # too short, (samples, lengths)
     last = np.flatnonzero(~short.all(0))[-1]
     whole = ~short[:, last]
     return {name: array[whole] for name, array in values.items()}, int((~whole).sum())
@@ -374,7 +400,13 @@ def _keep_longest(values: dict[str, Values]) -> tuple[dict[str, Values], int]:
 def _make_curves(
     values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[NormCurve]:
-    """Yield the layers, the chosen heads and the model, on data."""
+    """Yield the norms over the length on data: of each layer, the requested heads and the model.
+
+    Args:
+        values: arrays by name, (samples, lengths, heads or layers).
+        facts: facts of the run, with the names of heads and layers in the order of the arrays.
+        options: options of the measure.
+    """
     import numpy as np
 
     names = facts["heads"]
@@ -409,12 +441,19 @@ def _make_curves(
                 bounds={name: values[name][:, :, i] for name in _list_bounds()},
             )
     model = values["model"][:, :, 0]
-    n = np.nanmax(values["tokens"], 2, initial=0)
+    n = np.nanmax(values["tokens"], 2, initial=0)  # from any head that was measured
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
 
 
 def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
-    """Reduce a curve over the samples: a row per length that some sample reaches."""
+    """Yield a row of the section `scaling` for each length: medians over the samples.
+
+    Lengths that no sample reaches have no row.
+
+    Args:
+        curve: norms and bounds of a head, a layer or the model, by sample and length.
+        law: the fit norm = c n^a, whose value is a cell of the row.
+    """
     import numpy as np
 
     for i in range(curve.n.shape[1]):  # samples that are too short have NaN
@@ -437,21 +476,33 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
 
 
 def _is_in_law(row: Row) -> bool:
-    """Say whether a power law is expected at the length of a row."""
+    """Return whether a power law norm = c n^a is expected at the length of a row.
+
+    Norms at adversarial tokens grow like sqrt n only while n is well below n_max.
+    """
     if row.mode != "adversarial":
         return True
     return row.n * WELL_UNDER <= (row.n_max or 0)
 
 
 def _add_fit(row: Row, law: PowerLaw) -> Row:
-    """Return a row with the norm of the fit, if a power law is expected there."""
+    """Return a row with the value of the fit c n^a in its cell `fitted`.
+
+    The cell stays empty without a fit, for searches, and where no power law is expected.
+    """
     if math.isnan(law.exponent) or row.mode == "ascent" or not _is_in_law(row):
         return row
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
 def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
-    """Fit norms against n; return the law, and its row with the cells of a name."""
+    """Fit norm = c n^a; return the fit, and its row in the section `scaling.fit`.
+
+    Args:
+        name: cells that say what was measured, such as layer, head and mode.
+        n: numbers of tokens; NaN is left out.
+        norm: norms, in the same shape.
+    """
     import numpy as np
     import torch
 
@@ -468,9 +519,17 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
 
 
 def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
-    """Widen the standard error of an ascent by its searches; None if the searches disagree."""
+    """Return a fit with a larger standard error, which includes how far the searches differ.
+
+    None if the searches for some length disagree by more than the factor AGREED.
+
+    Args:
+        fit: the row of the fit.
+        rows: the rows of mode ascent that were fitted, one per length.
+    """
     import numpy as np
 
+    # How many times larger than the best search the norm may be, by its range.
     errors = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
     if not (errors <= AGREED).all():
         return None
@@ -490,7 +549,17 @@ def _write_notes(
     options: ScalingOptions,
     disagreeing: Sequence[Sequence[Row]],
 ) -> Iterator[Note]:
-    """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
+    """Yield the notes of the section `scaling`.
+
+    They say what was measured, which texts and lengths were left out, what searches mean, and
+    which searches disagree.
+
+    Args:
+        rows: all rows of the section.
+        facts: facts of the run.
+        options: options of the measure.
+        disagreeing: groups of rows whose searches differ too much for a fit.
+    """
     from lipaudit.wings.growth.searches import SEARCHES
 
     reached = len({row.n for row in rows if row.mode == "real"})

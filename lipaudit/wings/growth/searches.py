@@ -48,10 +48,12 @@ class Position(NamedTuple):
 def climb(
     heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
 ) -> Position:
-    """Return the end point of each row's climb; rows are independent.
+    """Maximise a function by L-BFGS from every row of x; return where each row ends.
+
+    Rows are independent searches, computed together.
 
     Args:
-        heights: the function to maximise; differentiable, one number per row.
+        heights: the function, from rows to one number per row; differentiable.
         x: the starts.
         steps: largest number of steps.
         gain: a row stops if it gains less than this, relatively, in `_PATIENCE` steps in a row.
@@ -61,7 +63,7 @@ def climb(
     tensor([[3., 3.]])
     """
     position = measure_heights(heights, x)
-    # How many steps in a row each row did not gain enough.
+    # Of each row of x: the number of latest steps that gained too little.
     idle = torch.zeros_like(position.height)
     memory: list[CurvaturePair] = []
     for _ in range(steps):
@@ -78,7 +80,7 @@ def climb(
 
 
 def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Position:
-    """Return the heights at x with their gradients."""
+    """Return the rows x with the value of the function and its gradient at each."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         height = heights(x)
@@ -101,7 +103,10 @@ class CurvaturePair(NamedTuple):
 
 
 def _make_pair(step: Tensor, fall: Tensor) -> CurvaturePair:
-    """Return a step and the fall of the gradient with their weight."""
+    """Return a step and the fall of the gradient along it, with the weight 1 / <step, fall>.
+
+    The weight is 0 if the gradient did not fall: L-BFGS then ignores the pair.
+    """
     curvature = _dot(step, fall)
     lengths = step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
     weight = torch.where(curvature > 1e-12 * lengths, 1 / curvature, 0.0)
@@ -109,13 +114,20 @@ def _make_pair(step: Tensor, fall: Tensor) -> CurvaturePair:
 
 
 def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor) -> Position:
-    """Move active rows, in shorter steps until they rise; rows that cannot rise stay.
+    """Return the rows after a step of a line search: shortened until the function rises enough.
 
-    A row has to rise by a share of what its gradient promises (Armijo).
+    It has to rise by at least a share of what the gradient promises (Armijo). A row that does not
+    rise after `_TRIES` lengths stays where it is.
+
+    Args:
+        heights: the function to maximise.
+        start: the rows before the step.
+        step: the step of each row.
+        active: which rows move.
     """
     promised = _dot(step, start.slope)[:, 0]
     rounding = torch.finfo(step.dtype).eps ** 0.5
-    is_top = promised <= rounding * start.height.abs()
+    is_top = promised <= rounding * start.height.abs()  # no rise can be told from rounding
     rows = (active & ~is_top).nonzero()[:, 0]  # rows that still have to move
     position = start
     size = 1.0
@@ -137,9 +149,14 @@ def _search_line(heights: Heights, start: Position, step: Tensor, active: Tensor
 
 
 def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
-    """Return the direction of L-BFGS; no row is longer than 1.
+    """Return the next step of L-BFGS in each row, at most 1 long.
 
-    This is the two-loop recursion (Nocedal & Wright, algorithm 7.4) for an ascent.
+    It is the gradient times an estimate of the inverse Hessian, by the two-loop recursion (Nocedal
+    & Wright, algorithm 7.4) for an ascent.
+
+    Args:
+        slope: the gradient of each row.
+        memory: the latest steps, each with the fall of the gradient along it.
     """
     direction = slope
     shares = []
@@ -147,7 +164,7 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
         share = pair.weight * _dot(pair.step, direction)
         direction = direction - share * pair.fall
         shares.append(share)
-    # The length scale is that of the last step; of a first one by convention.
+    # The scale is the inverse curvature along the last step; without one, a step is _FIRST long.
     tiny = torch.finfo(slope.dtype).tiny
     steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
     scale = _FIRST / steepness
@@ -160,7 +177,7 @@ def _choose_direction(slope: Tensor, memory: list[CurvaturePair]) -> Tensor:
     for pair, share in zip(memory, reversed(shares), strict=True):
         back = pair.weight * _dot(pair.fall, direction)
         direction = direction + (share - back) * pair.step
-    # Along the gradient where the memory points downhill.
+    # If the step points downhill, follow the gradient instead.
     plain = _FIRST * (slope / steepness)
     direction = torch.where(_dot(direction, slope) > 0, direction, plain)
     return direction / direction.norm(dim=1, keepdim=True).clamp_min(1.0)
@@ -204,9 +221,10 @@ def steepest_tokens(
 ) -> Iterator[Steepest]:
     """Yield, for every length, tokens with ||x_i|| <= radius at which ||J|| is large.
 
-    Each search maximises ||J^T u|| over the three points, the number of copies of the leaders and
-    the unit vector u together, from starts at random and from its end at the length before. It
-    runs on the CPU in float64, so that it ends at the same tokens wherever the model is.
+    The tokens are copies of three points: two leaders, and followers that attend to both. Each
+    search maximises ||J^T u|| over the points, the number of copies of the leaders and the unit
+    vector u together, from random starts and from its end at the length before. It runs on the CPU
+    in float64, so that it ends at the same tokens wherever the model is.
 
     Args:
         heads: one head, in float64.
@@ -230,7 +248,11 @@ def steepest_tokens(
 
 
 def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
-    """Return the head on the CPU in the coordinates that its projections read, and their axes."""
+    """Return one head on the CPU in as few token coordinates as its projections read.
+
+    Directions of a token to which q, k and v do not react are left out of the search. The axes of
+    the coordinates are returned too, (coordinates, D).
+    """
     projections = affine_projections(heads)
     weights = [projection.weight[0].cpu() for projection in projections]
     left_singular, values, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
@@ -251,6 +273,7 @@ def _narrow_head(heads: Heads) -> tuple[Heads, Tensor]:
         scale=heads.scale[:1].cpu(),
         out=None,
     )
+    # At a single zero token: the search puts its own tokens in.
     return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
 
 
@@ -276,7 +299,14 @@ class _Objective:
     whole: bool = False
 
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random rows of parameters without u; every other one with several copies."""
+        """Return random rows of parameters without u, (count, parameters): where searches start.
+
+        Every other row has several copies of the leaders.
+
+        Args:
+            count: number of rows.
+            generator: source of random numbers.
+        """
         points = self._draw_points(count, generator)
         # A point z stands for the token R sin |z| z / |z|: |z| = pi / 2 is the edge of the ball.
         points = points * (_EDGE * math.pi / 2)
@@ -287,7 +317,11 @@ class _Objective:
         return torch.cat([points.flatten(1), angle], 1)
 
     def _draw_points(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return two leaders and a follower that attends to both, (count, 3, D), of length 1."""
+        """Draw two leaders and a follower that attends to both, (count, 3, D), all of length 1.
+
+        Leaders are on opposite sides of the ball, where their values differ most. Every other
+        token is a copy of the follower.
+        """
         to_q, to_k, to_v = affine_projections(self.head)
         wq = to_q.weight[0]
         wk = to_k.weight[0]
@@ -297,13 +331,15 @@ class _Objective:
         bias = torch.zeros_like(wq[0])
         if to_q.bias is not None:
             bias = to_q.bias[0]
-        # On this side of the ball the bias turns a follower's attention away from other followers.
+        # The bias of the queries adds <b_Q, W_K^T x> to the logit of a follower x. Take the side
+        # of the ball on which that is negative: followers then attend less to each other.
         towards = (follower @ wk @ bias)[:, None]
         follower = torch.where(towards > 0, -follower, follower)
-        # The direction of the keys that the follower attends to: W_K W_Q^T x.
+        # The direction of tokens to which the follower x attends: W_K (W_Q^T x + b_Q).
         query = self.radius * follower @ wq + bias
         query = normalize(query @ wk.mT, dim=1)
-        # The leaders are opposite each other, orthogonal to it, where their values differ most.
+        # The leaders are opposite each other and orthogonal to that direction, so the follower
+        # attends to both alike; W_V W_V^T turns them towards where their values differ most.
         across = across @ wv @ wv.mT
         across = normalize(across - _dot(across, query) * query, dim=1)
         leader = normalize(across + _TILT * query, dim=1)
@@ -311,7 +347,9 @@ class _Objective:
         return torch.stack([leader, opposite, follower], 1)
 
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the highest end of each search, with whole copies.
+        """Run all searches; return the parameters with the largest norm of each, without u.
+
+        The numbers of copies are whole.
 
         Args:
             starts: the starts, (searches, starts, parameters), without u.
@@ -321,7 +359,7 @@ class _Objective:
         u = self._start_directions(rows, generator)
         rough = climb(self._measure, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         highest = _select_highest(rough.x.view(*starts.shape[:2], -1), rough.height)
-        # Once more, from both whole numbers of copies beside the end; these stay.
+        # Climb again from the end with the number of copies rounded down and up, and fixed.
         rounded = self._round_copies(highest)
         with_whole_copies = replace(self, whole=True)
         end = climb(with_whole_copies._measure, rounded.flatten(0, 1), steps=_POLISH)
@@ -329,9 +367,16 @@ class _Objective:
         return highest[:, : starts.shape[2]]  # without u
 
     def _start_directions(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a unit vector u for each row, close to the leading left singular vector of J."""
+        """Return a unit vector u for each row, close to the leading left singular vector of J.
+
+        J is the Jacobian at the tokens of the row.
+
+        Args:
+            rows: rows of parameters without u.
+            generator: source of random numbers.
+        """
         tokens = self.n
-        if not self.causal:
+        if not self.causal:  # u is over the distinct points: copies move together
             tokens = min(self.n, 3)
         size = tokens * self.head.v.shape[3]
         u = normalize(_draw_normal(generator, len(rows), size), dim=1)
@@ -343,7 +388,10 @@ class _Objective:
         return u
 
     def _round_copies(self, rows: Tensor) -> Tensor:
-        """Return each row with the whole numbers of copies below and above its own."""
+        """Return each row twice, with its number of copies of the leaders rounded down and up.
+
+        The shape is (searches, 2, parameters); 1 in place of 2 if a leader has one copy anyway.
+        """
         if self._most_copies == 1:
             single = rows.clone()
             single[:, self._angle_column] = 0.0
@@ -359,7 +407,13 @@ class _Objective:
         return torch.stack(rounded, 1)  # (searches, 2, parameters)
 
     def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
-        """Return the tokens that the rows describe, and the norms there."""
+        """Return the tokens of rows of parameters, and ||J|| there.
+
+        Args:
+            rows: the parameters at the end of each search, without u.
+            basis: axes of the coordinates of the search, (coordinates, D).
+            seed: seed of the norms.
+        """
         points = self._read_points(rows)
         copies = replace(self, whole=True)._count_copies(rows)
         if self.causal:
@@ -392,20 +446,28 @@ class _Objective:
         return torch.arange(self.n).clamp_max(2)
 
     def _read_points(self, rows: Tensor) -> Tensor:
-        """Return R sin|z| z / |z|."""
-        z = rows[:, : self._angle_column]
-        z = z.view(len(rows), 3, -1)[:, : self.n]
+        """Return the points that rows of parameters stand for, (rows, points, D).
+
+        A row has a vector z for each of three points. Any z stands for a token inside the ball of
+        radius R: R sin|z| z / |z|. So the search needs no constraint.
+        """
+        z = rows[:, : self._angle_column]  # three points, before the angle
+        z = z.view(len(rows), 3, -1)[:, : self.n]  # fewer for fewer tokens
         length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         length = length.clamp_min(1e-12)
         return self.radius * torch.sin(length) * z / length
 
     def _count_copies(self, rows: Tensor) -> Tensor:
-        """Return how often each point is repeated: (n / 3)^(sin^2 t) for the leaders."""
+        """Return how often each point of rows of parameters is repeated, (rows, points).
+
+        An angle t stands for (n / 3)^(sin^2 t) copies of each of the two leaders, between 1 and
+        n / 3: the search needs no constraint. All other tokens are followers.
+        """
         angle = rows[:, self._angle_column]
         leaders = torch.exp(self._log_most_copies * torch.sin(angle) ** 2)
-        if self.whole:
+        if self.whole:  # the search no longer changes the number of copies
             leaders = leaders.detach().round()
-        followers = self.n - 2 * leaders  # all other tokens
+        followers = self.n - 2 * leaders
         copies = torch.stack([leaders, leaders, followers], 1)
         return copies[:, : self.n]  # of two tokens both are leaders
 
@@ -414,17 +476,21 @@ class _Objective:
         """Return log(n / 3), the logarithm of the largest number of copies before rounding."""
         if self._most_copies > 1:
             return math.log(self.n / 3)
-        return 0.0
+        return 0.0  # one copy
 
     def _measure(self, rows: Tensor) -> Tensor:
-        """Return ||J^T u|| / ||u|| of each row."""
+        """Return ||J^T u|| / ||u|| of each row of parameters: what the searches maximise.
+
+        It is at most ||J||, with equality at the leading left singular vector u.
+        """
         x = self._read_points(rows)
-        if self.causal:
+        if self.causal:  # copies of a token see different keys: every token is needed
             x = x[:, self._point_of_token]
             heads = move_heads(self.head, x, causal=True)
             root = torch.ones_like(x[..., :1])
         else:
-            # Copies enter the softmax as the bias log w: see `weighted_norm`.
+            # w copies of a point that move together are one token with the bias log w in the
+            # softmax, and lengths are measured in sum w ||x||^2: see `weighted_norm`.
             copies = self._count_copies(rows)
             heads = move_heads(self.head, x, causal=False)
             heads = replace(heads, bias=copies.log()[:, None, None])
@@ -438,7 +504,12 @@ class _Objective:
 
 
 def _select_highest(rows: Tensor, height: Tensor) -> Tensor:
-    """Return the highest row of each search, from rows (searches, starts, parameters)."""
+    """Return the row of each search with the largest height.
+
+    Args:
+        rows: (searches, starts, parameters).
+        height: one number per row, flat.
+    """
     index = height.view(rows.shape[:2]).argmax(1)
     return rows[torch.arange(len(rows)), index]
 

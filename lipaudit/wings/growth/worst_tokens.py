@@ -44,22 +44,28 @@ class Adversary:
 
     @property
     def gamma(self) -> float:
-        """Return gamma in n_max: an eighth of a positive eigenvalue, or minus a negative one."""
+        """Return gamma in n_max = 1 + exp(2 R^2 gamma): how fast n_max grows with the radius R.
+
+        It is an eighth of a positive eigenvalue, or minus a negative one ([C24]).
+        """
         if self.eigenvalue > 0:
             return self.eigenvalue / 8
         return -self.eigenvalue
 
     def gap(self, radius: float) -> float:
-        """Return 2 R^2 gamma + tilt R: the logit of token 1 over that of another one."""
+        """Return how far the logit of token 1 is above that of any other token, for every query.
+
+        It is 2 R^2 gamma + tilt R.
+        """
         # A follower f R u sees x by s <W_Q f R u, W_K x> = lambda f R <u, x>: token 1 is ahead by
         # lambda R^2 f (lead - f): lambda R^2 / 4 for (1, 1/2), -2 lambda R^2 for (-1, 1).
         return 2 * radius**2 * self.gamma + self.tilt * radius
 
     def n_max(self, radius: float) -> float:
-        """Return 1 + e^gap: the sqrt n law holds well under it."""
+        """Return 1 + e^gap: the norm grows like sqrt n for numbers n of tokens well below it."""
         # A follower gives token 1 the weight e^gap / (e^gap + n - 1): one half at n_max.
         gap = self.gap(radius)
-        if gap < 700:
+        if gap < 700:  # exp overflows above 709
             return 1 + math.exp(gap)
         return math.inf
 
@@ -71,7 +77,7 @@ class Adversary:
         return (math.sqrt(discriminant) - self.tilt) / double
 
     def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
-        """Return the two distinct tokens."""
+        """Return the two distinct worst-case tokens of norm at most `radius`."""
         leader = self.lead * radius * self.u
         follower = self.follow * radius * self.u
         return torch.stack([leader, follower])[None]
@@ -85,8 +91,9 @@ class Adversary:
 def adversary(heads: Heads) -> Adversary | None:
     """Return the worst-case tokens of one head ([C24]); None if no eigenvalue is real.
 
-    With the largest and the smallest real eigenvalue: X = R (u, u/2, ..., u/2) for lambda_max if
-    lambda_max > -8 lambda_min, else X = R (-u, u, ..., u) for lambda_min.
+    lambda_max and lambda_min are the largest and the smallest real eigenvalue of s W_K W_Q^T. The
+    tokens are R (u, u/2, ..., u/2) with the eigenvector u of lambda_max if
+    lambda_max > -8 lambda_min, else R (-u, u, ..., u) with that of lambda_min.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> eye = torch.eye(2, dtype=torch.float64)[None]
@@ -95,7 +102,8 @@ def adversary(heads: Heads) -> Adversary | None:
     (-1.0, 0.7071, 5.1133)
     """
     to_q, to_k, _ = affine_projections(heads)
-    # W_K z is an eigenvector of s W_K W_Q^T with the eigenvalue that z has in d dimensions.
+    # If z is an eigenvector of s W_Q^T W_K (d x d), W_K z is one of s W_K W_Q^T (D x D), with the
+    # same eigenvalue.
     scale = heads.scale.flatten()[0]
     wq = to_q.weight[0]
     wk = to_k.weight[0]
@@ -110,15 +118,15 @@ def adversary(heads: Heads) -> Adversary | None:
         lead = -1.0
         follow = 1.0
     eigenvalue = float(real[index])
-    if eigenvalue == 0:
+    if eigenvalue == 0:  # no real eigenvalue but 0: complex ones were replaced by 0
         return None
     u = wk @ vectors[:, index].real
     u = u / torch.linalg.vector_norm(u)
-    tilt = 0.0
+    tilt = 0.0  # what the bias of the queries adds to the logits of token 1, per radius
     if to_q.bias is not None:
         slope = scale * (to_q.bias[0] @ (wk.mT @ u))
         tilt = (lead - follow) * float(slope)
-    if tilt < 0:  # -u is an eigenvector, too
+    if tilt < 0:  # -u is an eigenvector too, and its tilt is positive
         u = -u
     return Adversary(u, eigenvalue, lead, follow, abs(tilt))
 
@@ -160,12 +168,16 @@ def move_heads(
 
 
 def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
-    """Return the norm if token i stands for w_i copies that change together.
+    """Return ||J|| if token i stands for w_i copies that change together.
 
-    Copies enter the softmax as the bias log w_j; inputs and outputs are measured in
-    sum_i w_i ||x_i||^2. Only ratios of weights matter: this is the mean-field constant at the
-    measure sum_i w_i delta_{x_i} ([C24]). Forms the Jacobian: for few distinct tokens. Domain: at
-    X, unmasked affine heads.
+    In the softmax, copies are a bias log w_j; inputs and outputs are measured in
+    sum_i w_i ||x_i||^2. Only ratios of weights matter: this is the mean-field constant of the
+    distribution of tokens with the weights w_i ([C24]). It forms the Jacobian, so it is for few
+    distinct tokens. Domain: at X, unmasked affine heads.
+
+    Args:
+        heads: the heads at the distinct tokens.
+        weights: w_i.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
@@ -176,6 +188,7 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
     root = weights.sqrt()
     copied = replace(heads, bias=weights.log()[None, None, None])
     jacobian = dense_jacobian(copied)
+    # The same root for all channels of a token: rows of J are outputs, columns inputs.
     outputs = root.repeat_interleave(heads.v.shape[3])[:, None]
     inputs = root.repeat_interleave(heads.x.shape[2])
     return spectral_norm(outputs * jacobian / inputs)
@@ -184,16 +197,18 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
 def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
     """Return ||J|| of the long sequence in which token i is repeated counts_i >= 1 times.
 
-    Copies move together or against each other: the larger of `weighted_norm` and
-    s ||T_i Phi^q_i|| over the tokens with two copies or more (ours). Domain: as `weighted_norm`.
+    The copies of a token move together, or their moves sum to 0. The first gives `weighted_norm`,
+    the second the largest norm by which a token with two copies or more moves its output through
+    its query alone. ||J|| is the larger of the two (ours). Domain: as `weighted_norm`.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
     >>> duplicated_norm(affine_heads(x, eye, eye, eye), torch.tensor([5.0], dtype=torch.float64))
     tensor([[1.]], dtype=torch.float64)
     """
-    # If the moves of the copies of a token sum to 0, keys and values change no other output: each
-    # copy's own output changes through its query alone. This Jacobian is block diagonal.
+    # If the moves of the copies sum to 0, the changes of their keys and values cancel in every
+    # output, and each copy changes its own output through its query alone. The Jacobian with
+    # constant keys and values is block diagonal.
     bias = counts.log()[None, None, None]
     blocks = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))
     repeated = (counts > 1).repeat_interleave(heads.v.shape[3])
@@ -203,10 +218,15 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
-    """Return the largest mean-field constant of the two points, and the number of second ones.
+    """Return the largest ||J|| at two worst-case points, the second repeated any number of times.
 
-    The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
-    norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
+    That is the maximum of `weighted_norm` over the weights (1, m), for log m within 6 of log
+    n_max; m is returned as well. It grows like R^2 e^{c R^2} with the radius.
+
+    Args:
+        heads: one head.
+        worst: its worst-case tokens.
+        radius: R.
     """
     from scipy.optimize import minimize_scalar  # the import takes a fifth of a second
 
@@ -225,7 +245,7 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
         lambda log_m: -measure_norm(log_m),
         bounds=(highest - 0.5, highest + 0.5),
         method="bounded",
-        options={"xatol": 1e-3},  # flat there: 1e-6 of the norm
+        options={"xatol": 1e-3},  # near its maximum the norm is flat: this costs 1e-6 of it
     )
     return -float(top.fun), math.exp(top.x)
 
@@ -244,7 +264,7 @@ class PowerLaw:
 
 
 def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> PowerLaw:
-    """Fit log norm against log n.
+    """Fit norm = c n^a by least squares in the logarithms.
 
     Args:
         n: lengths.
@@ -260,13 +280,13 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     dx = x - x.mean()
     dy = y - y.mean()
     size = float(dx.square().sum())
-    if len(y) < 2 or not size > 1e-12 * len(y):  # the lengths must differ
+    if len(y) < 2 or not size > 1e-12 * len(y):  # a slope needs two different lengths
         return PowerLaw(math.nan, math.nan, math.nan, math.nan)
     slope = float(dx @ dy) / size
     residual = float((dy - slope * dx).square().sum())
     total = float(dy.square().sum())
     standard_error = math.nan
-    if len(y) > 2:
+    if len(y) > 2:  # a line through two points leaves no residual to estimate it from
         variance = residual / (len(y) - 2)
         standard_error = math.sqrt(variance / size)
     r2 = math.nan

@@ -285,10 +285,9 @@ def _biased(bias: torch.Tensor) -> bool:
 INTRODUCTION = """# The attention of language models, by mechanism
 
 What lipaudit computes for each attention mechanism of the causal language models in transformers:
-exact norms, bounds, or neither. A tiny model of each mechanism makes its row. The tests read all
-of them again: the norm of every head agrees to 1e-9 with a dense Jacobian, which autograd computes
-in float64 with the model's own code. No bound is below the norm by more than rounding (1e-12).
-Padding, repeated tokens and rows of one entry are tested, too.
+exact norms, bounds, or neither. A tiny model of each mechanism is tested: the norm of every head
+agrees to 1e-9 with a dense Jacobian, which autograd computes in float64 with the model's own code.
+No bound is below the norm by more than rounding (1e-12).
 
 | mechanism | such as | q, k, v | logits | norm of a head | bounds |
 |---|---|---|---|---|---|
@@ -304,7 +303,7 @@ LEGEND = """
 * **q, k, v**: how they depend on the input of the layer. *affine*: x W + b. *rotation*,
   *linear-pos*: the same, times a matrix that depends on the position alone. *local*: a function of
   each token, differentiated at X (norms, clipping). *cross-head*: likewise, over the channels of
-  all heads, or behind a shared latent. *multi-source*: a sum of several linear maps.
+  all heads, or behind a shared latent. *multi-source*: made from linear maps of several tensors.
 * **logits**: the input of the softmax. Masks of any kind may be added (causal, windows, padding).
 * **norm of a head**: of d O_h / d X, per query head, with X the input of the projections. *closed
   form*: exact, to the accuracy that the run states. *numerical*: also exact, by differentiating
@@ -312,12 +311,17 @@ LEGEND = """
 * **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` need affine self-attention without
   sinks, and logits that are linear in q k^T. `lipaudit bounds` names what is missing.
 
+A model may keep samples, windows, heads and tokens in any order, and several in one axis: the
+projections show which is which. Where W_O contradicts, the layer is named and has no figures.
+
 `--dtype float64` computes attention, norms and bounds in float64, even where the model's code
 casts to float32. Attacks run the model with its casts, so their losses have seven digits.
 
+`nn.TransformerEncoder` is measured without its fast path, as in training. That path sets outputs
+at padded tokens to 0; a warning (`fast-path`) says so if the outputs differ.
+
 Experts, and keys chosen by their scores, come from a top-k. The Jacobian is that of the choice
-made at each sample; where two scores tie, the model jumps and has no derivative. Routers behind
-the attention do not change its heads and bounds.
+made at each sample; where two scores tie, the model has no derivative.
 
 lipaudit refuses by name (exit code 4):
 
@@ -326,18 +330,13 @@ lipaudit refuses by name (exit code 4):
 * models without a softmax over q k^T (Mamba, RWKV, linear attention alone). `lipaudit jacobian`
   needs no heads. In a hybrid the attention layers are read, and a note names the other blocks
   (`no-attention`);
-* attention that is rearranged in chunks between the softmax and the values (Longformer);
-  beside other layers a warning names it (`attention-unread`).
-
-A softmax written out as e / e.sum(-1, keepdim=True), with e = exp(logits), is read like any other.
-Other maps of q k^T are not read: a term added to the sum, a softmax over the queries, sigmoid or
-linear attention, a map used twice or hidden from autograd. lipaudit then measures the other
-layers, and a warning names the module and its line of code (`attention-unread`).
+* attention that is rearranged in chunks between the softmax and the values (Longformer).
 """
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    text = page() + "\n" + own_modules.section(own_modules.read)
-    own_modules.PAGE.write_text(text, encoding="utf-8")
+    text = own_modules.PAGE.read_text(encoding="utf-8")
+    _, heading, section = text.partition(own_modules.HEADING)
+    own_modules.PAGE.write_text(f"{page()}\n{heading}{section}", encoding="utf-8")

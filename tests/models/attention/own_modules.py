@@ -1,4 +1,4 @@
-"""Attention as people write it themselves, and how lipaudit reads each: the table of the page.
+"""Attention as people write it themselves, and how lipaudit reads each: own_modules.md.
 
 Run by hand, from the root: python -m tests.models.attention.own_modules
 """
@@ -314,23 +314,29 @@ def _same(rows, layer, x):
 
 PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
 HEADING = "## Attention that people write themselves"
-LIST = "\nAlone in a model"
+LISTING = Path(__file__).with_suffix(".md")
+INTRODUCTION = """# Attention that people write themselves, and how lipaudit reads it
+
+`python -m tests.models.attention.own_modules` writes this list. docs/mechanisms.md says what the
+outcomes mean.
+
+Alone in a model, or behind a usual layer too:
+
+"""
 
 
-def section(outcome):
-    """Return the section of the page with a new list: modules that are read alike together."""
-    prose, modules, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(LIST)
-    assert modules, "docs/mechanisms.md has lost this section"
+def listing(outcome):
+    """Return the list of all cases: modules that are read alike together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for what in CASES:
         groups.setdefault((outcome(what, False), outcome(what, True)), []).append(what)
-    items = [f"{LIST}, or behind a usual layer too:\n\n"]
+    items = [INTRODUCTION]
     for (alone, beside), names in groups.items():
         label = alone if alone == beside else f"{alone}; behind a usual layer {beside}"
         text = f"* **{label}**: {'; '.join(names)}."
         lines = textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
         items.append("\n".join(lines) + "\n")
-    return "".join([HEADING, prose, *items])
+    return "".join(items)
 
 
 def expected(what, beside):
@@ -343,8 +349,7 @@ if __name__ == "__main__":
     from tests.models.attention import own_modules  # one registry, whatever this file is run as
 
     warnings.filterwarnings("ignore")
-    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
-    PAGE.write_text(text + own_modules.section(own_modules.read), encoding="utf-8")
-else:  # in the order of the page, whichever file is imported first
+    LISTING.write_text(own_modules.listing(own_modules.read), encoding="utf-8")
+else:  # in the order of the list, whichever file is imported first
     for file in FILES:
         importlib.import_module(f"tests.models.attention.{file}")

@@ -8,10 +8,10 @@ from tests.models.attention import own_modules
 from tests.models.attention.own_modules import CASES
 
 
-def test_page_says_how_each_is_read():
+def test_the_list_says_how_each_is_read():
     """What is read is what is expected: the tests below."""
-    text = own_modules.PAGE.read_text(encoding="utf-8")
-    assert text[text.index(own_modules.HEADING) :] == own_modules.section(own_modules.expected)
+    text = own_modules.LISTING.read_text(encoding="utf-8")
+    assert text == own_modules.listing(own_modules.expected)
 
 
 READ = ("read", "numerical")

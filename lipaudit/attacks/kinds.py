@@ -324,7 +324,7 @@ def read_plan(
     ensembles = {name: _find_attacks(name) for name in names}
     units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
     _refuse_units(radii, units, norm)
-    only_counts = all(units.values())
+    only_counts = all(units.values())  # no attack searches balls
     plan: list[Trial] = []
     for name, attacks in ensembles.items():
         unit = units[name]

@@ -184,7 +184,7 @@ class _Search:
         one, the next step changes only this token.
         """
         if len(self.current) < self.most:
-            # The best longer suffix becomes the current one, even if its lead is higher.
+            # The best longer suffix becomes the current one, even if the lead of the label rises.
             self.lead = math.inf
             return self.add((*self.current, self._draw_token()))
         return self.add(self.current)
@@ -299,7 +299,7 @@ def draw_suffix(
     `search_suffix` takes forward passes, where a gradient counts as three.
     """
     searches = _begin(oracle, drafts, y, budget, turn)
-    queries = turn.attack.queries + 3
+    queries = turn.attack.queries + 3  # the suffixes and the gradient of a step
     for _ in range(turn.attack.steps):
         changed = {}
         for i, search in searches.items():

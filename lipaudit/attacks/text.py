@@ -326,7 +326,7 @@ class Draft:
         """
         words = list(self.words)
         words[i] = word
-        # A word that was changed before is spelled anew.
+        # If the word was changed before, its earlier spelling is dropped.
         respelled = [(number, text) for number, text in self.spelled if number != i]
         if spelled is not None:
             respelled.append((i, spelled))
@@ -412,7 +412,8 @@ class TextOracle:
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
         """Return the logits of texts, from their token ids."""
         self.meter.pass_forward(len(texts))
-        logits: dict[int, Tensor] = {}  # by the text's position
+        # By the text's position: batches may group texts of one length.
+        logits: dict[int, Tensor] = {}
         for rows in self._pieces(texts):
             ids, mask = self.reader.pad([texts[i] for i in rows])
             output = self.reader.output(ids, mask)
@@ -506,6 +507,7 @@ def check_drafts(
                 raise blame_attack(attack, "changed words beside the suffix")
             if not lexicon.reserved.isdisjoint(new.suffix.ids):
                 raise blame_attack(attack, "added a special token")
+        # The numbers of the words that it reports as changed; no other piece may differ.
         changed = set(new.changed)
         unreported = len(new.words) != len(old.words)
         for i, (word, original) in enumerate(zip(new.words, old.words, strict=False)):

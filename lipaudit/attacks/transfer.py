@@ -153,7 +153,7 @@ def hash_file(path: Path) -> str:
 
 
 def note_source(path: Path) -> Note:
-    """Name a file of examples and its contents."""
+    """Return the note on a file of examples that were tried, with a hash of its contents."""
     digest = hash_file(path)[:16]
     text = f"transfer tried the examples of {path.name} (sha256 {digest}), moved into each ball"
     return Note.info("transferred-examples", text)

@@ -191,7 +191,7 @@ class AuditOptions(Settings):
 
     @classmethod
     def complete(cls) -> type[AuditOptions]:
-        """Return the class with the options that measures add."""
+        """Return the class with the options that measures add; a subclass already has them."""
         if cls is AuditOptions:
             return load_audit_options()
         return cls

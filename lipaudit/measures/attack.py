@@ -263,9 +263,10 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         losses = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
     order = [*balls, *keys]  # of the rows
     unique = base.mark_unique(parts)  # a repeated sample counts once in a share
-    is_limit = np.array([results[key].unfinished.any() for key in order])
     shares = base.share_columns("robust", np.stack([results[k].robust[unique] for k in order], 1))
-    # Before all attacks ran, robust accuracy is an upper limit: it may fall to any lower value.
+    # Before all attacks of a row ran, its robust accuracy is an upper limit: it may fall to any
+    # lower value.
+    is_limit = np.array([results[key].unfinished.any() for key in order])
     shares["robust_low"] = np.where(is_limit, np.nan, shares["robust_low"])
     # A continuation and its rival are no classes: no worst class, and no calibration.
     if not losses:
@@ -289,6 +290,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     notes = _write_notes(parts, trials)
     if losses:
         notes += (texts.note_losses(losses, options.target),)
+    # Log-probabilities of the classes, from which two models are compared; not for many classes.
     arrays: dict[str, Values] = {}
     if all(SCORES in part.values for part in parts):
         scores = base.join_parts(parts, SCORES)

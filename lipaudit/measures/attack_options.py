@@ -197,7 +197,9 @@ class AttackOptions(MeasureOptions):
         """Return the options for a language model that scores continuations.
 
         By default the attacks change embeddings. Those that change the prompt need a tokenizer.
+        `changes` has the units of its prompts that attacks can change.
         """
+        # A radius such as 2words asks for an attack that changes the prompt.
         has_units = any(radius.unit for radius in self.eps)
         if self.attack is not None or has_units:
             return self.adapt("text", changes, "this needs a fast tokenizer beside config.json")
@@ -205,6 +207,13 @@ class AttackOptions(MeasureOptions):
 
     def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Return the options with attacks, norm and radii filled in for a kind of model.
+
+        The report records them as its settings.
+
+        Args:
+            kind: image, tokens or text.
+            changes: the units of its texts that attacks can change.
+            why: why other units cannot be changed.
 
         Raises:
             UsageError: an attack or a norm means nothing for it, or there is no radius.
@@ -238,11 +247,11 @@ class AttackOptions(MeasureOptions):
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",
                 f"In separate runs, save changed texts to {TABLE}, other samples to .safetensors.",
             )
-        # Reports say how many changes of a text were tried at most.
+        # The default number of queries of attacks on texts, if it is the same for all.
         queries = {attack.queries for trial in of_texts for attack in trial.attacks}
         most_queries = queries.pop() if len(queries) == 1 else self.queries
-        # The report records the norm of the balls, if an attack searches balls; and the radii,
-        # which are numbers of changes if they are the attacks' own.
+        # The norm is needed only if some attack searches balls. Without typed radii, attacks that
+        # count changes have used their own.
         counting = [trial for trial in trials if trial.norm in WHOLE]
         norm = self.norm
         if norm is None and len(counting) < len(trials):

@@ -265,7 +265,9 @@ ENTRIES = 2**18
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
-    """Yield sums and maxima of every head for each sample, and the maps to draw.
+    """Yield statistics of the attention rows of every head and sample, and the map of --map.
+
+    The statistics are sums and maxima over the rows; see `layer_statistics`.
 
     Raises:
         UsageError: the model has no such head to draw.
@@ -458,7 +460,10 @@ def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> 
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
-    """Make the section `attention`: a row per head."""
+    """Make the section `attention`: a row per head, with means over attention rows and samples.
+
+    It also has the statistics of each sample, and the map that --map asks for.
+    """
     import numpy as np
 
     # Arrays (samples, heads, statistics). Maps and rows are left out: their sizes vary.
@@ -468,6 +473,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     # regime, and a sample may have no row with one.
     total = arrays["total"]
     count = arrays["count"]
+    # Means over the rows of each sample, and over the rows of all samples.
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)
         means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)

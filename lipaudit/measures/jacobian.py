@@ -122,7 +122,10 @@ FEWEST = 20
 
 
 def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[Row]:
-    """Yield the median Jacobian norm of the model, with the largest one and its sample as text."""
+    """Yield the figure of the section: the median Jacobian norm of the model over the samples.
+
+    The text has input and output, the 95th percentile, and the largest norm with its sample.
+    """
     rows = [row for row in section.rows if not row.module]  # without rows of blocks
     if not rows or not finite((rows[0].median, rows[0].max)):
         return
@@ -132,7 +135,7 @@ def read_norm(headline: Headline, section: Section, report: Report) -> Iterator[
     if row.norm != "2":
         text += f", norm {row.norm}"
     text += f", {row.samples} samples; "
-    if row.samples >= FEWEST:
+    if row.samples >= FEWEST:  # of fewer, it would be about the largest norm
         text += f"p95 {format_value(row.p95, column)}, "
     text += f"largest {format_value(row.max, column)}"
     norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))

@@ -182,6 +182,7 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
             head_bounds.ball_size_bounds(heads, r) | {"ball_norm": found, "ball_sharp": sharp}
         )
     if balls:
+        # Stored under other names: some figures of balls are called like those at X.
         for name, stored in IN_BALLS.items():
             figures[stored] = torch.stack([ball[name] for ball in balls], -1)
     return figures

@@ -82,9 +82,9 @@ def find_blocks(net: Net, batch: Batch, options: JacobianOptions) -> Blocks:
         block = around[site.index]
         if block is None:
             without_block.setdefault(NO_BLOCK, []).append(site.index)
-        elif not block.by_sample:
+        elif not block.by_sample:  # its rows are tokens or windows
             without_block.setdefault(NO_ROWS, []).append(site.index)
-        # Layers of one block share its output: the block has the number of the first.
+        # Several attention layers in one block share its output, which is named by the first.
         elif from_layers and block not in cuts.values():
             cuts[f"layer:{site.index}"] = block
     reasons = []

@@ -252,7 +252,7 @@ def summarise_shares(
         parts: the parts of `jacobian`.
         options: its options.
         norm: the norm of each sample.
-        to: the output whose direction was taken.
+        to: name of the output; `margin` if shares are of the direction of the margin.
     """
     # Parts with shares. If the samples of a part are no neighbours in the order of the report, it
     # was split (`base.in_order`), and only its first piece has the facts.
@@ -288,6 +288,7 @@ def _make_heads_section(
 
     heads = described[0].facts["heads"]
     unique = base.mark_unique(parts)
+    # (samples, heads, 3): the share of a head, and how much of it passes its map and its values.
     values = _join(parts, "share_heads", (len(heads), len(OF_HEADS)))
     arrays = dict(zip(OF_HEADS, values.transpose(2, 0, 1), strict=True))  # (samples, heads)
     arrays["carried"] = arrays["share"] * norm[:, None]
@@ -329,6 +330,7 @@ def _make_paths_section(
     import numpy as np
 
     unique = base.mark_unique(parts)
+    # (samples, steps, 4): the share of a step, and how much of it passes maps, values and MLPs.
     values = _join(parts, "share_paths", (len(steps), len(OF_PATHS)))
     arrays = dict(zip(OF_PATHS, values.transpose(2, 0, 1), strict=True))  # (samples, steps)
     arrays["rest"] = 1 - arrays["share"]  # what passes around the step, by its skip connection

@@ -429,8 +429,8 @@ def move_losses(
         top_scores = score_outcome(net, batch, chunk, top, size)
         # `top` replaces `end` if the loss is higher there, unless only `end` broke the sample;
         # and it always does if it alone broke the sample.
-        right = top_scores.argmax(1) == chunk.y
-        higher = sign * top_scores[:, 0] < sign * scores[:, 0]
+        right = top_scores.argmax(1) == chunk.y  # not broken at `top`
+        higher = sign * top_scores[:, 0] < sign * scores[:, 0]  # lower log p, with sign 1
         only_end_broke = correct & ~end.robust & right
         only_top_broke = end.robust & ~right
         replaced = higher & ~only_end_broke | only_top_broke

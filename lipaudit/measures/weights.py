@@ -330,7 +330,7 @@ def _list_weights(sites: Sequence[Site]) -> Iterator[str | int]:
         if structure is None:
             continue
         for form in (structure.q, structure.k, structure.v):
-            if form is not None:
+            if form is not None:  # `source`: the linear maps that compute q, k or v
                 yield from (address.module for address in form.source)
         if structure.out is not None:
             weight = structure.out.reference
@@ -418,7 +418,11 @@ def _find_gain(part: nn.Module, weight: Tensor) -> Tensor | None:
 
 
 def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
-    """Make the section of the heads, and one of each other table with rows."""
+    """Make a section of each table that has rows: heads, blocks, linear maps, normalisations.
+
+    The rows were computed from the weights. With `at_samples`, rows of blocks also get the median
+    over the samples of their Jacobian norm.
+    """
     import numpy as np
 
     facts = next(part.facts for part in parts if part.facts)  # the first part has all rows
@@ -428,7 +432,7 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     if all("log10_product" in row for row in blocks):
         all_blocks["log10_product"] = math.fsum(row["log10_product"] for row in blocks)
     if blocks and options.at_samples:
-        logs = np.log10(base.join_parts(parts, "blocks"))
+        logs = np.log10(base.join_parts(parts, "blocks"))  # (samples, blocks)
         logs = logs[base.mark_unique(parts)]
         for row, of_block in zip(blocks, logs.T, strict=True):
             row["log10_data"] = float(np.median(of_block))
@@ -436,7 +440,7 @@ def summarise(parts: Sequence[Part], options: WeightsOptions) -> list[Section]:
     if len(blocks) > 1:
         blocks.append(all_blocks)
     cells = {**facts, BLOCKS.name: blocks}
-    # The first section has the settings and notes of the run.
+    # Only the first section has the settings and the notes.
     about: dict[str, Any] = {"settings": options.model_dump(), "notes": base.notes(parts)}
     sections = []
     for table in TABLES:

@@ -244,7 +244,8 @@ def _predict_texts(net: Net, batch: Batch, options: CorruptOptions) -> Iterator[
     from lipaudit.wings.corruptions.typing_errors import mistype
 
     original = texts.read_texts(texts.make_reader(net), batch, characters=True)
-    # Texts of one length at a time: then no figure depends on padding.
+    # A model that reads padding gets texts of one length at a time. Here every model does, so that
+    # no figure depends on padding.
     reader = replace(original.reader, reads_padding=True)
     seeds = [base.seed_of(i, options.seed) for i in batch.ids]
     oracle = TextOracle(reader, len(batch))

@@ -255,6 +255,7 @@ class Training:
             images = shift_images(images, recipe.shift, self.rng)
         if net.kind == "image" and recipe.flip:
             images = flip_images(images, self.rng)
+        # The target is y, or the share of each class in mixed images.
         x, target = self.mix(images, y)
         if recipe.noise:
             x = x + recipe.noise * torch.randn(x.shape, generator=self.rng).to(x)

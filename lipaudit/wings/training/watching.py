@@ -271,7 +271,7 @@ def _unwrap_model(model: Watched) -> Watched:
         inner = unwrap(inner.module)
     if isinstance(model, nn.Module):
         model = inner
-    elif not isinstance(model, Net):
+    elif not isinstance(model, Net):  # a ModelSpec; a Net was loaded by lipaudit, without wrappers
         model = replace(model, module=inner)
     for name, part in (*inner.named_modules(), *inner.named_parameters()):
         # DeepSpeed gives its sharded parameters a `ds_id`.
@@ -483,7 +483,7 @@ class CheckpointFolder:
         return pending
 
     def measure(self, checkpoint: Checkpoint, observer: Observer) -> None:
-        """Measure a checkpoint on the samples of the others, and write its report.
+        """Measure a checkpoint, on the same samples as all others, and write its report.
 
         Raises:
             LipauditError: it could not be measured.

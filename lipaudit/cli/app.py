@@ -164,7 +164,7 @@ def read_defaults(path: Path | None) -> dict[str, Any]:
     options = {name.replace("_", "-"): each for name, each in RunOptions.options().items()}
     values = {}
     for key, value in read_config(path).items():
-        if key == "gate":
+        if key == "gate":  # a table that only the command gate reads
             continue
         if key not in options:
             advice = suggestion(key, sorted(options))
@@ -196,8 +196,8 @@ class Commands(Mapping[str, Any]):
     cache: dict[str, Any] = field(default_factory=dict)
 
     def load_wings(self) -> dict[str, tuple[str, str]]:
-        """Return heading and function of every command that a wing adds."""
-        if not self.extensible:
+        """Return heading and function of every command that a wing (a plug-in) adds."""
+        if not self.extensible:  # the group `baseline` has its own commands only
             return {}
         from lipaudit.measures import load_measures
 
@@ -205,14 +205,19 @@ class Commands(Mapping[str, Any]):
         return collect(tuple, "commands", taken, check=_find_fault)
 
     def find(self, name: str) -> tuple[str, Any]:
-        """Return the heading of a command, and its function or its group."""
-        # Wings are loaded for their own commands only.
+        """Return the heading of a command in the help, and its function or its group.
+
+        Raises:
+            KeyError: there is no such command.
+        """
+        # Importing wings takes time: commands of lipaudit itself do without.
         commands = self.own if name in self.own else self.load_wings()
         if name in commands:
             panel, function = commands[name]
             return panel, load_object(function)
         if not self.extensible:
             raise KeyError(name)
+        # Every measure is a command, too.
         return MEASURING, load_object("lipaudit.cli.measure:make_measure")(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -249,6 +254,8 @@ class Group(typer.core.TyperGroup):
     def __init__(
         self, *, members: Mapping[str, tuple[str, str]] | None = None, **settings: Any
     ) -> None:
+        # `members` has heading and function of each command, by name. Without it this is the group
+        # of all commands of lipaudit, which also has measures and the commands of wings.
         super().__init__(**settings)
         self.commands: Any = Commands(members or COMMANDS, extensible=members is None)
 
@@ -270,7 +277,10 @@ class Group(typer.core.TyperGroup):
             sys.exit(_report_error(error, verbose=False))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a line for each command, from its docstring: creating all would take 0.06 s."""
+        """Write a line of help for each command, from the docstring of its function.
+
+        The usual way, which creates all commands, would take 0.06 s.
+        """
         names = list(self.commands)
         first = [name for name in FIRST if name in names]
         rows = []
@@ -413,7 +423,10 @@ def make_command(name: str, function: Callable[..., None]) -> Any:
     groups, parameters, rare = _read_parameters(function)
 
     def call(**typed: Any) -> None:
-        """Call the function with values of the types of its parameters; None: not typed."""
+        """Call the function of the command; errors become one line and an exit code.
+
+        `typed` has the options by name, None if they were not typed.
+        """
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
@@ -452,7 +465,11 @@ class _CommandParameters(NamedTuple):
 
 
 def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
-    """Return the parameters of a command from those of its function."""
+    """Return the parameters of a command from those of its function.
+
+    A parameter of the function is a plain argument, or a group of options (`Settings`). The
+    command has a parameter for each option of a group.
+    """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type[Settings]] = {}
     plain: list[inspect.Parameter] = []
@@ -462,10 +479,11 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
     for parameter in inspect.signature(function).parameters.values():
         hint = hints[parameter.name]
         kind = hint
+        # Annotated[GROUP, {...}] gives the defaults that the help shows, by option name.
         defaults: Mapping[str, str] = {}
         if get_origin(hint) is Annotated:
             kind, defaults = get_args(hint)[:2]
-        if hasattr(kind, "options"):
+        if hasattr(kind, "options"):  # a group of options
             groups[parameter.name] = kind
             options += _list_parameters(kind, defaults)
             rare.update(name for name, each in kind.options().items() if each.rare)
@@ -483,11 +501,17 @@ def _read_parameters(function: Callable[..., None]) -> _CommandParameters:
 def _parse_values(
     function: Callable[..., None], groups: Mapping[str, type[Settings]], typed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a command's function, from the typed values and the defaults."""
+    """Return the arguments of a command's function, by the names of its parameters.
+
+    Args:
+        function: the function.
+        groups: the groups of options, by the function's parameter.
+        typed: the values of all arguments and options on the command line; None: not typed.
+    """
     values: dict[str, Any] = {}
     for name in inspect.signature(function).parameters:
         kind = groups.get(name)
-        if kind is None:
+        if kind is None:  # a plain argument, no group of options
             values[name] = typed[name]
             continue
         given = {
@@ -537,8 +561,8 @@ def _terminate(_number: int, _frame: object) -> None:
 def _report_error(error: BaseException, *, verbose: bool) -> int:
     """Print an error on stderr, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        is_terminated = error.args == ("terminated",)
-        process = None
+        is_terminated = error.args == ("terminated",)  # by SIGTERM, see `_terminate`
+        process = None  # the place of this process among those of a launcher
         with suppress(UsageError):
             process = find_place()
         if process is None or process.rank == 0:  # of several processes, the first one prints

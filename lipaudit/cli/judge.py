@@ -89,7 +89,10 @@ class Remeasure(Settings):
 
     @property
     def moved(self) -> dict[str, dict[str, Any]]:
-        """Return the typed options of measures: by measure, then by name."""
+        """Return the given options on files of measures that are elsewhere now.
+
+        They are listed by measure, then by name: `{"attack": {"transfer": (...)}}`.
+        """
         moved: dict[str, dict[str, Any]] = {}
         for name, measure in load_measures().items():
             for field in measure.moved.keys() & self.model_fields_set:
@@ -120,7 +123,7 @@ def report(reports: SavedReports, output: Output, extent: Several, terminal: Ter
 
     extent.require_several(len(reports))
     subject = of_reports(*map(schema.load, reports), by=extent.rank_by)
-    emit(subject, output, always=False, terminal=terminal, details=extent.details)
+    emit(subject, output, print_always=False, terminal=terminal, details=extent.details)
 
 
 ONE_SAMPLE = "A sample: its id (or how it begins) or its place in the data; usual: the worst ones."
@@ -142,7 +145,7 @@ def inspect(
     emit(
         of_sample(schema.load(report), shlex.quote(str(report)), sample),
         output,
-        always=False,
+        print_always=False,
         terminal=terminal,
     )
 
@@ -152,7 +155,7 @@ Compared = Annotated[list[str], typer.Argument(metavar="REPORT", help=AFTER)]
 
 
 def compare(
-    reports: Compared, how: Remeasure, output: Output, extent: Extent, terminal: Terminal
+    reports: Compared, remeasure: Remeasure, output: Output, extent: Extent, terminal: Terminal
 ) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
@@ -169,22 +172,24 @@ def compare(
 
     check_outputs(output, REPORT)
     first, *others = reports
-    models = sum(not is_report(other) for other in others)
-    # The store of a launcher serves one run: two models would use one port.
+    models = sum(not is_report(other) for other in others)  # to measure now
+    # Processes of a launcher (torchrun, srun) exchange results over one port, which a second model
+    # could not use: several models need a single process.
     if models > 1:
         require_alone("comparing several")
-        if how.report:
+        if remeasure.report:
             raise UsageError(
                 f"--report names one file, and {models} MODELs are measured",
                 "Leave it out: each report gets a folder.",
             )
+    # A MODEL in place of a report is measured with the settings of the first report.
     loaded = [schema.load(first)]
     for other in others:
-        loaded.append(read_or_measure(other, loaded[0], Path(first), how, terminal))
+        loaded.append(read_or_measure(other, loaded[0], Path(first), remeasure, terminal))
     emit(
         of_comparison(gate.compare(loaded), loaded),
         output,
-        always=False,
+        print_always=False,
         terminal=terminal,
         details=extent.details,
     )
@@ -198,7 +203,7 @@ STRICT = typer.Option("--strict", help="Also fail if a rule is not proven to hol
 
 def gate(
     current: Annotated[str, CURRENT],
-    how: Remeasure,
+    remeasure: Remeasure,
     output: Output,
     terminal: Terminal,
     baseline: Annotated[Path, BASELINE] = DEFAULT_BASE,
@@ -226,9 +231,9 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
-    if not is_report(current):
+    if not is_report(current):  # a wrong rule fails here, not after hours of measuring
         require_judgeable(settings["rules"], before)
-    report = read_or_measure(current, before, baseline, how, terminal)
+    report = read_or_measure(current, before, baseline, remeasure, terminal)
     judgement = judge(report, before, **settings)
     judgement = judgement.model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judgement)
@@ -310,7 +315,7 @@ def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> 
 
 
 def read_or_measure(
-    current: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
+    current: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
 ) -> Report:
     """Read the report, or measure the model with the baseline's settings and save the report.
 
@@ -318,8 +323,8 @@ def read_or_measure(
         current: a report, or a MODEL.
         baseline: the report with the settings.
         file: its path, beside which its saved examples may be.
-        how: the options that may differ.
-        terminal: what is said on stderr.
+        remeasure: the options that may differ from those of the baseline's run.
+        terminal: gets the messages.
 
     Raises:
         Exit: this process measured a shard for rank 0.
@@ -328,7 +333,7 @@ def read_or_measure(
         LipauditError: any other failure.
     """
     if is_report(current):
-        flags = ", ".join(map(flag, sorted(how.model_fields_set)))
+        flags = ", ".join(map(flag, sorted(remeasure.model_fields_set)))
         if flags:
             raise UsageError(
                 f"{current} is a report, so {flags} has no effect",
@@ -341,12 +346,13 @@ def read_or_measure(
     from lipaudit.gate.conditions import require_samples
     from lipaudit.report import render
 
-    path = how.report
+    path = remeasure.report
     if path:
         files.require_writable(path)
-    request = _plan_again(current, baseline, file, how, terminal)
+    request = _plan_again(current, baseline, file, remeasure, terminal)
     with OnStderr(terminal) as observer, open_job(current, request) as job:
         ids = job.samples.batch.ids
+        # Each measure takes the first samples, as many as in the baseline.
         require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
         if path is None:
             folder = RUNS / f"gate-{job.net.weights_sha256[:12]}"
@@ -354,18 +360,18 @@ def read_or_measure(
         with execute.run_job(job, observer) as report:
             if report is not None:
                 files.write(path, render(report, "json"))
-    if report is None:
+    if report is None:  # this process measured a part for another one, which has the report
         raise typer.Exit
     terminal.tell(f"measured: {path}")
     return report
 
 
-def _repeat_run(baseline: Report, how: Remeasure) -> RunOptions:
-    """Return the options of the baseline's run, but for those that are given now."""
+def _repeat_run(baseline: Report, remeasure: Remeasure) -> RunOptions:
+    """Return the options of the baseline's run; those given now replace them."""
     before = baseline.run
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    for name in how.model_fields_set & RunOptions.model_fields.keys():
-        run[name] = getattr(how, name)
+    for name in remeasure.model_fields_set & RunOptions.model_fields.keys():
+        run[name] = getattr(remeasure, name)
     return RunOptions.parse(run)
 
 
@@ -375,12 +381,22 @@ def is_report(given: str) -> bool:
 
 
 def _plan_again(
-    model: str, baseline: Report, file: Path, how: Remeasure, terminal: Terminal
+    model: str, baseline: Report, file: Path, remeasure: Remeasure, terminal: Terminal
 ) -> Request:
-    """Return the request of the baseline for another model; given options change only paths."""
+    """Return the request to measure a model as the baseline was measured, on the same samples.
+
+    Args:
+        model: the MODEL.
+        baseline: the report with the settings.
+        file: its path, beside which its saved adversarial examples may be.
+        remeasure: the options that may differ from those of the baseline's run.
+        terminal: gets the messages.
+    """
     from lipaudit.engine.prepare import Request
 
-    moved = how.moved
+    # The given paths of files that measures read, by measure and option.
+    moved = remeasure.moved
+    # Adversarial examples of another model: those given, else those that the baseline saved.
     examples = moved.get("attack", {}).get("transfer", ())
     if not examples:
         examples = _find_examples(baseline, file, terminal)
@@ -392,12 +408,12 @@ def _plan_again(
     measures = {}
     counts = {}
     for section in baseline.sections:
-        if "." not in section.measure:
+        if "." not in section.measure:  # not a part of a measure, such as `jacobian.shares`
             kind = find_measure(section.measure).options
             settings = {**kind.older_defaults, **section.settings}
             measures[section.measure] = kind.parse(settings | moved.get(section.measure, {}))
             counts[section.measure] = len(section.ids) or baseline.run.data.samples
-    options = _repeat_run(baseline, how)
+    options = _repeat_run(baseline, remeasure)
     place = launcher.find_place()
     return Request(model, measures, options, counts, command=typed_command(), place=place)
 

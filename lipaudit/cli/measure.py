@@ -46,9 +46,12 @@ def make_measure(name: str) -> Callable[..., None]:
         extent: Extent,
         terminal: Terminal,
     ) -> None:
-        """Measure the model, or run what an option does in place of measuring."""
+        """Measure the model, or call the function of an option that takes its place.
+
+        `kind.alone` maps such options to their functions: they have models of their own.
+        """
         for alone, function in kind.alone.items():
-            if getattr(options, alone) is None:
+            if getattr(options, alone) is None:  # not given
                 continue
             if model is not None:
                 raise UsageError(
@@ -62,6 +65,7 @@ def make_measure(name: str) -> Callable[..., None]:
             raise UsageError("missing argument 'MODEL'", f"Give a MODEL, or {flags}.")
         _measure_one(name, model, options, run, output, extent, terminal)
 
+    # The command line reads the parameters and the help of a command from its function.
     measure.__kwdefaults__ = {"model": None} if kind.alone else {}
     measure.__doc__ = kind.__doc__
     measure.__annotations__ |= {
@@ -81,7 +85,20 @@ def _measure_one(
     extent: Extent,
     terminal: Terminal,
 ) -> None:
-    """Run one measure on a model, and write its report; or only a shard of it."""
+    """Run one measure on a model, and write its report; or only a shard of it.
+
+    Args:
+        name: name of the measure.
+        model: the MODEL.
+        options: the options of the measure.
+        run: the options that all measures share.
+        output: where the report goes.
+        extent: how much of the report stdout gets.
+        terminal: gets progress and messages.
+
+    Raises:
+        LipauditError: the report is incomplete; raised after it is written.
+    """
     from lipaudit.api import open_job
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine import execute, prepare
@@ -99,9 +116,9 @@ def _measure_one(
         open_job(model, request) as job,
         execute.run_job(job, observer) as report,
     ):
-        if report is None:
+        if report is None:  # this process measured a part for another one, which has the report
             return
-        observer.silence.close()
+        observer.silence.close()  # from here on, stdout gets the result
         emit(report, output, details=extent.details)
     require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
@@ -125,7 +142,7 @@ def measure_shard(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_shard
 
-    given = sorted(output.model_fields_set)
+    given = sorted(output.model_fields_set)  # the destinations that were typed
     if folder is not None:
         given.append("run_dir")
     if given:
@@ -256,7 +273,7 @@ def merge(
 
     check_outputs(output, REPORT)
     report = shards.merge(*folders, command=typed_command())
-    emit(report, output, always=False, terminal=terminal, details=extent.details)
+    emit(report, output, print_always=False, terminal=terminal, details=extent.details)
     again = "Run the commands of the shards again to measure the rest, then merge again."
     require_whole({report.run.model.spec: report}, again)
 

@@ -35,9 +35,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def drop_output(stream: TextIO) -> Iterator[None]:
-    """Redirect a stream whose reader is gone (`| head`) to nowhere; the work continues.
+    """Continue if the reader of a stream is gone (`| head`): what follows is written nowhere.
 
-    A gate that ended together with its reader would pass in any case.
+    A gate that ended with its reader would not return its exit code, and a build would pass.
     """
     try:
         yield
@@ -61,7 +61,7 @@ class Unheeded:
         Terminals also get rich's colours and cursor moves.
         """
         safe = visible(text, keep="\n\t")
-        if safe != text:
+        if safe != text:  # it contains control characters
             from rich.console import Console
 
             if Console(file=self.stream).is_terminal:
@@ -109,16 +109,19 @@ def emit(
     result: Report | Subject,
     output: Output,
     *,
-    always: bool = True,
+    print_always: bool = True,
     details: bool = True,
     terminal: Terminal | None = None,
 ) -> None:
-    """Write the files first, then stdout, also if a file cannot be written.
+    """Write a result to the files of --output, then print it to stdout.
+
+    If a file cannot be written, the result is printed nevertheless, and then the error is raised.
 
     Args:
         result: the result.
         output: the destinations.
-        always: whether stdout gets the result if files are named and no format is.
+        print_always: whether stdout gets the result in any case: it took time, or decides. False:
+            stdout gets it if there is no file, if --format is given, or if a file failed.
         details: whether a terminal gets the whole result, not only one screen.
         terminal: gets the name of each written file; None: files are not named.
 
@@ -129,8 +132,9 @@ def emit(
     from lipaudit.report import of_reports
 
     subject = of_reports(result) if isinstance(result, Report) else result
-    # A result that took time is shown even where a file cannot be written any more.
-    stdout, files = check_outputs(output, subject.forms, writable=not always)
+    # A result that took time is printed even if a file cannot be written any more: so files that
+    # cannot be written are refused here only for the others.
+    stdout, files = check_outputs(output, subject.forms, writable=not print_always)
     if files or output.format:
         gc.enable()  # `main` disabled it, and pages have pictures, whose garbage is large
     failures: list[EvaluationError] = []
@@ -142,16 +146,22 @@ def emit(
                 terminal.tell(f"wrote {path}")
         except EvaluationError as error:  # such as a full disk: print the figures
             failures.append(error)
-    if always or output.format or not files or failures:
+    if print_always or output.format or not files or failures:
         _print(subject, stdout, details=details)
     if failures:
         raise failures[0]
 
 
 def _print(subject: Subject, format: Format, *, details: bool) -> None:
-    """Write a result to stdout; without details a terminal gets one screen."""
+    """Write a result to stdout.
+
+    Args:
+        subject: the result.
+        format: the format.
+        details: whether to print the whole result; else formats for a terminal get one screen.
+    """
     content = subject.take(format.takes, short=bool(format.screen) and not details)
-    if format.screen:
+    if format.screen:  # it writes with the width and colours of the terminal
         format.screen(content, sys.stdout)
     else:
         document = format.render(content)

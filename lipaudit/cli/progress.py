@@ -52,7 +52,7 @@ class OnStderr(Observer):
     def __enter__(self) -> Self:
         gc.enable()  # `main` disabled it, and the garbage of models holds tensors
         self.silence = ExitStack()
-        # What a model prints is no part of the result.
+        # What the code of a model prints is no part of the result: it goes to stderr.
         self.silence.enter_context(redirect_stdout(sys.stderr))
         if self.terminal.quiet:
             self.silence.enter_context(silence_clients())
@@ -63,15 +63,17 @@ class OnStderr(Observer):
         self.silence.close()
 
     def note(self, note: Note) -> None:
-        """Print a note; of notes that differ by a measure or a number, only the first.
+        """Print a note on stderr, unless a similar one was printed.
 
-        Notes on reused parts and on what survives so far are printed each time.
+        Every measure of an audit repeats notes on loading, with another number or name of a
+        measure: only the first is printed. Notes on reused parts ("reused") and on samples that
+        no attack broke so far ("so-far") report progress, and all of them are printed.
         """
-        # Every measure of an audit repeats notes on loading: print only the first.
         if self.terminal.quiet:
             return
         template = note.text
         if note.code not in ("reused", "so-far"):
+            # Numbers and names of measures become #, so that similar notes are equal.
             measures = "|".join(load_measures())
             template = re.sub(rf"\d[\d.,]*|\b({measures})\b", "#", template)
         if (note.code, template) in self.printed:
@@ -106,7 +108,12 @@ class OnStderr(Observer):
         self.moves(measure, 0.0)
 
     def moves(self, measure: str, samples: float) -> None:
-        """Move the bar within a part, too."""
+        """Show progress within a part: move the bar, or print a line every 30 seconds.
+
+        Args:
+            measure: the current measure.
+            samples: samples of the unfinished part that are done.
+        """
         done = self.done + samples
         now = time.monotonic()
         if self.bar is not None:

@@ -102,15 +102,18 @@ def _list_names(topics: Iterable[Topic]) -> list[str]:
     return lines
 
 
-def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Return the lines of a text for the terminal, with indents of the first and the rest."""
+def _wrap(text: str, first: str = "", later: str = "") -> list[str]:
+    """Return the lines of a text for the terminal, with indents of the first and later lines."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole_words)
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, **whole_words)
 
 
 def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
-    """Write facts: a line of each name with its values, or JSON."""
+    """Write facts as lines, each with a name and a value, or as JSON.
+
+    A list or a dictionary of values takes a line for each, the name only in the first.
+    """
     lines = []
     width = max(map(len, facts)) + 2
     indent = " " * width
@@ -137,7 +140,7 @@ def env(output: Output, terminal: Terminal) -> None:
 
     check_outputs(output, ("lines", "record"))
     names = ["cpu"]
-    count = torch.accelerator.device_count()
+    count = torch.accelerator.device_count()  # 0 without one
     if count:
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:
@@ -149,7 +152,7 @@ def env(output: Output, terminal: Terminal) -> None:
         except UsageError as error:
             devices.append(f"{name} (not usable: {error.message})")
             continue
-        # The CPU lacks this function.
+        # The name of a GPU; the module of the CPU has no such function.
         describe = getattr(torch.get_device_module(device), "get_device_name", None)
         if describe is not None:
             name += f" ({describe(device)})"

@@ -395,14 +395,6 @@ SMALLEST_SHARE = 2.0**-12
 class Bracket:
     """Attacks and proofs on the balls around one sample.
 
-    Args:
-        net: a classifier.
-        sample: one sample.
-        proof: the settings of proofs.
-        trials: returns the attacks for a ball.
-        seed: seed of the attacks.
-        texts: the sample as a text, for the norm words.
-
     Attributes:
         label: the true class, -1 if unknown.
         predicted: the class that the model predicts.
@@ -428,7 +420,16 @@ class Bracket:
         seed: int,
         texts: Texts | None = None,
     ) -> None:
-        """Run the model on the sample without an attack, and begin without known radii."""
+        """Run the model on the sample without an attack, and begin without known radii.
+
+        Args:
+            net: a classifier.
+            sample: one sample.
+            proof: the settings of proofs.
+            trials: returns the attacks for a ball.
+            seed: seed of the attacks.
+            texts: the sample as a text, for the norm words.
+        """
         self.net = net
         self.sample = sample
         self.proof = proof

@@ -137,15 +137,6 @@ class Form(Tensor):
     functions of torch, methods and operators use the rules of its symbols. A write replaces its
     content; earlier views are then refused, not wrong. The first axis is the batch of the model; a
     form represents one sample.
-
-    Args:
-        centre: (*shape), float64.
-        dense: (symbols, *shape), the coefficients, in the dtype of the symbols.
-        slack: (*shape), float64, >= 0: errors of rounding and operations since the last symbols.
-        symbols: the symbols of the rows.
-        blocks: coefficients beside the dense ones, of errors that act in one row each.
-        weights: for attention weights only, which are >= 0 and sum to one along the last axis for
-            every input: the ends of a range of each entry, often tighter than `range`.
     """
 
     memory: Memory
@@ -176,7 +167,17 @@ class Form(Tensor):
         blocks: Sequence[ErrorBlock] = (),
         weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Store centre (*shape), coefficients (symbols, *shape) and slack (*shape), the error."""
+        """Store the tensor centre + coefficients . symbols +- slack.
+
+        Args:
+            centre: (*shape), float64.
+            dense: (symbols, *shape), the coefficients, in the dtype of the symbols.
+            slack: (*shape), float64, >= 0: the radius of all errors that have no symbol.
+            symbols: the symbols of the pass, by their numbers: row i belongs to symbol i.
+            blocks: coefficients beside the dense ones, of errors that act in one row each.
+            weights: for attention weights only, which are >= 0 and sum to one along the last axis
+                for every input: the ends of a range of each entry, often tighter than `range`.
+        """
         self.centre = centre
         self.dense = dense
         self.slack = slack

@@ -480,9 +480,11 @@ class Query(nn.Module):
     """
 
     def __init__(self, graph: Graph, goal: Property) -> None:
+        """Store the map of u in [-1, 1] to the input centre + u radius, and that of y to logits.
+
+        The logits are limits - rows @ y: one for each condition, behind zeros for class 0.
+        """
         super().__init__()
-        # u in [-1, 1] stands for the input centre + u radius. The logits are limits - rows @ y:
-        # one for each condition that must not hold, behind zeros for class 0.
         self.graph = graph
         self.goal = goal
         _, self.conditions, outputs = goal.rows.shape

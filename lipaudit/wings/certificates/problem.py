@@ -121,6 +121,7 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     forms = [(margins.centre, margins.generators, margins.slack)]
     forms += [(call.centre, call.generators, call.slack) for call in calls]
     row_count = sum(len(centre) for centre, _, _ in forms)
+    # Symbols that get a column in any case: those of the input and of the ReLUs.
     always = torch.cat([torch.arange(symbols.inputs, device=margins.device), reading.symbols])
     # Number of further columns, each of which has a coefficient in every row.
     room = numbers // row_count - len(always)

@@ -186,8 +186,9 @@ def ball(
     if moving is None:
         moving = torch.ones_like(x, dtype=torch.bool)
     moving = moving.expand_as(x)
-    places = moving.flatten().nonzero()[:, 0]
-    n = len(places)
+    # The number of each entry that may change; each gets one symbol.
+    positions = moving.flatten().nonzero()[:, 0]
+    n = len(positions)
     symbols = Symbols(
         n,
         norm,
@@ -198,7 +199,7 @@ def ball(
         slack_share=slack_share,
     )
     rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
-    rows[torch.arange(n), places] = cast_up(radius, dtype).flatten()[places]
+    rows[torch.arange(n), positions] = cast_up(radius, dtype).flatten()[positions]
     centre = torch.where(moving, centre, x)
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
@@ -353,8 +354,9 @@ def margins(logits: Form, label: int) -> Form:
 
 
 def _subtract_logits(logits: Form, label: int) -> Form:
-    """Return logit_label - logit_j for every other class j, (classes - 1,)."""
+    """Return the form of logit_label - logit_j for every other class j, (classes - 1,)."""
     classes = logits.shape[-1]
+    # A linear map of the logits: its rows are e_label - e_j, with unit vectors e.
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     is_other = torch.arange(classes, device=logits.device) != label
     differences = (identity[label] - identity)[is_other]

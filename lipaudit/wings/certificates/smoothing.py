@@ -204,8 +204,7 @@ def measure(net: Net, batches: Iterable[Batch], options: SmoothingOptions) -> It
             }
             names = base.class_names(net, arrays["label"], arrays["votes"][:, 0].argmax(1))
             yield Part((batch.ids[i],), arrays, {"classes": names})
-            # The next sample's time starts where this one's ended. (Work by the consumer of a part
-            # happens after the `yield`, and is not counted again.)
+            # The next sample's time starts where this one's ended.
             start += seconds
 
 

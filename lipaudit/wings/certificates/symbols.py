@@ -327,18 +327,6 @@ class ReluCall:
 class Symbols:
     """The symbols of one pass over one ball, and its ReLUs for branching.
 
-    Args:
-        inputs: dimension of the input: the number of symbols e_i.
-        norm: norm of the ball.
-        order: 1 for affine forms, 2 for quadratic ones.
-        dtype: of the coefficients; centres and slack are float64 in any case.
-        rules: what every operation does to forms, by name.
-        model_dtype: dtype that the model sees.
-        slack_share: see `SLACK_SHARE`; affects tightness and size of forms, never validity.
-        groups: for the norm words, the number of coordinates in each group of the input: they are
-            in [0, 1] and add up to at most 1.
-        max_words: number of groups that may differ from 0 at once, for the norm words.
-
     Attributes:
         dense_keys: the blocks that became rows in some form.
         intercept: is called in place of the rule of every call of the model (`demand`).
@@ -364,7 +352,21 @@ class Symbols:
         groups: Sequence[int] = (),
         max_words: int = 1,
     ) -> None:
-        """Number the symbols that exist from the start: e_i, and at order 2 products e_i e_j."""
+        """Number the symbols that exist from the start: e_i, and at order 2 products e_i e_j.
+
+        Args:
+            inputs: dimension of the input: the number of symbols e_i.
+            norm: norm of the ball.
+            order: 1 for affine forms, 2 for quadratic ones.
+            dtype: of the coefficients; centres and slack are float64 in any case.
+            rules: what every operation does to forms, by name.
+            model_dtype: dtype that the model sees.
+            slack_share: slack above this share of a radius becomes symbols; affects tightness and
+                size of forms, never validity.
+            groups: for the norm words, the number of coordinates in each group of the input: they
+                are in [0, 1] and add up to at most 1. A group is a word, a coordinate a replacement.
+            max_words: number of groups that may differ from 0 at once, for the norm words.
+        """
         self.inputs = inputs
         self.norm = norm
         self.order = order
@@ -605,11 +607,11 @@ class Symbols:
 
 
 def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
-    """Bound ||Q|| <= ||Q^k||_F^(1/k) of symmetric matrices, k = 2^squarings; float64.
+    """Return upper bounds of the spectral norms of symmetric matrices, in float64.
 
-    A power is computed by repeated squaring, with a bound of its rounding error: the computed
-    power A is off by some E with ||E|| <= error. Squaring it adds A E + E A + E^2, and the product
-    A A itself is off by gamma ||A||_F^2.
+    ||Q|| <= ||Q^k||_F^(1/k) with k = 2^squarings. The power is computed by repeated squaring, with
+    a bound of its rounding error: the computed power A is off by some E with ||E|| <= error.
+    Squaring it adds A E + E A + E^2, and the product A A itself is off by gamma ||A||_F^2.
     """
     n = matrices.shape[-1]
     dtype = matrices.dtype

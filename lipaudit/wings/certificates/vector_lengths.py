@@ -89,7 +89,7 @@ def bound_lengths(
 
 
 def _bound_norm(entries: Tensor, axis: int, weight: Tensor | None) -> Tensor:
-    """Return upper bounds of the 2-norms of weighted entries >= 0 along an axis."""
+    """Return upper bounds of the 2-norms along an axis of entries times `weight` (None for 1)."""
     if weight is not None:
         entries = entries * weight
     terms = entries.shape[axis]

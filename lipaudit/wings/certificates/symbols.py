@@ -364,7 +364,7 @@ class Symbols:
             slack_share: slack above this share of a radius becomes symbols; affects tightness and
                 size of forms, never validity.
             groups: for the norm words, the number of coordinates in each group of the input: they
-                are in [0, 1] and add up to at most 1. A group is a word, a coordinate a replacement.
+                are in [0, 1] and add up to at most 1. A group is a word with its replacements.
             max_words: number of groups that may differ from 0 at once, for the norm words.
         """
         self.inputs = inputs

@@ -477,7 +477,7 @@ class BranchAndBound:
     proven: list[Nodes] = field(default_factory=list)
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
-        """Split open parts until none is left or a limit ends the search.
+        """Split unproven parts until none is left or a limit ends the search.
 
         Args:
             roots: whole balls, one for each margin, with their multipliers.
@@ -528,7 +528,7 @@ class BranchAndBound:
         return len(parts) > 0
 
     def _split(self, batch: Nodes) -> tuple[Nodes, Tensor]:
-        """Split every part at the most promising ReLU; return the open halves with bounds.
+        """Split every part at the most promising ReLU; return the unproven halves with bounds.
 
         The score of a ReLU h = a z + m (1 + eps) is the loss that the coefficient of eps causes in
         the bound, plus m times its multipliers. The ReLU with the highest score is split: z >= 0
@@ -547,7 +547,7 @@ class BranchAndBound:
     def _bound_parts(
         self, coefficients: Tensor, parts: Nodes, steps: int, rate: float
     ) -> tuple[Nodes, Tensor]:
-        """Raise the bounds of parts by some steps; return the parts still open, with bounds.
+        """Raise the bounds of parts by some steps; return the unproven parts, with bounds.
 
         Args:
             coefficients: those of the symbols, which choose the face of the box to search on.

@@ -536,7 +536,7 @@ class Bracket:
         self.adversarial_radius = min(self.adversarial_radius, float(moved))
 
     def attack(self, radius: Radius) -> None:
-        """Attack one ball until an attack succeeds, and record the radius that it proves.
+        """Attack one ball until an attack succeeds, and record the radius.
 
         A success lowers `adversarial_radius`; without one, `unbroken_radius` rises.
         """

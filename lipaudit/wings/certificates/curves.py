@@ -199,7 +199,7 @@ def _choose_parabola(
     second_difference = (at_high - 2 * f.value(m) + at_low) / (2 * w.square())
     is_wide = w > 1e-4 * m.abs() + 1e-6
     b = torch.where(is_wide, second_difference, bend / 2) * is_worth_squaring(z)
-    # 3/4 of the way from f'(m) to the chord, and all of it without a square.
+    # The slope at m is 3/4 of the way from f'(m) to the chord; without a square it is the chord.
     part = torch.where(b == 0, 1.0, 0.75)
     a = slope + part * (chord - slope)
     # So far a is the slope at m. At c, around which the parabola is written, it is another.

@@ -250,6 +250,7 @@ def _read_leaves(proofs: Path | None, name: str, device: torch.device) -> Nodes:
                 if name in archive.namelist():
                     content = archive.read(name)
         if not content:
+            # Nodes of no parts and no ReLUs.
             none = torch.zeros(0, 0, dtype=torch.long)
             return Nodes(none.flatten(), none, none[None].float())
         arrays = {}

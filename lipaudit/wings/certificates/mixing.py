@@ -211,7 +211,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     # a quotient or a logarithm.
     error = gamma(4 * LIBRARY_ULPS + 2 * s.shape[-1], DOUBLE)
     d = _subtract_mean(s, p)
-    r = round_up(d.radii.linear + d.nonlinear_radius)
+    r = round_up(d.radii.linear + d.nonlinear_radius)  # |d_j| <= r_j on the ball
     # In exact arithmetic sum_j p_j d_j = 0. This bounds what rounding makes of it.
     mean_radius = round_up(_sum_row(p * (s.symbol_radius + s.slack)), s.shape[-1])
     mean_error = round_up(error * (_sum_row(p * r) + mean_radius), s.shape[-1])
@@ -219,6 +219,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     rho = _bound_log_mean(deviation)
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
+    # log softmax(c) + d; the slack also covers the rounding of log softmax(c).
     log_p = s.centre.log_softmax(-1).masked_fill(is_masked, 0.0)
     size = 1 + log_p.abs() + s.centre.masked_fill(is_masked, 0.0).abs()
     slack = round_up(d.slack + error * size)

@@ -128,8 +128,9 @@ def make_problem(margins: Form, numbers: int = NUMBERS) -> Problem:
     stacks = [generators for _, generators, _ in forms]
     has_column = _choose_columns(symbols, stacks, always, max(room, 0))
     parts = []
+    # Each form becomes rows centre + slopes @ (symbols with a column) +- spread.
     for centre, generators, slack in forms:
-        # Symbols that are younger than the form have a column of zeros.
+        # A form has no coefficients of symbols created after it: their columns are zeros.
         present = has_column[: len(generators)]
         missing = int(has_column.sum()) - int(present.sum())
         slopes = F.pad(generators[present].mT.to(DOUBLE), (0, missing))
@@ -214,7 +215,7 @@ def _choose_columns(
     sizes = torch.zeros(symbols.count, dtype=DOUBLE, device=always.device)
     for stack in stacks:
         sizes[: len(stack)] += stack.abs().sum(1)
-    sizes[symbols.inputs : symbols.first_error] = 0
+    sizes[symbols.inputs : symbols.first_error] = 0  # products of input symbols
     sizes[always] = 0
     others = min(room, int((sizes > 0).sum()))
     has_column = torch.zeros(symbols.count, dtype=torch.bool, device=always.device)

@@ -392,8 +392,8 @@ class Symbols:
         self.many_symbols = many_symbols
         self.skipped_symbols = False
         self.count = self.first_error
-        self.relu_calls: list[ReluCall] = []
-        self.dense_keys: set[int] = set()
+        self.relu_calls: list[ReluCall] = []  # ReLUs of unknown sign
+        self.dense_keys: set[int] = set()  # blocks (sparse coefficients) made dense in some form
 
     def bound_parts(
         self, coefficients: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()
@@ -584,7 +584,7 @@ class Symbols:
 
         There is one symbol per layer of the coefficients (layers, *shape) and per row.
         """
-        first = self.count
+        first = self.count  # number of the first new symbol
         layers, *lead, width = coefficients.shape
         rows = torch.Size(lead).numel()
         self.count += layers * rows
